@@ -1,4 +1,8 @@
-"""The KV cache of a language model as a vector database: encode, append, search and fetch."""
+"""kvindex treats the KV cache of a language model as a vector database.
+
+An index encodes and appends keys and values, searches for the rows that a query should attend to,
+and fetches them.
+"""
 
 from kvindex.bases.index import BaseIndex
 from kvindex.core.geometry import Geometry

@@ -1,8 +1,8 @@
-"""Registry: creates indexes by name, from `kvindex/indexes/` and from installed packages.
+"""Registry of indexes: creates an index from its name.
 
-There is no list of names. A package adds an index with an entry point in the group
-`kvindex.indexes`. The entry point has the index's name and refers to a class derived from
-`BaseIndex` (docs/adding-an-index.md).
+An index is a module in `kvindex/indexes/`, or a class in an installed package; there is no list of
+names in the code. A package adds an index with an entry point in the group `kvindex.indexes`, which
+has the name of the index and refers to a class derived from `BaseIndex` (docs/adding-an-index.md).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ GROUP = "kvindex.indexes"
 
 
 def names() -> list[str]:
-    """Return the names of all indexes, including installed ones, without importing them.
+    """Return the names of all available indexes, without importing them.
 
-    A hyphen in a name becomes an underscore in the file name. Warns of names in installed packages
-    that are left out.
+    Installed packages are included. If a name from an installed package cannot be used, it is left
+    out with a warning. A hyphen in a name becomes an underscore in the file name.
     """
     for reason in refused().values():
         warnings.warn(reason, stacklevel=2)
@@ -39,20 +39,20 @@ def names() -> list[str]:
 
 
 def installed() -> dict[str, EntryPoint]:
-    """Return the indexes of installed packages: name -> entry point, not imported yet."""
+    """Return the indexes of installed packages as name -> entry point, without importing them."""
     left_out = refused()
     return {name: points[0] for name, points in _brought().items() if name not in left_out}
 
 
 def refused() -> dict[str, str]:
-    """Return the names in installed packages that are left out: name -> reason."""
+    """Return the names from installed packages that cannot be used, as name -> reason."""
     reasons, folder = {}, _in_folder()
     for name, points in _brought().items():
         given = f"{GROUP}: got the name {name!r} from {' and '.join(map(_described, points))}"
         if name in folder:
-            reasons[name] = f"{given}, allowed is a name that kvindex has not: its own is used"
+            reasons[name] = f"{given}, but kvindex itself has an index of this name, which is used"
         elif len(points) > 1:
-            reasons[name] = f"{given}, allowed is one package for a name: uninstall the others"
+            reasons[name] = f"{given}; only one package may define a name: uninstall the others"
         elif set(name) & set(":+="):
             reasons[name] = f"{given}, allowed is a name without ':', '+' and '='"
     return reasons
@@ -66,8 +66,9 @@ def get(name: str) -> type[BaseIndex]:
 
     Raises:
         ValueError: The name is unknown (the message lists similar names), or several packages
-            define it.
-        ImportError: The package cannot be imported or does not have such a class.
+            define an index with this name.
+        ImportError: The package cannot be imported, or its entry point does not refer to an index
+            class.
     """
     if check.text("index", name) in _in_folder():
         found: type[BaseIndex] = _only(_module_of(indexes, name), BaseIndex)
@@ -81,19 +82,19 @@ def get(name: str) -> type[BaseIndex]:
 
 
 def create(index: str, **options: Any) -> KVIndex:
-    """Create an index from its name, with options.
+    """Create an index from its name and options.
 
     Args:
-        index: A name, or a line with options such as `"pariskv:preset=paper:beta=0.05"`. Wrappers
-            (`kvindex/wrappers/`) follow after a plus sign: `"exact+sample:share=0.5"`.
-        **options: The geometry (`q_heads`, `kv_heads`, `head_dim`, …), `preset`, and fields of the
-            index's configuration. These options override those in `index`.
+        index: A name, or a name with options such as `"pariskv:preset=paper:beta=0.05"`. Wrappers
+            (`kvindex/wrappers/`) follow after a plus sign, as in `"exact+sample:share=0.5"`.
+        **options: Arguments of the index class: the geometry (`q_heads`, `kv_heads`, `head_dim`,
+            …), `preset`, and fields of its configuration. They override the options in `index`.
 
     Returns:
         An empty index.
 
     Raises:
-        ValueError: A name or an option is unknown or out of range.
+        ValueError: A name or an option is unknown, or a value is not allowed.
     """
     first, *around = check.text("index", index).split("+")
     name, written = split_spec(first)
@@ -106,19 +107,20 @@ def create(index: str, **options: Any) -> KVIndex:
 
 
 def class_of(source: str) -> type[BaseIndex] | type[Wrapper]:
-    """Return the index or wrapper class with the source `module:Class`.
+    """Return the index or wrapper class for a string of the form `module:Class`.
 
-    The source is the result of `storage.recipe.class_name`. Only classes that are registered by
-    name are imported, so that a saved file cannot cause the import of any other module.
+    Such strings are stored in saved folders (`storage.recipe.class_name`). Only modules of
+    registered indexes and wrappers are imported, so a saved folder cannot cause the import of any
+    other module.
 
     Raises:
-        ValueError: No index or wrapper has this class.
+        ValueError: No registered index or wrapper has this class.
     """
     module = source.partition(":")[0]
     folder = [
         name
         for name in _in_folder()
-        # an index is in `kvindex/indexes/`, or in a package of its own
+        # the class is defined in `kvindex/indexes/<name>.py` or in `kvindex/<name>/index.py`
         if module in (_module_of(indexes, name), f"kvindex.{name}.index")
     ]
     for name in folder or installed():
@@ -129,13 +131,13 @@ def class_of(source: str) -> type[BaseIndex] | type[Wrapper]:
             found: type[Wrapper] = wrapper
             return found
     raise ValueError(
-        f"index: got the class {source!r}, allowed is one that has a name (kvindex.names()); for "
-        "another class, load into an empty index: kvindex.load(folder, into=…)"
+        f"index: got the class {source!r}, which is not registered under a name (kvindex.names()); "
+        "create an empty index of this class and call kvindex.load(folder, into=index)"
     )
 
 
 def wrapper_options() -> dict[str, dict[str, Any]]:
-    """Return the wrappers that may follow an index after a plus: name -> option -> default."""
+    """Return the available wrappers and their options, as name -> option -> default."""
     found = {}
     for name in sorted(module.name for module in pkgutil.iter_modules(wrappers.__path__)):
         if not name.endswith("base"):
@@ -165,7 +167,7 @@ def _in_folder() -> list[str]:
 
 
 def _brought() -> dict[str, list[EntryPoint]]:
-    """Return all entry points of installed packages, by name."""
+    """Return name -> entry points of installed packages. Several packages may use the same name."""
     brought: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=GROUP):
         brought.setdefault(point.name, []).append(point)
@@ -185,12 +187,12 @@ def _loaded(point: EntryPoint) -> type[BaseIndex]:
         reason = f"{type(error).__name__}: {error}"
         raise ImportError(f"{given}, which cannot be imported ({reason})") from error
     if not (isinstance(found, type) and issubclass(found, BaseIndex)):
-        raise ImportError(f"{given}, which is {found!r}; allowed is a class on BaseIndex")
+        raise ImportError(f"{given}, which is {found!r}; allowed is a class based on BaseIndex")
     return found
 
 
 def _only(name: str, base: type) -> Any:
-    """Return the one class derived from `base` that a module defines, or lists in `__all__`."""
+    """Return the single class derived from `base` that a module defines or lists in `__all__`."""
     module = vars(importlib.import_module(name))
     exported = module.get("__all__", ())
     found = [
@@ -201,5 +203,7 @@ def _only(name: str, base: type) -> Any:
         and (value.__module__ == name or key in exported)
     ]
     if len(found) != 1:
-        raise TypeError(f"{name}: got {len(found)} classes on {base.__name__}, allowed is one")
+        raise TypeError(
+            f"{name}: got {len(found)} classes derived from {base.__name__}, allowed is exactly one"
+        )
     return found[0]

@@ -1,3 +1,5 @@
-"""Base classes of indexes: for all indexes, and for those that select pages, clusters or sentences,
-evict rows, or use FAISS.
+"""Base classes of indexes.
+
+`BaseIndex` is the base of all indexes. Its subclasses here are the bases of indexes that select
+pages or clusters of tokens, evict tokens, or search with the FAISS library.
 """

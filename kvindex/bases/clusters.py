@@ -1,11 +1,14 @@
-"""`ClusteredIndex`: base of indexes whose units are clusters of keys, built block by block.
+"""`ClusteredIndex`: base of indexes that group keys into clusters and select whole clusters.
 
-In each sequence, the first append is clustered as the prompt, in segments. Later tokens are
-clustered when a block of them is full. Until then each of them is a unit of its own, so a search
-finds every token right after its append. Tokens are counted without padding, so padding does not
-change clusters. Clusters depend on the tokens and on the length of the first append, but not on the
-chunks in which later tokens were appended. If `truncate` cuts a segment of the prompt, the
-remaining tokens of the segment are clustered again.
+The first append of a sequence counts as its prompt. The prompt is split into segments, and the keys
+of each segment are clustered with k-means. Later tokens are collected in blocks, and a block is
+clustered when it is full. Until then a search ranks each token of the block separately, so it finds
+every token right after the append.
+
+Padding does not change clusters, because only valid tokens are counted. Clusters depend on the
+tokens and on the length of the first append, but not on how later tokens are distributed over
+appends. If `truncate` removes the end of a segment of the prompt, the remaining tokens of the
+segment are clustered again.
 """
 
 from __future__ import annotations
@@ -27,14 +30,16 @@ from kvindex.storage.layout import Held, Layout, TensorSpec, distinct
 from kvindex.storage.state import below
 
 PER_CLUSTER = {"members", "sizes", "centroids", "means"}
-"""Names of learned tensors that grow with the clusters, `[B, G, P or S, ...]`."""
+"""Names of learned tensors whose third axis counts clusters or clustered tokens."""
 
 Read: TypeAlias = Callable[[Tensor], Rows]
 """A function that reads rows by their ids int64 `[B, G, n]`, where -1 stands for no row."""
 
 
 class Cut(NamedTuple):
-    """The valid tokens `start` to `stop` of a sequence, which form `clusters` clusters."""
+    """A range of consecutive valid tokens, `start` to `stop - 1`, that is split into `clusters`
+    clusters.
+    """
 
     start: int
     stop: int
@@ -43,13 +48,13 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Which tokens are clustered together.
+    """Sizes of the token ranges that are clustered together, and how many clusters each range has.
 
-    If the first append has fewer than `block` tokens, they wait for more tokens, as later tokens
-    do.
+    A first append of fewer than `block` tokens is not clustered as a prompt. Its tokens wait until
+    a block is full, as later tokens do.
 
     Attributes:
-        segment: Number of tokens of the prompt that are clustered together; None for all.
+        segment: Number of prompt tokens that are clustered together; None for the whole prompt.
         per_cluster: Mean number of tokens in a cluster of the prompt.
         block: Number of later tokens that are clustered together.
         per_block: Number of clusters in a block; 0 if later tokens are never clustered.
@@ -61,7 +66,7 @@ class Plan:
     per_block: int
 
     def cuts(self, prompt: int, count: int) -> list[Cut]:
-        """Return the cuts of `count` valid tokens. The first `prompt` of them are the prompt."""
+        """Split `count` valid tokens, the first `prompt` of which are the prompt, into ranges."""
         segment, cuts = self.segment or max(prompt, 1), []
         for start in range(0, prompt, segment):
             stop = min(start + segment, prompt)
@@ -73,8 +78,12 @@ class Plan:
 
 
 class _Row(NamedTuple):
-    """One sequence: number of tokens in its prompt, unchanged cuts, ids int64 `[n]` of later
-    tokens.
+    """One sequence while its clusters are updated.
+
+    Attributes:
+        prompt: Number of tokens in the prompt.
+        unchanged: Ranges of tokens whose clusters stay as they are.
+        tail: Ids of the tokens after these ranges, int64 `[n]`.
     """
 
     prompt: int
@@ -83,16 +92,16 @@ class _Row(NamedTuple):
 
     @property
     def clustered(self) -> int:
-        """Number of tokens in the unchanged cuts."""
+        """Number of tokens in the ranges whose clusters stay as they are."""
         return self.unchanged[-1].stop if self.unchanged else 0
 
     @property
     def clusters(self) -> int:
-        """Number of clusters in the unchanged cuts."""
+        """Number of clusters that stay as they are."""
         return sum(cut.clusters for cut in self.unchanged)
 
     def todo(self, plan: Plan) -> list[Cut]:
-        """Return the new cuts, relative to the first later token."""
+        """Return the ranges to cluster, as positions in `tail`."""
         first = self.clustered
         cuts = plan.cuts(self.prompt, first + len(self.tail))[len(self.unchanged) :]
         return [Cut(start - first, stop - first, clusters) for start, stop, clusters in cuts]
@@ -100,16 +109,16 @@ class _Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Units:
-    """Units that a search ranks: `S` clusters, then `R` tokens that are not clustered yet.
+    """What a search ranks: `S` clusters, followed by `R` tokens that are not clustered yet.
 
-    The number of units is `U = S + R`.
+    A unit is a cluster or one such token, so there are `U = S + R` units.
 
     Attributes:
-        keys: Centroids and waiting keys, float32 `[B, G, U, D]`.
+        keys: Centroids of the clusters and keys of the other tokens, float32 `[B, G, U, D]`.
         sizes: Number of tokens in each unit, int32 `[B, G, U]`, 0 for an unused entry.
-        starts: Position in `members` of the first member of each cluster, int64 `[B, G, S]`.
-        members: Token ids, int32 `[B, G, P]`.
-        singles: Ids of the tokens that wait, int64 `[B, R]`, as in `units.best_rows`.
+        starts: Position in `members` of the first token of each cluster, int64 `[B, G, S]`.
+        members: Ids of the clustered tokens, sorted by cluster, int32 `[B, G, P]`.
+        singles: Ids of the tokens that are not clustered, int64 `[B, R]`, -1 for padding.
     """
 
     keys: Tensor
@@ -120,26 +129,33 @@ class Units:
 
 
 class ClusteredIndex(BaseIndex):
-    """Base of indexes whose units are clusters.
+    """Base of indexes that select clusters of tokens.
 
-    A subclass overrides `_plan`, `_labels` and `_search`. The learned tensors are `prompt` and
-    `seen` int64 `[B]` (valid tokens of the prompt, tokens read so far), `waiting` int64 `[B, R]`,
-    `members` int32 `[B, G, P]`, `sizes` int32 `[B, G, S]` and `centroids` `[B, G, S, D]` (means of
-    the raw keys). With `means_of_values` there are also `means` `[B, G, S, Dv]`. Centroids and
-    means have the layer's dtype.
+    A subclass overrides `_plan`, `_labels` and `_search`.
+
+    The dict `_learned` contains these tensors, where `S` is the number of clusters:
+
+    - `prompt`, int64 `[B]`: number of valid tokens of the prompt
+    - `seen`, int64 `[B]`: number of tokens processed so far, padding included
+    - `waiting`, int64 `[B, R]`: ids of tokens that are not clustered yet
+    - `members`, int32 `[B, G, P]`: ids of clustered tokens, sorted by cluster
+    - `sizes`, int32 `[B, G, S]`: number of tokens in each cluster
+    - `centroids`, `[B, G, S, D]` in the layer's dtype: mean key of each cluster
+    - `means`, `[B, G, S, Dv]` in the layer's dtype: mean value of each cluster, only if
+      `means_of_values` is True
     """
 
     means_of_values = False
-    _arriving: Tensor | None = None  # values of the append that is in preparation
+    _arriving: Tensor | None = None  # values of the current append, if means_of_values is True
 
     @abstractmethod
     def _plan(self) -> Plan:
-        """Return which tokens are clustered together."""
+        """Return the sizes of the token ranges that are clustered together."""
 
     def _labels(self, keys: Tensor, clusters: int) -> Tensor:
-        """Return the cluster number of each key, int64 `[R, n]`, for keys float32 `[R, n, D]`.
+        """Return the number of each key's cluster, int64 `[R, n]`, for keys float32 `[R, n, D]`.
 
-        Keys are clustered by their cosines.
+        The default is spherical k-means: keys are compared by their cosines.
         """
         directions = kmeans.directions(keys)
         options = dict(iterations=self.config.iterations, seed=self.config.seed)
@@ -157,15 +173,20 @@ class ClusteredIndex(BaseIndex):
         return Units(keys, torch.cat([sizes, ones], -1), starts, learned["members"], singles)
 
     def _estimates(self, queries: Tensor, units: Units) -> Tensor:
-        """Return `q·c` or `q·k` of each unit, float32 `[B, G, g, U]`, `-inf` for no unit."""
+        """Return the inner product of each query with each unit's centroid or key, `[B, G, g, U]`.
+
+        The result is float32, and `-inf` for an unused unit. `g` is the number of query heads per
+        KV head.
+        """
         folded = group.fold(queries, self.geometry.kv_heads, self.config.group)
         empty = (units.sizes == 0)[:, :, None]
         return (folded @ units.keys.mT).masked_fill(empty, float("-inf"))
 
     def _scores(self, estimates: Tensor, units: Units) -> Tensor:
-        """Return the score of each unit's rows for the group of query heads, `[B, G, U]`.
+        """Return one score per KV head and unit, `[B, G, U]`, combined over the query heads of the
+        group.
 
-        The score is `-inf` where there is no unit.
+        The score is `-inf` for an unused unit.
         """
         g, policy = self.geometry, self.config.group
         scores: Tensor = self.ops.group.agree(
@@ -174,7 +195,9 @@ class ClusteredIndex(BaseIndex):
         return scores
 
     def _waiting_keys(self) -> Tensor:
-        """Return the keys of the tokens that wait, `[B, G, R, D]`, zero for no token."""
+        """Return the keys of the tokens that are not clustered yet, `[B, G, R, D]`, zero for
+        padding.
+        """
         ids = self._learned["waiting"][:, None].expand(-1, self.geometry.kv_heads, -1)
         return self._store.gather(ids).keys
 
@@ -189,9 +212,9 @@ class ClusteredIndex(BaseIndex):
     def start_append(
         self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> Callable[[], None]:
-        """Start an append, as `BaseIndex.start_append`.
+        """Start an append (see `BaseIndex.start_append`).
 
-        Values are read, too, if clusters have mean values (`means_of_values`).
+        If `means_of_values` is True, the values are stored in `_arriving` while clusters are built.
         """
         self._arriving = values if self.means_of_values else None
         try:
@@ -246,7 +269,7 @@ class ClusteredIndex(BaseIndex):
                 torch.int64,
                 least=0,
                 most=n,
-                allowed="the length of a first append, from which these clusters follow",
+                allowed="a length of the first append that gives this number of clusters",
                 rule=lambda state: self._follows(below("learned", state)),
             ),
             "seen": TensorSpec("B", torch.int64, least=0, most=n),
@@ -257,7 +280,8 @@ class ClusteredIndex(BaseIndex):
                 torch.int32,
                 least=0,
                 most=n,
-                allowed="with learned.waiting and learned.members each valid token once",
+                allowed="sizes for which learned.members and learned.waiting contain each valid "
+                "token once",
                 rule=lambda state: _once_each(below("learned", state), held.counts),
             ),
             "centroids": TensorSpec("B G S D", g.dtype),
@@ -267,7 +291,9 @@ class ClusteredIndex(BaseIndex):
         return layout | {f"learned.{name}": spec for name, spec in learned.items()}
 
     def _follows(self, learned: Codes) -> bool:
-        """Return True if the plan leads to the same number of clusters as `learned` has."""
+        """Return True if a loaded state has room for the clusters that `_plan` gives for its
+        tokens.
+        """
         clusters, counts = learned["sizes"].shape[2], learned["sizes"].sum(-1)[:, 0].tolist()
         for prompt, count in zip(learned["prompt"].tolist(), counts, strict=True):
             cuts = self._plan().cuts(prompt, count) if count else []
@@ -276,7 +302,7 @@ class ClusteredIndex(BaseIndex):
         return True
 
     def _empty(self, keys: Tensor) -> dict[str, Tensor]:
-        """Return the learned tensors of an index without tokens."""
+        """Return `_learned` for an index without tokens."""
         B, G, _, D = keys.shape
         none = {
             "prompt": keys.new_empty((B,), dtype=torch.int64).zero_(),
@@ -291,12 +317,12 @@ class ClusteredIndex(BaseIndex):
         return none
 
     def _reader(self, keys: Tensor, first: int) -> Read:
-        """Return a function that reads rows of the index and rows of the current append.
+        """Return a function that reads rows by id, both stored rows and rows of the current append.
 
-        The tokens of the current append have ids from `first` on.
+        The tokens of the current append have the ids `first`, `first + 1`, ….
         """
         values, gather = self._arriving, self.ops.fetch.gather_rows
-        if values is None:  # no means of values, or a call of `encode`, which has no values
+        if values is None:  # mean values are not needed, or `encode` was called without values
             width = self.geometry.value_dim if self.means_of_values else 0
             values = keys.new_empty((*keys.shape[:3], width)).zero_()
         values = values.detach()
@@ -316,9 +342,12 @@ class ClusteredIndex(BaseIndex):
         return read
 
     def _extended(self, learned: Codes, rows: list[_Row], seen: int, read: Read) -> Codes:
-        """Return the learned tensors after the full blocks of all sequences are clustered."""
+        """Cluster the new ranges of all sequences, and return the new `_learned`.
+
+        Sequences that have the same ranges to cluster are clustered in one batch.
+        """
         added: list[list[Codes]] = [[] for _ in rows]
-        alike = defaultdict(list)  # cuts of the tail -> sequences that are clustered together
+        alike = defaultdict(list)  # ranges to cluster -> sequences that have these ranges
         for b, row in enumerate(rows):
             alike[tuple(row.todo(self._plan()))].append(b)
         for todo, batch in alike.items():
@@ -342,7 +371,10 @@ class ClusteredIndex(BaseIndex):
     def _clustered(
         self, ids: Tensor, batch: list[int], rows: int, clusters: int, read: Read
     ) -> Codes:
-        """Cluster tokens int64 `[b, n]` of the sequences `batch` into tensors `[b, G, ...]`."""
+        """Cluster the tokens `ids`, int64 `[b, n]`, of the sequences `batch`.
+
+        Return tensors `[b, G, ...]`.
+        """
         g, (count, n) = self.geometry, ids.shape
         all_ids = torch.full((rows, g.kv_heads, n), UNUSED, device=ids.device)
         all_ids[batch] = ids[:, None]
@@ -361,9 +393,10 @@ class ClusteredIndex(BaseIndex):
 
 
 def _once_each(learned: Codes, counts: Tensor | None) -> Tensor | bool:
-    """Return True if clusters and waiting tokens contain each valid token exactly once.
+    """Return True if clusters and unclustered tokens together contain each valid token exactly
+    once.
 
-    counts: valid tokens of each sequence, int64 `[B]`.
+    counts: number of valid tokens of each sequence, int64 `[B]`.
     """
     sizes, members, waiting = learned["sizes"].sum(-1), learned["members"], learned["waiting"]
     width = members.shape[2]
@@ -377,9 +410,10 @@ def _once_each(learned: Codes, counts: Tensor | None) -> Tensor | bool:
 
 
 def _joined(old: Tensor, unchanged: list[int], parts: list[list[Tensor]]) -> Tensor:
-    """Join the first `unchanged[b]` entries of each sequence `b` of `old` with new parts.
+    """Append new tensors to the first `unchanged[b]` entries of `old[b]`, for each sequence `b`.
 
-    The result is padded with zeros. `old` is `[B, G, X, ...]`, the new parts are `[G, x, ...]`.
+    `old` has the shape `[B, G, X, ...]`, and each new tensor `[G, x, ...]`. The result is padded
+    with zeros to the longest sequence.
     """
     rows = [
         torch.cat([row[:, :count], *new], dim=1).transpose(0, 1)

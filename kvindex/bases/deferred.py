@@ -1,4 +1,4 @@
-"""Checks of tensor values. Errors may be raised later, so that the host need not wait for a GPU."""
+"""Checks of argument tensors. On a GPU an error can be raised later, so the host need not wait."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from kvindex.core.transaction import Guarded
 
 
 class DeferredChecks(Guarded):
-    """Checks of an index's tensors. On a CUDA device the results are stored in flags there.
+    """Checks argument tensors for an index.
 
-    An error is a ValueError or TypeError that names the argument, the received value and what is
-    allowed. It is raised immediately, or, if `_defers` is True, at the next call that waits for the
-    device anyway.
+    A failed check raises a ValueError or TypeError that names the argument, the received value and
+    what is allowed. On a CPU the error is raised immediately. On a CUDA device, a check for NaN or
+    for wrong ids only sets a flag in device memory, and the next call that waits for the device
+    raises the error. With `check=True`, the error is always raised immediately.
     """
 
     _batch: int | None
@@ -29,14 +30,17 @@ class DeferredChecks(Guarded):
         self._deferred: dict[str, tuple[Tensor, str]] = {}  # argument -> (flag, message)
 
     def _after_copy(self) -> None:
-        flags = self._deferred.items()  # copied, because flags are written in place
+        flags = self._deferred.items()  # cloned, because flags are written in place
         self._deferred = {name: (flag.clone(), message) for name, (flag, message) in flags}
 
     def _check_tensor(self, name: str, value: Tensor, shape: dict[str, int | None]) -> None:
         check.tensor(name, value, shape, self.geometry.dtype, self.geometry.device)
 
     def _per_token(self, batch: int | None, count: int | None, width: int) -> dict[str, int | None]:
-        """Return the shape of keys or values for `_check_tensor`; None stands for any size."""
+        """Return the required shape of keys or values, for `_check_tensor`.
+
+        None stands for any size.
+        """
         return {"B": batch, "G": self.geometry.kv_heads, "N": count, "D": width}
 
     def _check_finite(self, name: str, value: Tensor) -> None:
@@ -50,7 +54,9 @@ class DeferredChecks(Guarded):
             check.finite(name, value)
 
     def _check_in_keys(self, keys: Tensor, values: Tensor) -> None:
-        """Check that values are the first coordinates of keys, as `value_in_key` requires."""
+        """Check that each value equals the first coordinates of its key, as `value_in_key`
+        requires.
+        """
         if self._check is False:
             return
         if self._defers:
@@ -60,40 +66,45 @@ class DeferredChecks(Guarded):
 
     @property
     def _defers(self) -> bool:
-        """True if errors in values are raised at the next call that waits for the device anyway."""
+        """True on a CUDA device, unless `check=True`: errors in tensor contents are raised by a
+        later call.
+        """
         return self.geometry.device.type == "cuda" and not self._check
 
     def _raise_if(self, name: str, value: Tensor, wrong: Tensor, allowed: str) -> None:
-        """Raise ValueError where `wrong` is True, now or at a later call."""
+        """Raise ValueError if any element of `wrong` is True, immediately or (on a GPU) at a later
+        call.
+        """
         if self._defers:
             self._defer(name, wrong.any(), allowed)
         elif bool(wrong.any()):
             raise ValueError(f"{name}: got {value[wrong][0].item()}, allowed is {allowed}")
 
     def _defer(self, name: str, wrong: Tensor, allowed: str) -> None:
-        """Add `wrong`, bool `[]`, to the argument's flag."""
         self._flag(name, allowed).logical_or_(wrong)
 
     def _flag(self, name: str, allowed: str) -> Tensor:
-        """Return the argument's flag, int32 `[]`, which is not 0 if the argument was wrong.
+        """Return the error flag of an argument, int32 `[]`: nonzero after a failed check.
 
         All calls use the same flag at the same address, so that a kernel can set it.
         """
         message = f"{name}: got (in an earlier call) what is not, allowed is {allowed}"
         if name not in self._deferred:
             made = torch.zeros((), dtype=torch.int32, device=self.geometry.device)
-            self._deferred.setdefault(name, (made, message))  # another thread may have made one
+            self._deferred.setdefault(name, (made, message))  # another thread may have been first
         flag = self._deferred[name][0]
         self._deferred[name] = flag, message
         return flag
 
     def raise_pending(self) -> None:
-        """Raise the error that a check on a CUDA device has found since the last call.
+        """Raise the error of a check on a CUDA device that failed since the last `raise_pending`.
+
+        This call waits for the device.
 
         Raises:
-            ValueError: An argument of an earlier call was wrong. The call waits for the device.
+            ValueError: An argument of an earlier call was wrong.
         """
-        flags = list(self._deferred.values())  # another thread may add one meanwhile
+        flags = list(self._deferred.values())  # another thread may add a flag during the loop
         found = [message for flag, message in flags if bool(flag)]
         if found:
             for flag, _ in flags:
@@ -109,26 +120,27 @@ class DeferredChecks(Guarded):
             return torch.cuda.is_current_stream_capturing()
 
     def _checked_ids(self, hits: Hits, summaries: int, length: Tensor | None = None) -> Tensor:
-        """Check the ids of `hits`; ids that name no row become -1.
+        """Check the ids of `hits`, and return them with -1 in place of invalid ids.
 
         Args:
             hits: Result of a search.
-            summaries: Number of summary rows, which have ids below -1.
-            length: Number of tokens as a device tensor, int64 `[1]`, for a call that a graph
-                replays. Without it, RuntimeError is raised while a graph is captured.
+            summaries: Number of summary rows, which have the ids -2, -3, ….
+            length: Number of tokens, int64 `[1]` on the device. A CUDA graph needs it, because a
+                Python number would keep its value in every replay.
 
         Raises:
             TypeError: `hits` is not a `Hits`.
-            ValueError: A shape, dtype or id does not fit; on a CUDA device an id raises at a later
-                call.
+            ValueError: A shape or dtype is wrong, or an id is out of range. On a CUDA device, the
+                error for an id is raised by a later call.
             RuntimeError: A CUDA graph is being captured and `length` is None.
         """
         if not isinstance(hits, Hits):
             raise TypeError(f"hits: got {type(hits).__name__}, allowed is a kvindex.Hits")
         if length is None and self._captured():
             raise RuntimeError(
-                "graph: got ids that are checked against the number of rows at capture, as by "
-                "fetch; allowed are search and attend, which read this number on the device"
+                "graph: got a call, such as fetch, that checks hits.ids against the number of "
+                "tokens on the host, which does not change in replays; capture search and attend, "
+                "which read the number on the device"
             )
         g, lowest = self.geometry, UNUSED - summaries
         shape = {"B": self._batch, "G": g.kv_heads, "K": None}
@@ -137,4 +149,5 @@ class DeferredChecks(Guarded):
         wrong = (hits.ids >= count) | (hits.ids < lowest)
         span = "" if lowest == self._length - 1 else f" to {self._length - 1}"
         self._raise_if("hits.ids", hits.ids, wrong, f"{lowest}{span}")
-        return hits.ids.masked_fill(wrong, UNUSED)  # no read out of bounds before a deferred error
+        # Replace wrong ids, because the error may be raised later and no kernel may use them.
+        return hits.ids.masked_fill(wrong, UNUSED)

@@ -1,8 +1,8 @@
-"""`EvictionIndex`: base of policies that evict rows before the query is known.
+"""`EvictionIndex`: base of policies that evict tokens from the KV cache before the query is known.
 
-A policy selects the rows that it retains. A search ranks the retained rows exactly and ignores all
-others. If `k` is at least the number of retained rows, a search returns all of them, as the
-published policies attend to all of them.
+A policy chooses the tokens that it retains. A search computes `q·k` for the retained tokens only.
+If `k` is at least the number of retained tokens, the search returns all of them, because the
+published policies attend to all retained tokens.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ NEVER = float("-inf")
 class EvictionIndex(BaseIndex):
     """Base of eviction policies; `Config` has the fields `budget` and `group`.
 
-    The scores of hits are computed from the true `q·k` of the query heads, which `group.agree`
-    combines. Evicted rows stay in the store, so `fetch` works for any id, and `truncate` does not
-    need to select rows again.
+    Scores are exact: `q·k` of each query head, combined over the heads of a group by `group.agree`.
+    The store keeps the rows of evicted tokens, so `fetch` works for any id, and tokens can be
+    selected again after `truncate`.
     """
 
     @abstractmethod
     def _retained(self) -> Tensor:
-        """Return the ids of the retained rows, int64 `[B, G, C]`, ascending; -1 is no row."""
+        """Return the ids of the retained tokens, int64 `[B, G, C]`, ascending, -1 for padding."""
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
         return self._learned
@@ -52,30 +52,32 @@ class EvictionIndex(BaseIndex):
         products = group.fold(queries, g.kv_heads, policy) @ self._store.gather(ids).keys.float().mT
         products = products.masked_fill((ids < 0)[:, :, None], NEVER)
         agreed = self.ops.group.agree(products, policy, scale=g.scale, softcap=g.softcap)
-        best, slots = self.ops.select.top_k(agreed, k)  # ids ascend, so ties go to the lower id
+        best, slots = self.ops.select.top_k(agreed, k)  # at equal scores, the lower id is first
         return Hits(ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, UNUSED), best)
 
     def _ids_from(self, first: int) -> Tensor:
-        """Return the ids of the tokens from `first` on, int64 `[B, G, n]`, -1 for padding."""
+        """Return the ids `first`, `first + 1`, … of the tokens, int64 `[B, G, n]`, -1 for padded
+        tokens.
+        """
         ids = torch.arange(first, max(first, len(self)), device=self.geometry.device)
         ids = ids.expand(self._batch or 1, self.geometry.kv_heads, -1)
         return ids if self.valid is None else ids.masked_fill(~self.valid[:, None, first:], UNUSED)
 
 
 class ObservingEvictionIndex(PromptQueriesIndex, EvictionIndex):
-    """Base of the policies that select rows by the queries of the prompt."""
+    """Base of eviction policies that choose tokens by the attention of the prompt's queries."""
 
 
 def joined_flags(
     before: Tensor | None, length: int, keys: Tensor, valid: Tensor | None
 ) -> Tensor | None:
-    """Return the flags of valid tokens after an append, bool `[B, length + T]`, or None.
+    """Return which tokens are valid after an append, bool `[B, length + T]`; None if all are valid.
 
     Args:
-        before: Flags of the tokens before, bool `[B, length]`; None where all are valid.
-        length: Number of tokens before.
+        before: Which tokens were valid before the append, bool `[B, length]`; None if all were.
+        length: Number of tokens before the append.
         keys: New keys, `[B, G, T, D]`.
-        valid: Flags of the new tokens, bool `[B, T]`; None where all are valid.
+        valid: Which new tokens are valid, bool `[B, T]`; None if all are.
     """
     if before is None and valid is None:
         return None
@@ -88,16 +90,13 @@ def joined_flags(
 
 
 def are_valid(queries: Tensor, positions: Tensor, valid: Tensor | None) -> Tensor:
-    """Find the queries of valid tokens.
+    """Return which queries belong to valid tokens, bool `[B, R]`.
 
     Args:
-        queries: `[B, H, R, D]`; queries of padded tokens are zero.
-        positions: Int64 `[R]`, the positions of the queries.
-        valid: Bool `[B, N]`, or None if all tokens are valid. A position of at least `N` counts as
-            valid unless its query is zero.
-
-    Returns:
-        Bool `[B, R]`.
+        queries: `[B, H, R, D]`; the query of a padded token is zero.
+        positions: Token id of each query, int64 `[R]`.
+        valid: Which tokens are valid, bool `[B, N]`; None if all are. Where `positions` is at least
+            `N`, a query that is not zero counts as valid.
     """
     real = are_real(queries)
     if valid is None or not valid.shape[1]:
@@ -109,17 +108,17 @@ def are_valid(queries: Tensor, positions: Tensor, valid: Tensor | None) -> Tenso
 def attention_received(
     geometry: Geometry, queries: Tensor, positions: Tensor, known: Tensor, keys: Tensor, ids: Tensor
 ) -> Tensor:
-    """Sum the attention weight that each row receives over queries and heads.
+    """Return the attention weight that each token receives, summed over queries and query heads.
 
-    Each query's softmax is over the rows whose ids are not greater than its position.
+    The attention is causal: the softmax of a query covers the given tokens up to its position.
 
     Args:
         geometry: Sizes of heads and vectors.
         queries: `[B, H, R, D]`.
-        positions: Int64 `[R]`, the positions of the queries.
-        known: Bool `[B, R]`, False for a query that is left out of the sum.
-        keys: `[B, G, C, D]`.
-        ids: Int64 `[B, G, C]`, -1 for none.
+        positions: Token id of each query, int64 `[R]`.
+        known: Which queries to include in the sum, bool `[B, R]`.
+        keys: Keys of the tokens, `[B, G, C, D]`.
+        ids: Ids of the tokens, int64 `[B, G, C]`, -1 for padding.
 
     Returns:
         Float32 `[B, G, C]`.

@@ -1,7 +1,8 @@
-"""`ExecutedIndex`: base of an index whose search an executor can run with compiled kernels.
+"""`ExecutedIndex`: base of indexes whose search and attention can run as compiled kernels.
 
-The executor (`protocol.Executor`) owns the data that the kernels read, except the rows. The index
-checks arguments and informs the executor of every change.
+The kernels are called by an executor (`protocol.Executor`). The executor owns the data that the
+kernels read, except the rows. The index checks arguments and passes its new contents to the
+executor after every change.
 """
 
 from __future__ import annotations
@@ -33,10 +34,14 @@ from kvindex.core.resident import ResidentRows
 
 @runtime_checkable
 class CapturingExecutor(Protocol):
-    """An executor whose decode steps can be captured in a caller's CUDA graph."""
+    """An executor whose decode step can be captured in a CUDA graph of the caller."""
 
     def prepare_replay(self, resident: ResidentRows, k: int, wrong: Tensor | None) -> object:
-        """Prepare a replay, as `CapturesStep.prepare_replay`; `wrong` is as in `attend`."""
+        """Prepare the capture or a replay of a decode step (see `CapturesStep.prepare_replay`).
+
+        wrong: an int32 tensor `[]` that kernels set to 1 if a query is not finite; None for no
+        check.
+        """
         ...
 
     def captured_step(
@@ -47,28 +52,41 @@ class CapturingExecutor(Protocol):
         k: int,
         wrong: Tensor | None,
     ) -> Attended:
-        """Run a step that can be captured, as `CapturesStep.captured_step`."""
+        """Run a decode step that can be captured in a CUDA graph (see
+        `CapturesStep.captured_step`).
+
+        wrong: an int32 tensor `[]` that kernels set to 1 if a query is not finite; None for no
+        check.
+        """
         ...
 
 
 @runtime_checkable
 class JoiningExecutor(Protocol):
-    """An executor whose index can be one sequence of a batch of several indexes."""
+    """An executor whose index can run decode steps in one batch with other indexes."""
 
     def new_batch(self) -> IndexBatch:
-        """Create an empty batch, as `JoinsBatch.new_batch`."""
+        """Create an object that runs decode steps of several indexes.
+
+        See `JoinsBatch.new_batch`.
+        """
         ...
 
     def batch_row(self, wrong: Tensor | None) -> object:
-        """Return this index's part of a batch, as `JoinsBatch.batch_row`."""
+        """Return the data of this index that a decode step of several indexes reads.
+
+        See `JoinsBatch.batch_row`. wrong: an int32 tensor `[]` that kernels set to 1 if a query is
+        not finite; None for no check.
+        """
         ...
 
 
 class ExecutedIndex(BaseIndex):
-    """An index whose search, attention and decode step may be run by an executor.
+    """Base of indexes that use an executor, which runs search, attention and decode step as
+    kernels.
 
-    A subclass creates `_executor` after calling `super().__init__` (`core.backend.accelerate`), and
-    calls `_inform_executor` after every change.
+    The constructor of a subclass sets `_executor` (`core.backend.accelerate`) after calling
+    `super().__init__`. The subclass calls `_inform_executor` after every change.
 
     Attributes:
         block_tokens: Number of tokens that are encoded together; 1 if each key is encoded alone.
@@ -78,12 +96,11 @@ class ExecutedIndex(BaseIndex):
 
     _executor: Executor | None = None
     _attends = False  # True if the executor can attend; set after every change
-    _captures = False  # True if a caller can also capture steps of the executor
-    _joins = False  # True if the executor can also be one sequence of a batch
-    _usual: object = None  # kind of queries, and batch size, of the last call of `_checked_step`
+    _captures = False  # True if a caller can capture decode steps of the executor in a CUDA graph
+    _joins = False  # True if the executor can run decode steps in one batch with other indexes
+    _usual: object = None  # shape, dtype and device of the queries that were checked last
 
     def _inform_executor(self, contents: Contents) -> None:
-        """Pass the current contents of the index to the executor."""
         if self._executor:
             self._executor = self._executor.update(contents)
             self._attends = self._executor.attends
@@ -108,7 +125,11 @@ class ExecutedIndex(BaseIndex):
 
     @property
     def supports_async_append(self) -> bool:
-        """True if kernels write codes in place and an append does not wait for the device."""
+        """True if an append can run concurrently with searches.
+
+        Kernels then write the new codes after the existing ones, and the append does not wait for
+        the device.
+        """
         return self._executor is not None and self._executor.appends_async
 
     @property
@@ -118,7 +139,7 @@ class ExecutedIndex(BaseIndex):
 
     @property
     def _store_attends(self) -> bool:
-        """True if the search runs op by op, without fused kernels, and the store can attend."""
+        """True if there is no executor, but the row store can compute attention."""
         return self._executor is None and self._attending_store() is not None
 
     def _cache_use(self) -> tuple[int, int, int]:
@@ -132,15 +153,17 @@ class ExecutedIndex(BaseIndex):
         return [*super()._paths(), f"executor: none, op by op ({why})"]
 
     def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> Attended:
-        """Search and attend, as `protocol.Attends.attend`. The index must not be empty.
+        """Search, and attend to the selected rows and to the rows of `resident`.
+
+        The index must not be empty (see `protocol.Attends.attend`).
 
         Args:
             queries: `[B, H, D]`.
-            resident: Rows of sink and window.
-            k: Rows per KV head, at least 1.
+            resident: Rows of the attention sink and the local window.
+            k: Rows to select per KV head, at least 1.
 
         Returns:
-            Attention over the selected rows and the rows of sink and window.
+            Attention over the selected rows and the rows of `resident`.
         """
         if self._store_attends:
             return super().attend(queries, resident, k=k)
@@ -157,13 +180,19 @@ class ExecutedIndex(BaseIndex):
         k: int,
         graphs: bool = True,
     ) -> Attended:
-        """Run one decode step of a non-empty index, as `protocol.DecodesStep.decode_step`."""
+        """Run the decode step of a layer, for an index with at least one token.
+
+        See `protocol.DecodesStep.decode_step`.
+        """
         executor, wrong = self._checked_step(queries, k)
         some = queries.detach(), token, resident, window
         return executor.decode_step(*some, k, wrong, graphs)
 
     def prepare_replay(self, resident: ResidentRows, *, k: int) -> object:
-        """Prepare a replay of a non-empty index, as `protocol.CapturesStep.prepare_replay`."""
+        """Prepare the capture or a replay of a decode step in a CUDA graph.
+
+        The index must have at least one token. See `protocol.CapturesStep.prepare_replay`.
+        """
         check.at_least("k", k, 1)
         check.at_least("len(index)", len(self), 1)
         return self._capturing().prepare_replay(resident, k, self._flagged_queries())
@@ -171,42 +200,52 @@ class ExecutedIndex(BaseIndex):
     def captured_step(
         self, queries: Tensor, token: Rows, resident: ResidentRows, *, k: int
     ) -> Attended:
-        """Run a step that can be captured, as `protocol.CapturesStep.captured_step`."""
+        """Run a decode step that the caller can capture in a CUDA graph.
+
+        See `protocol.CapturesStep.captured_step`.
+        """
         _, wrong = self._checked_step(queries, k)
         return self._capturing().captured_step(queries.detach(), token, resident, k, wrong)
 
     def _capturing(self) -> CapturingExecutor:
         if not self._captures:
             raise ValueError(
-                f"captured_step: got an index with backend={self.backend!r}, whose steps cannot be "
-                "captured, allowed is one that offers CapturesStep"
+                f"captured_step: got an index with backend={self.backend!r}, whose decode steps "
+                "cannot be captured in a CUDA graph; call decode_step or attend instead"
             )
         return cast(CapturingExecutor, self._executor)
 
     def new_batch(self) -> IndexBatch:
-        """Create an empty batch, as `protocol.JoinsBatch.new_batch`."""
+        """Create an object that runs decode steps of several indexes.
+
+        See `protocol.JoinsBatch.new_batch`.
+        """
         return self._joining().new_batch()
 
     def batch_row(self, queries: Tensor, *, k: int) -> object:
-        """Return this index's part of a batch, as `protocol.JoinsBatch.batch_row`."""
+        """Return the data of this index that a decode step of several indexes reads.
+
+        The batch size of this index must be 1 (see `protocol.JoinsBatch.batch_row`).
+        """
         _, wrong = self._checked_step(queries, k)
         if self._batch != 1:
-            raise ValueError(f"batch_row: got a batch of {self._batch}, allowed is 1")
+            raise ValueError(f"batch_row: got an index with {self._batch} sequences, allowed is 1")
         return self._joining().batch_row(wrong)
 
     def _joining(self) -> JoiningExecutor:
         if not self._joins:
             raise ValueError(
-                f"batch_row: got an index with backend={self.backend!r}, whose steps cannot be "
-                "joined with others, allowed is one that offers JoinsBatch"
+                f"batch_row: got an index with backend={self.backend!r}, whose decode steps cannot "
+                "be batched with those of other indexes; call decode_step or attend instead"
             )
         return cast(JoiningExecutor, self._executor)
 
     def _checked_step(self, queries: Tensor, k: int) -> tuple[Executor, Tensor | None]:
-        """Check the arguments of a step; return the executor and a flag for its kernels.
+        """Check the arguments of a decode step, and return the executor and the error flag of the
+        queries.
 
-        The kernels set the flag to 1 for a query that is not finite. The flag is None where kernels
-        need not check.
+        Kernels set the flag to 1 if a query is not finite. The flag is None if kernels need not
+        check.
         """
         executor, usual = self._attending(), (check.kind(queries), self._batch)
         check.at_least("k", k, 1)
@@ -222,18 +261,22 @@ class ExecutedIndex(BaseIndex):
         return executor, wrong
 
     def _flagged_queries(self) -> Tensor | None:
-        """Return the flag that kernels set for a query that is not finite; None without checks."""
+        """Return the flag that kernels set if a query is not finite, or None if kernels need not
+        check.
+        """
         if self._defers and self._check is not False:
             return self._flag("queries", check.ALLOWED_NUMBER)
         return None
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """Attend to given rows, as `protocol.Attends.attend_hits`. The index must not be empty.
+        """Attend to the rows of `hits` and of `resident`. The index must have at least one token.
+
+        See `protocol.Attends.attend_hits`.
 
         Args:
             queries: `[B, H, D]`.
             hits: Result of a search.
-            resident: Rows of sink and window.
+            resident: Rows of the attention sink and the local window.
         """
         if self._store_attends:
             return super().attend_hits(queries, hits, resident)
@@ -251,21 +294,22 @@ class ExecutedIndex(BaseIndex):
         executor = self._executor
         if executor is None or not self._attends:
             raise ValueError(
-                f"attend: got an index with backend={self.backend!r} whose rows or options no "
-                "kernel supports, allowed is one whose `attends` is True; search and fetch "
-                "support any"
+                f"attend: got an index with backend={self.backend!r}, but no attention kernel "
+                "supports its rows and options; call search and fetch instead, which every index "
+                "supports"
             )
         return executor
 
     def warm_up(self, *, k: int, tokens: int) -> None:
-        """Prepare everything that searches for `k` rows need, up to `tokens` tokens.
+        """Compile kernels and allocate buffers for searches of `k` rows among up to `tokens`
+        tokens.
 
-        Only fused kernels need preparation: it allocates buffers for candidates, which otherwise
-        the first search allocates. Call this before a search is captured in a CUDA graph, because
-        the graph keeps using the buffers that exist at capture (docs/cuda.md).
+        Otherwise the first search compiles the kernels and allocates the buffers. Call this before
+        a search is captured in a CUDA graph, because the graph keeps using the buffers that exist
+        at capture (docs/cuda.md). The call does nothing if the index runs without fused kernels.
 
         Args:
-            k: Rows per KV head.
+            k: Rows to select per KV head.
             tokens: Largest number of tokens.
 
         Raises:
@@ -284,18 +328,18 @@ class ExecutedIndex(BaseIndex):
             self.attend(queries, ResidentRows(g, batch, 1), k=k)
 
     def reserve(self, tokens: int) -> None:
-        """Allocate the memory that codes and rows need, up to `tokens` tokens.
+        """Allocate the memory for codes and rows of `tokens` tokens in total.
 
-        Memory for rows on the host is pinned. This takes the driver so long that decode steps would
-        wait for it. If the length of an answer is known, call this before the first token. The call
-        has an effect only if kernels store the rows, and only if the index is not empty.
+        If the length of an answer is known, call this before its first token. Rows on the host are
+        in pinned memory, and pinning takes so long that decode steps would wait for it. The call
+        does nothing if the index is empty or runs without fused kernels.
 
         Args:
             tokens: Number of tokens.
 
         Raises:
             ValueError: The number is out of range or more than is supported.
-            MemoryError: The store's budget is exceeded; the index is unchanged.
+            MemoryError: The memory limit of the store would be exceeded. The index is unchanged.
         """
         check.at_least("tokens", tokens, 1)
         if self._executor and len(self):

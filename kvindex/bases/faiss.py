@@ -1,9 +1,14 @@
-"""`FaissIndex`: base of the FAISS indexes, with one FAISS index per sequence and KV head.
+"""`FaissIndex`: base of the indexes that search with the FAISS library.
 
-Source: Douze et al., The Faiss library (2024). All searches are by inner product. Trained
-parameters are learned once and stored as tensors (`_learned`). A FAISS index is determined by these
-parameters and by the valid tokens in order, so it can be dropped and rebuilt from the store at any
-time. FAISS has no batch of indexes, so building and searching loop over sequences and KV heads.
+Each pair of sequence and KV head has its own FAISS index, because FAISS cannot search a batch of
+indexes. Building and searching therefore loop over sequences and KV heads. All searches rank by
+inner product.
+
+Trained parameters are learned once and stored as tensors (`_learned`). These parameters and the
+valid tokens in order determine a FAISS index, so it can be dropped and rebuilt from the row store
+at any time.
+
+Source: Douze et al., The Faiss library (2024).
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ BLOCK = 16_384
 PLACES = ("cpu", "gpu")
 
 _LOCK = forks.lock(sys.modules[__name__], "_LOCK")
-"""Lock of an index while it builds its FAISS indexes."""
+"""Held while FAISS indexes are built, so that two threads do not build the same index."""
 
 LARGEST_K = 2048
 """Largest number of rows that FAISS can select on a GPU."""
@@ -44,8 +49,8 @@ class FaissConfig:
     Args:
         pool: Each query head retrieves `pool · k` candidates.
         where: Device of the FAISS indexes: "cpu", or "gpu" for the GPU of the tensors, which needs
-            faiss-gpu.
-        group: How the query heads of a group agree on the union of their candidates
+            the package faiss-gpu.
+        group: How the scores of the query heads that share a KV head are combined
             (`kvindex.ops.group`).
     """
 
@@ -60,10 +65,11 @@ class FaissConfig:
 
 
 class FaissIndex(BaseIndex):
-    """Base of the indexes on FAISS. A subclass overrides `_new` and `_token_bytes`.
+    """Base of the indexes that search with FAISS. A subclass overrides `_new` and `_token_bytes`.
 
-    A search ranks the union of the candidates of all query heads that share a KV head. A score is
-    `q·k` with the key that FAISS reconstructs, combined over the heads by `group.agree`.
+    The query heads that share a KV head each retrieve candidates, and a search ranks the union of
+    these candidates. The score of a candidate is `q·k` with the key that FAISS reconstructs from
+    its index, combined over the query heads by `group.agree`.
     """
 
     Config = FaissConfig
@@ -80,25 +86,29 @@ class FaissIndex(BaseIndex):
 
     @abstractmethod
     def _new(self, b: int, g: int) -> Any:
-        """Create an empty, trained FAISS index on the CPU."""
+        """Return a trained FAISS index without tokens, on the CPU, for sequence `b` and KV head
+        `g`.
+        """
 
     @abstractmethod
     def _token_bytes(self) -> float:
-        """Return the bytes per token of the FAISS index."""
+        """Return how many bytes of the FAISS index each token takes."""
 
     def _reconstructed(self, keys: Tensor, ids: Tensor) -> Tensor:
-        """Return keys `[B, G, C, D]`, float32, as FAISS reconstructs them."""
+        """Return the float32 keys `[B, G, C, D]` as a FAISS index on a GPU would reconstruct them.
+
+        keys: the exact keys of the candidates `ids`, from the row store.
+        """
         return keys
 
     def _add(self, faiss_index: Any, keys: Tensor) -> None:
         faiss_index.add_c(len(keys), self._floats(keys))
 
     def _candidate_count(self, k: int) -> int:
-        """Return the number of candidates per query head."""
         pool: int = self.config.pool
         return pool * k
 
-    # Synchronizing FAISS's indexes with the valid tokens
+    # Add the valid tokens to the FAISS indexes
 
     def _encode(self, keys: Tensor, learned: Codes) -> Codes:
         return {}
@@ -119,9 +129,10 @@ class FaissIndex(BaseIndex):
             self._after_rollback()
 
     def _with_reordered(self, batch_indices: Tensor) -> list[list[Any]]:
-        """Return the FAISS indexes of the new batch, the same objects.
+        """Return the FAISS indexes in the new order of sequences.
 
-        They are copied when tokens are added.
+        A sequence that occurs twice gets the same FAISS index twice. The index is copied when
+        tokens are added to one of the two sequences.
         """
         self._synchronize()
         return [list(self._faiss_indexes[b]) for b in batch_indices.tolist()]
@@ -134,10 +145,13 @@ class FaissIndex(BaseIndex):
             self._synchronize()
 
     def _synchronize(self) -> None:
-        """Update the FAISS indexes to the valid tokens. Drop them if this fails."""
+        """Add new tokens to the FAISS indexes and remove truncated tokens.
+
+        Drop the indexes on failure.
+        """
         if self._synchronized:
             return
-        with _LOCK:  # two searches at once may both have to synchronize
+        with _LOCK:  # two concurrent searches may both have to synchronize
             if self._synchronized:
                 return
             try:
@@ -150,11 +164,13 @@ class FaissIndex(BaseIndex):
             self._synchronized = True
 
     def _token_counts(self) -> list[int]:
-        """Return for each sequence how many tokens every one of its FAISS indexes contains."""
+        """Return for each sequence the smallest number of tokens in any of its FAISS indexes."""
         return [min(index.ntotal if index else 0 for index in rows) for rows in self._faiss_indexes]
 
     def _prepare(self) -> None:
-        """Give each sequence and KV head its own FAISS index, and remove tokens that are gone."""
+        """Create missing FAISS indexes, copy shared ones before a change, and remove truncated
+        tokens.
+        """
         heads = self.geometry.kv_heads
         if not self._faiss_indexes:
             self._faiss_indexes = [[None] * heads for _ in range(len(self.counts))]
@@ -164,7 +180,7 @@ class FaissIndex(BaseIndex):
             for g, index in enumerate(rows):
                 if index is not None and index.ntotal != count:
                     uses[id(index)] -= 1
-                    if uses[id(index)]:  # another sequence uses it, too
+                    if uses[id(index)]:  # another sequence uses the same FAISS index
                         index = self._copy(index)
                     if index is not None and index.ntotal > count:
                         index = self._cut(index, count)
@@ -173,7 +189,9 @@ class FaissIndex(BaseIndex):
                 rows[g] = index
 
     def _fill(self, counts: list[int]) -> None:
-        """Add up to `BLOCK` tokens of each sequence, after the first `counts[b]` valid ones."""
+        """Add the next `BLOCK` valid tokens of each sequence `b`, after the first `counts[b]`
+        tokens.
+        """
         g, B = self.geometry, len(counts)
         new = [self._tokens(b)[counts[b] : counts[b] + BLOCK] for b in range(B)]
         ids = torch.full((B, max(map(len, new))), UNUSED, device=g.device)
@@ -182,7 +200,7 @@ class FaissIndex(BaseIndex):
         keys = self._store.gather(ids[:, None].expand(-1, g.kv_heads, -1).contiguous()).keys
         keys = self._for_faiss(keys)
         if self.config.where == "gpu":
-            resources(g.device.index)  # follow torch's current stream
+            resources(g.device.index)  # let FAISS use torch's current stream
         jobs = []
         for b, rows in enumerate(self._faiss_indexes):
             for head, index in enumerate(rows):
@@ -195,7 +213,7 @@ class FaissIndex(BaseIndex):
     def _tokens(self, b: int) -> Tensor:
         """Return the ids of a sequence's valid tokens, int64 `[n]`.
 
-        The ids in a FAISS index are positions in this list.
+        FAISS numbers the tokens of a sequence by their position in this list.
         """
         if self.valid is None:
             return torch.arange(len(self), device=self.geometry.device)
@@ -205,7 +223,10 @@ class FaissIndex(BaseIndex):
         return self._faiss.clone_index(faiss_index) if self.config.where == "cpu" else None
 
     def _cut(self, faiss_index: Any, count: int) -> Any:
-        """Cut a FAISS index to its first `count` tokens, or return None to rebuild it."""
+        """Remove all but the first `count` tokens.
+
+        Return None if the FAISS index must be rebuilt instead.
+        """
         if not self.removes or self.config.where == "gpu":
             return None
         faiss_index.remove_ids(self._faiss.IDSelectorRange(count, faiss_index.ntotal))
@@ -234,23 +255,27 @@ class FaissIndex(BaseIndex):
         """Search FAISS for the candidates of each query head.
 
         Args:
-            queries: Float32 `[B, G, g, D]`.
-            count: Candidates per query head.
+            queries: Float32 `[B, G, g, D]`, for `g` query heads per KV head.
+            count: Number of candidates per query head.
 
         Returns:
-            Ids int64 `[B, G, g · count]`, -1 for none, and the candidates' keys as FAISS
-            reconstructs them, float32 `[B, G, g · count, D]`. On a GPU the keys are None.
+            Candidate ids, int64 `[B, G, g · count]`, -1 for an unused slot; and the keys that FAISS
+            reconstructs, float32 `[B, G, g · count, D]`, or None on a GPU, where FAISS does not
+            return them with the search.
         """
         B, G, heads, D = queries.shape
         on_gpu = self.config.where == "gpu"
         if on_gpu and count > LARGEST_K:
-            raise ValueError(f"k: got {count} candidates, allowed with where='gpu' is {LARGEST_K}")
+            raise ValueError(
+                f"k: got {count} candidates per query head, allowed with where='gpu' is at most "
+                f"{LARGEST_K}"
+            )
         inputs = self._for_faiss(queries)
         best = torch.full((B, G, heads * count), UNUSED, device=inputs.device)
         keys = None if on_gpu else inputs.new_empty((B, G, heads * count, D)).zero_()
         with threads(torch.get_num_threads()):
             for b, g, rows in self._searches():
-                # sequences that share an index; indexing with a list would wait for the device
+                # For one sequence, index with a slice: a list would make the host wait.
                 row: Any = slice(b, b + 1) if rows == [b] else rows
                 batch = inputs[row, g].contiguous()  # [b, g, D]
                 ids, vectors = self._query_faiss(
@@ -269,7 +294,10 @@ class FaissIndex(BaseIndex):
         return best, None if keys is None else keys.to(device)
 
     def _searches(self) -> Iterator[tuple[int, int, list[int]]]:
-        """Yield the place of each non-empty FAISS index, and all sequences that share it."""
+        """Yield `(b, g, sequences)` for each FAISS index that contains tokens.
+
+        The FAISS index is `_faiss_indexes[b][g]`, and `sequences` are all sequences that share it.
+        """
         for g in range(self.geometry.kv_heads):
             alike: dict[int, list[int]] = {}
             for b, rows in enumerate(self._faiss_indexes):
@@ -281,13 +309,18 @@ class FaissIndex(BaseIndex):
     def _query_faiss(
         self, faiss_index: Any, queries: Tensor, count: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Search one FAISS index: ids int64 `[n, count]` and, on a CPU, keys `[n, count, D]`."""
+        """Search one FAISS index.
+
+        Return token ids int64 `[n, count]`, and keys `[n, count, D]` or None.
+
+        On a GPU the keys are None, because FAISS does not return keys with a search.
+        """
         scores = queries.new_empty((len(queries), count))
         ids = torch.empty(scores.shape, dtype=torch.int64, device=queries.device)
         to_ids = self._faiss.cast_integer_to_idx_t_ptr(ids.data_ptr())
         arguments = (len(queries), self._floats(queries), count, self._floats(scores), to_ids)
         if self.config.where == "gpu":
-            resources(self.geometry.device.index)  # follow torch's current stream
+            resources(self.geometry.device.index)  # let FAISS use torch's current stream
             faiss_index.search_c(*arguments)
             return ids, None
         keys = queries.new_empty((*scores.shape, queries.shape[1]))
@@ -301,7 +334,7 @@ class FaissIndex(BaseIndex):
         return tensor.to(device, torch.float32).contiguous()
 
     def _floats(self, tensor: Tensor) -> Any:
-        """Return FAISS's pointer to a contiguous float32 tensor."""
+        """Return the address of a contiguous float32 tensor as the C pointer type of FAISS."""
         return self._faiss.cast_integer_to_float_ptr(tensor.data_ptr())
 
     def _to_device(self, faiss_index: Any) -> Any:
@@ -313,15 +346,19 @@ class FaissIndex(BaseIndex):
     # Bytes
 
     def nbytes(self) -> dict[str, int]:
-        """Return bytes in use as `BaseIndex.nbytes`; `codes` includes the FAISS indexes."""
+        """Return the bytes in use per memory tier (see `BaseIndex.nbytes`).
+
+        `codes` includes the FAISS indexes, as an estimate from their bytes per token.
+        """
         tokens = int(self.counts.sum()) * self.geometry.kv_heads
         sizes = super().nbytes()
         return {**sizes, "codes": sizes["codes"] + int(tokens * self._token_bytes())}
 
     def bytes_per_key(self) -> dict[str, float]:
-        """Return bytes per key as `BaseIndex.bytes_per_key`, FAISS indexes included.
+        """Return the bytes per token and KV head (see `BaseIndex.bytes_per_key`).
 
-        The index's page in the docs derives how many bytes a search reads.
+        `kept` includes the FAISS index. The documentation page of each FAISS index derives how many
+        bytes a search reads (`scanned`).
         """
         sizes = super().bytes_per_key()
         stored = sizes["kept"] + self._token_bytes()

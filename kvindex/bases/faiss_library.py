@@ -1,4 +1,4 @@
-"""The FAISS library: its import, its number of threads, and its shared resources on a GPU."""
+"""Access to the FAISS library: import, number of threads, and resources shared on a GPU."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ TEMPORARY_BYTES = 2**26
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Within the context, let FAISS use `count` threads.
+    """Let FAISS use `count` threads within this context.
 
-    One thread is needed where the order of the work changes the result.
+    Use a single thread where the result depends on the order in which tokens are added.
     """
     faiss = library()
     before = faiss.omp_get_max_threads()
@@ -31,9 +31,9 @@ def threads(count: int) -> Iterator[None]:
 
 
 def in_threads(work: Callable[[Any], Any], items: Iterable[Any], at_once: int) -> list[Any]:
-    """Return the results of `work` for all items, `at_once` at a time, each on one thread.
+    """Call `work` for all items, `at_once` of them concurrently, and return the results in order.
 
-    Results are deterministic, because FAISS uses a single thread for each item.
+    FAISS uses a single thread for each item, so the results are deterministic.
     """
 
     def single_threaded(item: Any) -> Any:
@@ -47,17 +47,18 @@ def in_threads(work: Callable[[Any], Any], items: Iterable[Any], at_once: int) -
 
 
 def library() -> Any:
-    """Import faiss.
+    """Import the module `faiss` and return it.
 
     Raises:
-        ImportError: The module is not installed; the message says how to install it.
+        ImportError: The module is not installed. The message says how to install it.
     """
     try:
         return importlib.import_module("faiss")
     except ImportError as error:
         raise ImportError(
-            "faiss is not installed, which the faiss indexes need: "
-            'pip install -e ".[faiss]" in a checkout (faiss-cpu), or faiss-gpu for where="gpu"'
+            "the faiss indexes need the package faiss, which is not installed; run "
+            '`pip install -e ".[faiss]"` in a checkout of kvindex to get faiss-cpu, or install '
+            'faiss-gpu for where="gpu"'
         ) from error
 
 
@@ -70,25 +71,26 @@ def check_gpu(faiss: Any, device: torch.device) -> None:
     """
     if device.type != "cuda":
         raise ValueError(
-            f"where: got 'gpu' with device={device}, allowed is a CUDA device or 'cpu'"
+            f"where: got 'gpu', but the index is on device={device}; create the index on a CUDA "
+            "device, or pass where='cpu'"
         )
     if not hasattr(faiss, "StandardGpuResources") or not faiss.get_num_gpus():
         raise ImportError(
-            "where: got 'gpu', but the faiss installed here has no GPU part: install faiss-gpu "
-            "instead of faiss-cpu, or use where='cpu'"
+            "where: got 'gpu', but the installed faiss does not support GPUs; install faiss-gpu "
+            "instead of faiss-cpu, or pass where='cpu'"
         )
 
 
 @lru_cache
 def _shared_resources(device: int) -> Any:
-    """Return the resources that all indexes of a GPU share: temporary memory, a cuBLAS handle."""
+    """Return temporary memory and cuBLAS handle of FAISS on a GPU, shared by all indexes."""
     shared = library().StandardGpuResources()
     shared.setTempMemory(TEMPORARY_BYTES)
     return shared
 
 
 def resources(device: int | None) -> Any:
-    """Return the shared resources of a GPU, set to torch's current stream."""
+    """Return the shared FAISS resources of a GPU, and let them use torch's current stream."""
     shared, stream = _shared_resources(device or 0), torch.cuda.current_stream(device)
     pointer = library().cast_integer_to_cudastream_t(stream.cuda_stream)
     shared.setDefaultStream(device or 0, pointer)

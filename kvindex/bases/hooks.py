@@ -1,10 +1,12 @@
-"""Hooks: the methods that an index overrides. `_encode` and `_search` are required.
+"""`Hooks`: the methods that a new index overrides. `_encode` and `_search` are required.
 
-There are three further groups of hooks (docs/adding-an-index.md):
+An index may also override the following groups of methods (docs/adding-an-index.md):
 
-- With `_learn` an index learns parameters, once.
-- With the `_with_…` hooks, `_commit` and `_cleared` it updates statistics of its tokens.
-- With signals it receives information about the sequence, such as the end of the prompt.
+- `_learn` computes parameters such as a codebook, once, from the first tokens.
+- `_with_appended`, `_with_truncated`, `_with_reordered`, `_commit` and `_cleared` update statistics
+  of the stored tokens.
+- `end_prompt`, `observe_queries`, `mark_boundary` and `observe_tokens` receive information about
+  the sequence, such as the end of the prompt.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from kvindex.storage.layout import Held, Layout
 
 
 class Hooks(Capable, DeferredChecks, ABC, guarded=False):
-    """Methods that an index on `BaseIndex` overrides, with their defaults."""
+    """The methods that a subclass of `BaseIndex` may override, with their defaults."""
 
     config: Any
     _codes: Columns
@@ -43,7 +45,7 @@ class Hooks(Capable, DeferredChecks, ABC, guarded=False):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Name of a preset -> fields that differ from the defaults of `Config`."""
     scattered: ClassVar[bool] = False
-    """True if tokens that a search selects together may be anywhere in the sequence."""
+    """True if tokens that a search selects together need not be neighbors in the sequence."""
     weighted: ClassVar[bool] = False
     """True if the rows of a search have log weights (`Hits.log_weight`)."""
     needs_rope: ClassVar[bool] = False
@@ -51,10 +53,10 @@ class Hooks(Capable, DeferredChecks, ABC, guarded=False):
 
     @abstractmethod
     def _encode(self, keys: Tensor, learned: Codes) -> Codes:
-        """Encode finite keys.
+        """Encode keys, which are finite.
 
         Args:
-            keys: `[B, G, N, D]`; invalid tokens are zero.
+            keys: `[B, G, N, D]`; keys of padded tokens are zero.
             learned: Result of `_learn` for these keys.
 
         Returns:
@@ -63,54 +65,56 @@ class Hooks(Capable, DeferredChecks, ABC, guarded=False):
 
     @abstractmethod
     def _search(self, queries: Tensor, k: int) -> Hits:
-        """Search for rows. The index holds at least one valid token.
+        """Return the best rows for each KV head. The index contains at least one valid token.
 
         Args:
-            queries: Finite, `[B, H, D]`.
-            k: Rows per KV head, at most the number that a search can find.
+            queries: `[B, H, D]`, finite.
+            k: Rows to select per KV head, at most the number of rows that can be found.
         """
 
     def _search_coverage(self, queries: Tensor, k: int, coverage: float) -> Hits:
-        """Search as `_search` does, but stop at the rows that are estimated to reach a coverage.
+        """Select the best rows until they are estimated to reach a fraction of the attention
+        weight.
 
         Args:
-            queries: Finite, `[B, H, D]`.
-            k: Rows per KV head at most.
+            queries: `[B, H, D]`, finite.
+            k: Largest number of rows per KV head.
             coverage: Fraction of the attention weight to reach, in (0, 1].
 
         Returns:
             Hits, with the estimated fraction in `Hits.coverage`.
         """
-        raise NotImplementedError  # unreachable: `check_coverage` raised before
+        raise NotImplementedError  # unreachable, because `check_coverage` raises ValueError first
 
     def check_coverage(self, coverage: float) -> None:
-        """Check that a search can estimate coverage.
+        """Check that a search of this index supports the argument `coverage`.
 
-        It can if the index overrides `_search_coverage` and its group policy has scores for every
-        query head.
+        The index must override `_search_coverage`, and its group policy must score each query head
+        separately.
 
         Args:
-            coverage: The coverage that was asked for.
+            coverage: The argument of `search`.
 
         Raises:
             ValueError: The index cannot estimate coverage.
         """
         if type(self)._search_coverage is Hooks._search_coverage:
             raise ValueError(
-                f"coverage: got {coverage}, allowed is None: {type(self).__name__} does not know "
-                "what fraction of the attention its rows hold"
+                f"coverage: got {coverage}, allowed is None: {type(self).__name__} does not "
+                "estimate what fraction of the attention weight the selected rows have"
             )
         check_policy(self.config.group)
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        """Return the learned parameters after these tokens are appended. Must not change the index.
+        """Return the learned parameters after an append of these tokens, without changing the
+        index.
 
-        A sequence learns from the first append that contains a valid token of this sequence (an
-        index may require more tokens). The parameters stay the same until `reset`, or until the
-        tokens from which they were learned are removed (`_learned_before`).
+        A sequence learns from the first append that contains one of its valid tokens; an index may
+        require more tokens. The parameters then stay the same until `reset`, or until tokens from
+        which they were learned are removed (`_learned_before`).
 
         Args:
-            keys: `[B, G, N, D]`; invalid tokens are zero.
+            keys: `[B, G, N, D]`; keys of padded tokens are zero.
             valid: Bool `[B, N]`, False for padding; None where no token is padded.
 
         Returns:
@@ -119,21 +123,20 @@ class Hooks(Capable, DeferredChecks, ABC, guarded=False):
         return {}
 
     def _learned_before(self, length: int) -> Codes:
-        """Return the learned parameters after the tokens from `length` on are removed.
-
-        Must not change the index.
-        """
+        """Return the learned parameters after `truncate(length)`, without changing the index."""
         return self._learned
 
     def _prepared(self, keys: Tensor, valid: Tensor | None) -> tuple[Codes, Any]:
-        """Learn from new tokens and encode them. Must not change any data that a search reads.
+        """Learn parameters from new tokens and encode the tokens.
+
+        This method must not change data that a search reads.
 
         Args:
             keys: `[B, G, N, D]`.
             valid: Bool `[B, N]`, False for padding; None where no token is padded.
 
         Returns:
-            The learned parameters after the append, and codes as `Columns` takes them.
+            The learned parameters after the append, and the codes to pass to `Columns.append`.
 
         Raises:
             ValueError: A valid key is not finite.
@@ -144,60 +147,72 @@ class Hooks(Capable, DeferredChecks, ABC, guarded=False):
         return learned, self._encode(known, learned)
 
     def _with_appended(self, codes: Codes, valid: Tensor | None) -> Any:
-        """Return the statistics after `codes` are appended. Must not change the index."""
+        """Return updated statistics about the tokens of the index, for an append of `codes`.
+
+        This method must not change the index; `_commit` stores the result.
+        """
 
     def _with_written(self, statistics: Any) -> Any:
-        """Extend the statistics of `_with_appended` after kernels have written the codes.
+        """Extend the result of `_with_appended` by statistics that need the written codes.
 
-        An asynchronous append calls this concurrently with decode steps, whereas work in `_commit`
-        would delay the steps.
+        An asynchronous append calls this method concurrently with decode steps. The same work in
+        `_commit` would delay the decode steps.
         """
         return statistics
 
     def _with_truncated(self, length: int) -> Any:
-        """Return the statistics without the tokens from `length` on. Must not change the index."""
+        """Return updated statistics about the tokens of the index, for `truncate(length)`.
+
+        This method must not change the index; `_commit` stores the result.
+        """
 
     def _with_reordered(self, batch_indices: Tensor) -> Any:
-        """Return the statistics after the batch is reordered. Must not change the index."""
+        """Return updated statistics about the tokens of the index, for a reorder of the batch.
+
+        This method must not change the index; `_commit` stores the result.
+        """
 
     def _commit(self, statistics: Any) -> None:
-        """Store the statistics that one of the methods above returned."""
+        """Store updated statistics that `_with_appended`, `_with_truncated` or `_with_reordered`
+        returned.
+        """
 
     def _layout(self, held: Held) -> Layout:
-        """Declare the tensors of a state, so that a damaged or forged state is not loaded.
+        """Declare shapes, dtypes and ranges of the tensors in a saved state, to reject damaged or
+        forged states.
 
         For example, `{"codes.norms": TensorSpec("B G N 1", torch.float32, least=0)}`. A tensor that
-        is not declared must be finite, and must have the shape `[B, G, N, ...]` if its name begins
-        with `codes.`, and `[B, ...]` if it begins with `learned.`. A tensor whose name begins with
+        is not declared must be finite. Its shape must be `[B, G, N, ...]` if its name begins with
+        `codes.`, and `[B, ...]` if its name begins with `learned.`. A tensor whose name begins with
         `statistics.` must fit the annotation of the attribute.
 
         Args:
             held: Sizes that the state declares.
 
         Returns:
-            Name -> requirements for the tensor. Axes are named as everywhere: `B`, `G`, `H`, `D`,
-            `N`, `Dv` (value dimension) and `g` (query heads per KV head).
+            Name -> `TensorSpec`. Axes are named `B`, `G`, `H`, `D`, `N`, `Dv` (value dimension) and
+            `g` (query heads per KV head).
         """
         return {}
 
     def _held(self) -> list[Tensor]:
-        """Return the index's tensors on the device other than its codes, for `nbytes`."""
+        """Return the tensors on the device that `nbytes` counts in addition to the codes."""
         return []
 
     def _cleared(self) -> None:
-        """Reset the statistics after all tokens were removed."""
+        """Reset the statistics about tokens. The constructor and `reset` call this."""
 
     def _scanned(self) -> list[Tensor]:
-        """Return the tensors `[B, G, N, ...]` that a search reads for every token.
-
-        By default these are all codes.
+        """Return the tensors `[B, G, N, ...]` that a search reads for every token: by default all
+        codes.
         """
         return [self._codes[name] for name in self._codes]
 
     def _summaries(self) -> Rows | None:
-        """Return rows that stand for several tokens, keys `[B, G, S, D]`, or None.
+        """Return rows that each stand for several tokens, keys `[B, G, S, D]`; None without such
+        rows.
 
-        A search refers to summary `s` by the id `-2 - s`.
+        A search returns the id `-2 - s` for summary row `s`.
         """
         return None
 
@@ -205,27 +220,31 @@ class Hooks(Capable, DeferredChecks, ABC, guarded=False):
 
     @property
     def unit(self) -> int:
-        """Largest number of tokens that a search selects together: 1, or for example a page."""
+        """Largest number of tokens that a search selects as a unit: 1, or for example the size of a
+        page.
+        """
         return 1
 
     @property
     def depends_on_queries(self) -> bool:
-        """True if a search depends on queries of other steps since the last append.
+        """True if the queries of earlier decode steps change the result of a search.
 
-        Such an index cannot search for the queries of several steps in one call
+        Such an index cannot search for the queries of several decode steps in one call
         (`protocol.ExpandsBatch`).
         """
         return False
 
     def _offers(self, wanted: type) -> bool:
-        """Return True if the index has the capability `wanted`."""
+        """Return True if the index supports `wanted`, one of the optional protocols of
+        `core.protocol`.
+        """
         if wanted is ObservesQueries:
             return type(self).observe_queries is not Hooks.observe_queries
         if wanted is ExpandsBatch:
             return not self.depends_on_queries
         if wanted is WeighsRows:
             return self.weighted
-        return wanted is not AppendsAsync  # the first part of an append may wait for the device
+        return wanted is not AppendsAsync  # by default, start_append may wait for the device
 
     # Signals
 
@@ -237,16 +256,19 @@ class Hooks(Capable, DeferredChecks, ABC, guarded=False):
 
         Args:
             queries: `[B, H, T, D]`.
-            positions: Ids of their tokens, int64 `[T]`.
+            positions: Ids of the tokens to which the queries belong, int64 `[T]`.
         """
 
     def mark_boundary(self) -> None:
-        """Receive the signal that a segment ends with the newest token. Does nothing by default."""
+        """Receive the signal that a sentence or segment of the text ends with the newest token.
+
+        Does nothing by default.
+        """
 
     def observe_tokens(self, tokens: Tensor, *, first: int) -> None:
-        """Receive the text. Does nothing by default.
+        """Receive the vocabulary ids of the text. Does nothing by default.
 
         Args:
-            tokens: Vocabulary ids of the tokens, int64 `[B, T]`, or `[T]` for all sequences.
-            first: Id of the first of these tokens in the index.
+            tokens: Vocabulary ids, int64 `[B, T]`, or `[T]` if all sequences have the same text.
+            first: Id in the index of the first of these tokens.
         """

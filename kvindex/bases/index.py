@@ -1,8 +1,9 @@
-"""`BaseIndex`: the public methods of all indexes, such as append, search, truncate and reorder.
+"""`BaseIndex`: the base class of all indexes, with the public methods (append, search, truncate,
+…).
 
-An index derived from this class overrides `_encode` and `_search`, and other methods of
-`kvindex.bases.hooks` as needed. Public methods check their arguments first (`bases/deferred.py`).
-If a call fails nevertheless, its changes are undone (`core/transaction.py`).
+A new index derives from this class and overrides `_encode`, `_search` and, as needed, other methods
+of `kvindex.bases.hooks`. Public methods check their arguments first (`bases/deferred.py`). If a
+call fails after these checks, its changes are undone (`core/transaction.py`).
 """
 
 from __future__ import annotations
@@ -40,22 +41,24 @@ class BaseIndex(ReadingIndex):
             indexes need it.
         dtype: Dtype of keys, values and queries.
         device: Device of the tensors.
-        value_in_key: The values are the first `value_dim` coordinates of the keys, and are not
-            stored again.
+        value_in_key: True if the values are the first `value_dim` coordinates of the keys, as in
+            multi-head latent attention. The values are then not stored separately.
         backend: Implementation of the operations: "torch", "cuda" or "cpu". None for the compiled
             kernels of the device ("cuda" or "cpu") if this machine can run them, else "torch".
-        store: Where rows are: "device", "host", or "auto" for the device while there is room, then
-            the host. Or an empty `kvindex.storage.store.RowStore`.
-        row_codec: How rows are stored: "plain" for unchanged; "int8" or "fp8" for one byte per
-            number and a scale for each key and value; "int4" or "int2" for 4 or 2 bits per number,
-            and a lowest value and a step for each 32 numbers. With a codec, `fetch` and everything
-            else that reads rows gets the decoded numbers.
+        store: Where rows are stored: "device", "host", or "auto" for the device until
+            `device_fraction` of its memory is used, then the host. An empty
+            `kvindex.storage.store.RowStore` is also allowed.
+        row_codec: How rows are stored. "plain" stores them unchanged. "int8" and "fp8" store one
+            byte per number, and one scale for each key and each value. "int4" and "int2" store 4
+            or 2 bits per number, and a minimum and a step size for each 32 numbers. Everything
+            that reads rows, such as `fetch`, gets the decoded numbers.
         device_fraction: For `store="auto"`, the fraction of device memory, in (0, 1], that rows may
-            take. It is a fraction of the free memory plus the memory that the rows already take.
+            take. It is relative to the free memory plus the memory that the rows already take.
             None for 0.6.
-        check: True to check keys for NaN immediately, False to never check them. None checks
-            immediately on a CPU. On a CUDA device, where reading the result of a check would
-            synchronize, None raises the error at the next call that synchronizes anyway.
+        check: True to check keys and queries for NaN and infinity immediately, False to never check
+            them. None checks immediately on a CPU. On a CUDA device, None raises the error at the
+            next call that synchronizes anyway, because reading the result of a check would
+            synchronize.
         preset: Name of a preset of the index.
         **options: Fields of the index's `Config`; they override the preset.
 
@@ -110,8 +113,8 @@ class BaseIndex(ReadingIndex):
         self.row_codec, self.row_bytes = self._store.row_codec, self._store.row_bytes
         if self.needs_rope and self.geometry.rope is None:
             raise ValueError(
-                "rope: got None, allowed are the inverse frequencies of the keys' rotary "
-                f"embedding, float [F], which {type(self).__name__} needs"
+                f"rope: got None, but {type(self).__name__} needs the inverse frequencies of the "
+                "keys' rotary embedding; pass them as floats of shape [F]"
             )
         self._codes, self._valid = Columns(), Valid()
         self._learned: Codes = {}
@@ -138,7 +141,7 @@ class BaseIndex(ReadingIndex):
     # The protocol
 
     def encode(self, keys: Tensor) -> Codes:
-        """Encode keys as `append` would, without appending them.
+        """Return the codes that `append` would store for these keys, without appending the keys.
 
         Args:
             keys: `[B, G, N, D]`.
@@ -156,18 +159,19 @@ class BaseIndex(ReadingIndex):
         return self._encode(keys, self._learn(keys, None))
 
     def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
-        """Append tokens. A call that fails leaves the index unchanged.
+        """Append tokens. If the call fails, the index is unchanged.
 
         Args:
             keys: `[B, G, N, D]`.
             values: `[B, G, N, Dv]`.
             valid: Bool `[B, N]`, False for padding at any position; None where no token is padded.
-                A padded token has an id and a row, but `search` never returns it, and no statistic
-                includes it.
+                A padded token has an id and a row, but `search` never returns it, and statistics
+                leave it out.
 
         Raises:
-            ValueError: A shape, dtype, device or batch size does not fit, a valid key is NaN or
-                infinite, or the values are not in the keys although `value_in_key` is set.
+            ValueError: A shape, dtype, device or batch size does not fit, or a valid key is NaN or
+                infinite. With `value_in_key`, also if a value differs from the first coordinates of
+                its key.
             TypeError: An argument is not a tensor.
         """
         self.start_append(keys, values, valid=valid)()
@@ -177,10 +181,10 @@ class BaseIndex(ReadingIndex):
     ) -> Callable[[], None]:
         """Do the first, long part of an append, and return a function that completes the append.
 
-        Until that function is called, the index can be searched and read as before, and the tensors
-        must not change. If the index offers `protocol.AppendsAsync`, its existing data does not
-        move when it grows, so one CUDA stream may run the first part while another stream searches
-        (docs/cuda.md).
+        Until the function is called, the index can be searched and read as before, and `keys` and
+        `values` must not be modified. If the index supports `protocol.AppendsAsync`, its existing
+        data does not move when the index grows. Then `start_append` may run on one CUDA stream
+        while another stream searches (docs/cuda.md).
 
         Args:
             keys: `[B, G, N, D]`.
@@ -192,7 +196,7 @@ class BaseIndex(ReadingIndex):
             `start_append`.
 
         Raises:
-            ValueError: As for `append`.
+            ValueError: An argument does not fit (see `append`).
             TypeError: An argument is not a tensor.
         """
         g = self.geometry
@@ -218,7 +222,10 @@ class BaseIndex(ReadingIndex):
 
         def end() -> None:
             if length != self._length or stored is not self._codes or known is not self._learned:
-                raise ValueError("append: the index has changed between its beginning and its end")
+                raise ValueError(
+                    "append: the index was changed after start_append and before the append was "
+                    "completed; call start_append again"
+                )
             counts, flags = counted(), self._valid.reserve(self._length, keys, valid)
             self._codes.append(codes)
             self._store.append(rows)
@@ -238,7 +245,7 @@ class BaseIndex(ReadingIndex):
         return store.join(keys, values)
 
     def _finish_append(self, end: Callable[[], None]) -> None:
-        """Complete an append, as a separate transaction that is undone if it fails."""
+        """Call `end`, which completes an append, and undo its changes if it fails."""
         end()
 
     def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
@@ -247,14 +254,15 @@ class BaseIndex(ReadingIndex):
         Args:
             queries: `[B, H, D]`, after the rotary embedding.
             k: Rows to select per KV head, at least 1.
-            coverage: Return fewer than `k` rows where fewer are estimated to have this fraction of
-                the attention weight of all tokens in the index, in (0, 1], for every query head of
-                the group. Only some indexes support it. The estimate is in `Hits.coverage`; the
-                true fraction may be lower, except for the index `exact`.
+            coverage: Fraction of attention weight to reach, in (0, 1], or None. The search returns
+                fewer than `k` rows if these are estimated to have this fraction of the attention
+                weight of all tokens in the index, for every query head of the group. Only some
+                indexes support it. The estimate is in `Hits.coverage`. The true fraction may be
+                lower, except for the index `exact`.
 
         Returns:
-            Token ids int64 `[B, G, k]` (-1 where unused), scores float32 `[B, G, k]`, and for some
-            indexes log weights and coverage.
+            Token ids int64 `[B, G, k]` (-1 for an unused slot), scores float32 `[B, G, k]`, and for
+            some indexes log weights and coverage.
 
         Raises:
             ValueError: A shape, dtype or device does not fit, a query is not finite, `k` or
@@ -282,19 +290,19 @@ class BaseIndex(ReadingIndex):
         return hits if most == k else hits.widened(k)
 
     def _rows_at_most(self) -> int:
-        """Return the largest number of rows that a search can find, summaries included."""
+        """Return the largest number of rows that a search can find, including summary rows."""
         summaries = self._summaries()
         return int(self._counts.max()) + (0 if summaries is None else summaries.keys.shape[2])
 
     def __len__(self) -> int:
-        """Return the number of tokens `N`, padded ones included."""
+        """Return the number of tokens `N`, including padded tokens."""
         return self._length
 
     def truncate(self, length: int) -> None:
-        """Remove the tokens with ids from `length` on.
+        """Keep the first `length` tokens and remove the tokens after them.
 
         Args:
-            length: Number of tokens that stay, at least 0.
+            length: Number of tokens to keep, at least 0.
 
         Raises:
             ValueError: `length` is negative.
@@ -309,19 +317,19 @@ class BaseIndex(ReadingIndex):
         statistics, learned = self._with_truncated(length), self._learned_before(length)
         for part in (self._codes, self._store, self._valid):
             part.truncate(length)
-        self._learned = {**learned}  # a new object, so that an append that has begun cannot finish
+        self._learned = {**learned}  # a new object, so that a started append raises an error
         self._counts = self._counts - gone
         self._length = length
         self._commit(statistics)
 
     def reorder(self, batch_indices: Tensor) -> None:
-        """Reorder the batch: sequence `b` becomes a copy of sequence `batch_indices[b]`.
+        """Reorder the batch: sequence `b` becomes a copy of the former sequence `batch_indices[b]`.
 
         Args:
-            batch_indices: Int64 `[B']`; `B'` may differ from `B`.
+            batch_indices: Int64 `[B']`; the new batch size `B'` may differ from `B`.
 
         Raises:
-            ValueError: The tensor does not fit, or an index is outside the batch.
+            ValueError: Shape, dtype or device do not fit, or an entry is outside the batch.
             TypeError: The argument is not a tensor.
         """
         checks.rows("batch_indices", batch_indices, self._batch)
@@ -339,7 +347,7 @@ class BaseIndex(ReadingIndex):
         self._commit(statistics)
 
     def reset(self) -> None:
-        """Remove everything, including learned parameters and the batch size."""
+        """Remove all tokens, the learned parameters and the batch size."""
         self._codes, self._store = self._codes.emptied(), self._store.emptied()
         self._valid, self._learned = self._valid.emptied(), {}
         self._batch, self._length = None, 0
@@ -348,24 +356,24 @@ class BaseIndex(ReadingIndex):
         self._cleared()
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes in use per memory tier.
+        """Return the bytes in use per memory tier.
 
-        Any thread may call this at any time. During a change, some of the changed bytes may not be
-        included.
+        Any thread may call this at any time. A concurrent append may be counted only partly.
 
         Returns:
-            `codes` (with statistics and constants) on the compute device, and `rows` in the store.
-            A store with rows in both places has `rows_device` and `rows_host` instead.
+            `codes` on the compute device, including statistics and constants, and `rows` in the
+            store. A store with rows on both device and host has `rows_device` and `rows_host`
+            instead of `rows`.
         """
         codes = self._codes.nbytes() + self._valid.nbytes()
         codes += sum(tensor.nbytes for tensor in [*self._learned.values(), *self._held()])
         return {"codes": codes, **self._rows_nbytes()}
 
     def memory(self) -> dict[int, int]:
-        """Return the memory of the index as `protocol.ReportsMemory.memory` does.
+        """Return address -> bytes of the memory blocks of codes and rows.
 
-        The memory of a store that does not offer `ReportsMemory` is not included, and neither is
-        the memory of a library such as FAISS.
+        See `protocol.ReportsMemory.memory`. The memory of a custom store without `ReportsMemory` is
+        not included, and neither is the memory of a library such as FAISS.
         """
         sizes: dict[int, int] = {}
         for part in (self._codes, self._store):
@@ -373,13 +381,13 @@ class BaseIndex(ReadingIndex):
         return sizes
 
     def bytes_per_key(self) -> dict[str, float]:
-        """Return bytes per token and KV head.
+        """Return the number of bytes per token and KV head, without the row store.
 
         Returns:
-            `kept` for codes and learned parameters, and `scanned` for what a search reads.
+            `kept`: bytes of codes and learned parameters. `scanned`: bytes that a search reads.
 
         Raises:
-            ValueError: The index is empty, so its codes have no shape yet.
+            ValueError: The index is empty, so the shape of its codes is unknown.
         """
         checks.at_least("len(index)", self._length, 1)
         tokens = self._length * self.geometry.kv_heads * int(self._batch or 1)
@@ -388,20 +396,22 @@ class BaseIndex(ReadingIndex):
         return {"kept": stored / tokens, "scanned": scanned / tokens}
 
     def expand_batch(self, count: int) -> Self:
-        """Return a view with `count` sequences that all read this index's one sequence.
+        """Return a read-only view in which the single sequence of this index appears `count` times.
 
-        With it, one call searches for several queries. The view is valid while this index does not
-        change, and only for `search` and `fetch`.
+        With the view, one call of `search` serves `count` queries. The view supports only `search`
+        and `fetch`, and is valid until this index changes.
 
         Args:
             count: Number of sequences of the view.
 
         Raises:
-            ValueError: The batch of this index is not 1.
+            ValueError: The batch size of this index is not 1.
         """
         checks.at_least("count", count, 1)
         if self._batch != 1:
-            raise ValueError(f"expand_batch: got a batch of {self._batch}, allowed is 1")
+            raise ValueError(
+                f"expand_batch: got an index with {self._batch} sequences, allowed is 1"
+            )
         rows = torch.zeros(count, dtype=torch.int64)
         view = self._shallow()
         view._codes, view._store = self._codes.expand_batch(count), self._store.expand_batch(count)
@@ -412,7 +422,7 @@ class BaseIndex(ReadingIndex):
         return view
 
     def explain(self) -> str:
-        """Return which backend, store and implementation were chosen, and why, one per line."""
+        """Return the chosen backend, store and execution path with reasons, one per line."""
         return "\n".join(self._paths())
 
     def _paths(self) -> list[str]:
@@ -421,11 +431,10 @@ class BaseIndex(ReadingIndex):
         placed = self.capability(PlacesRows)
         return paths if placed is None else [*paths, f"rows: {placed.placement()}"]
 
-    # Shared parts
-
+    # Which tokens are valid
     @property
     def valid(self) -> Tensor | None:
-        """True for tokens that are not padding, bool `[B, N]`, or None where no token is padded."""
+        """True for tokens that are not padding, bool `[B, N]`; None if no token is padded."""
         return self._valid.flags
 
     @property
@@ -435,6 +444,6 @@ class BaseIndex(ReadingIndex):
 
 
 def _shared() -> list[str]:
-    """Return the options that every index has in addition to the fields of its configuration."""
+    """Return the constructor options of every index, without the fields of its `Config`."""
     given = inspect.signature(BaseIndex.__init__).parameters.values()
     return [p.name for p in given if p.kind is p.KEYWORD_ONLY and p.default is not p.empty]

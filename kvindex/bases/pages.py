@@ -1,9 +1,10 @@
-"""`PagedIndex`: base of indexes whose unit is a page of consecutive tokens with a summary.
+"""`PagedIndex`: base of indexes that divide the tokens into pages and summarize the keys of each
+page.
 
-Pages contain the valid tokens of a sequence in order: with `P` tokens in a page, page `p` has the
-valid tokens `pP` to `pP + P - 1`. So padding does not shift pages, and only the last page of a
-sequence may be partial. Each page has a summary of its keys. An append or a truncation computes the
-summaries of the changed pages again, and reads the old keys from the store.
+A page contains `P` consecutive valid tokens of a sequence: page `p` has the valid tokens number
+`pP` to `pP + P - 1`. Padding is not counted, and only the last page of a sequence may be
+incomplete. An append or a truncation reads the keys of the changed pages from the store and
+computes their summaries again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kvindex.storage.sharing import Sharing
 
 
 class Tail(dict[str, Tensor]):
-    """Summaries `[B, G, pages, …]` of all pages from `start` on."""
+    """Summaries `[B, G, pages, …]` of the last pages, from page `start` on."""
 
     def __init__(self, start: int, summaries: Mapping[str, Tensor]) -> None:
         super().__init__(summaries)
@@ -34,12 +35,12 @@ class Tail(dict[str, Tensor]):
 
 
 class PageColumns(Columns):
-    """Columns of summaries. Their token axis counts pages; an append replaces the last pages."""
+    """Storage of page summaries. An append replaces the pages that it changes."""
 
     def append(self, new: Mapping[str, Tensor]) -> None:
         """Replace the pages from `new.start` on by the pages of `new`, a `Tail`.
 
-        Earlier views of the pages stay unchanged, for a rollback, because the data is copied first.
+        The data is copied before the change, so that a rollback can restore the old pages.
         """
         if isinstance(new, Tail) and new.start < len(self):
             self._data = {name: tensor.clone() for name, tensor in self._data.items()}
@@ -48,14 +49,15 @@ class PageColumns(Columns):
         super().append(new)
 
     def truncate(self, length: int) -> None:
-        """Do nothing: after a truncation, the index appends a `Tail` with the changed pages."""
+        """Do nothing. After a truncation, the index replaces the changed pages by `append`."""
 
 
 class PagedIndex(BaseIndex):
     """Base of the indexes that select pages; `Config` has the fields `page` and `group`.
 
     A subclass overrides `_summaries_of` and `_page_scores`. `_codes` contains the summaries, `[B,
-    G, pages, …]`. If a sequence has fewer pages than another one, its last entries are undefined.
+    G, pages, …]`. If one sequence has fewer pages than another one, its unused entries at the end
+    are undefined.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -64,22 +66,24 @@ class PagedIndex(BaseIndex):
 
     @abstractmethod
     def _summaries_of(self, keys: Tensor, present: Tensor, marks: Tensor | None) -> Codes:
-        """Compute summaries of pages.
+        """Compute a summary of the keys of each page.
+
+        The summary of a page without tokens must be finite, like all other summaries.
 
         Args:
-            keys: `[B, G, pages, P, D]`, zero where there is no token.
-            present: Bool `[B, 1, pages, P, 1]`, True where there is a token. The summary of a page
-                without tokens must be finite, too.
-            marks: Results of `_marks`, `[B, G, pages, P, W]`, or None.
+            keys: `[B, G, pages, P, D]` for pages of `P` tokens, zero where a page has no token.
+            present: Bool `[B, 1, pages, P, 1]`, True where a page has a token.
+            marks: Results of `_marks` for these tokens, `[B, G, pages, P, W]`, or None.
 
         Returns:
             Named tensors `[B, G, pages, …]`.
         """
 
     def _marks(self, keys: Tensor) -> Tensor | None:
-        """Return additional inputs of `_summaries_of`, one for each token, or None.
+        """Return `W` additional numbers per token for `_summaries_of`, or None if keys are
+        sufficient.
 
-        They are stored with the pages under the name `marks`, and are zero for invalid tokens.
+        They are stored with the pages under the name `marks`, and are zero for padded tokens.
 
         Args:
             keys: Keys of new tokens, `[B, G, T, D]`.
@@ -91,15 +95,21 @@ class PagedIndex(BaseIndex):
 
     @abstractmethod
     def _page_scores(self, queries: Tensor) -> Tensor:
-        """Return scores float32 `[B, G, g, pages]` for queries float32 `[B, G, g, D]`."""
+        """Return the score of each page for each query, float32 `[B, G, g, pages]`.
+
+        queries: float32 `[B, G, g, D]`, for `g` query heads per KV head.
+        """
 
     @property
     def unit(self) -> int:
-        """Tokens of a page."""
+        """Number of tokens in a page."""
         return int(self.config.page)
 
     def _page_layout(self, pages: str) -> Layout:
-        """Return the layout of the codes; `pages` is the size of the axis that counts pages."""
+        """Return a `TensorSpec` for each tensor of page summaries in a saved state (see `_layout`).
+
+        pages: expression for the size of the page axis.
+        """
         return {}
 
     def _layout(self, held: Held) -> Layout:
@@ -109,9 +119,9 @@ class PagedIndex(BaseIndex):
     # Encoding
 
     def _encode(self, keys: Tensor, learned: Codes) -> Codes:
-        """Return the summaries of pages, the first of which begins with the first of these keys.
+        """Return the summaries of the pages that these keys form on their own.
 
-        `append` differs: it first fills the last page of the index if that page is partial.
+        `append` can give other pages, because it first fills the last page of the index.
         """
         none = torch.zeros(len(keys), dtype=torch.int64)
         return self._tail(none, keys, None)
@@ -133,11 +143,11 @@ class PagedIndex(BaseIndex):
             self._codes.append(statistics)
 
     def _tail(self, past: Tensor, keys: Tensor | None, valid: Tensor | None) -> Tail:
-        """Compute the last pages again, from the first page that the earlier tokens do not fill.
+        """Compute the summaries of the pages that change, which begin at the first incomplete page.
 
         Args:
-            past: Number of valid tokens of each sequence that come from the store, int64 `[B]`.
-            keys: Keys that follow, `[B, G, T, D]`, zero for padding; None for no keys.
+            past: Number of valid tokens of each sequence that are already stored, int64 `[B]`.
+            keys: Keys to append, `[B, G, T, D]`, zero for padding; None for no keys.
             valid: Bool `[B, T]`, False for padding; None where no token is padded.
         """
         device, P = self.geometry.device, int(self.config.page)
@@ -170,9 +180,11 @@ class PagedIndex(BaseIndex):
         return Tail(start, summaries if marks is None else {**summaries, "marks": marks})
 
     def _stored_part(self, first: int, present: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return stored keys and marks `[B, G, n, …]` of the valid tokens from number `first` on.
+        """Read the keys and `_marks` of `n` stored valid tokens, beginning with valid token
+        `first`.
 
-        `present` is bool `[B, n]`; entries of tokens that are not present are undefined.
+        Both results have the shape `[B, G, n, …]`. They are undefined where `present`, bool `[B,
+        n]`, is False, because the sequence has no such token.
         """
         ids = self._members()[:, first:][:, : present.shape[1]].masked_fill(~present, UNUSED)
         keys = self._store.gather(ids[:, None].expand(-1, self.geometry.kv_heads, -1)).keys
@@ -182,7 +194,9 @@ class PagedIndex(BaseIndex):
         return keys, marks[:, :, : present.shape[1]]
 
     def _members(self) -> Tensor:
-        """Return the ids of the valid tokens in order, int64 `[B, n]`, padded with -1."""
+        """Return the ids of the valid tokens in order, int64 `[B, n]`, with -1 at the end as
+        padding.
+        """
         device = self.geometry.device
         if self.valid is not None:
             ids: Tensor = self.ops.select.compact(self.valid)
@@ -205,9 +219,11 @@ class PagedIndex(BaseIndex):
 
 
 def _paged(tokens: Tensor, slots: Tensor, *, pages: int, page: int) -> Tensor:
-    """Scatter tokens `[B, G, n, W]` to slots int64 `[B, n]` of pages `[B, G, pages, P, W]`.
+    """Arrange tokens `[B, G, n, W]` in pages `[B, G, pages, P, W]`, each token in the slot given
+    for it.
 
-    Other slots are zero. Tokens with the slot number `pages · P` (after the last) are dropped.
+    slots: int64 `[B, n]`, counted over all pages. A token with the slot `pages · P` is dropped.
+    Slots without a token are zero.
     """
     B, G, _, W = tokens.shape
     shape = (B, G, pages * page + 1, W)
@@ -217,9 +233,13 @@ def _paged(tokens: Tensor, slots: Tensor, *, pages: int, page: int) -> Tensor:
 
 
 def extremes(keys: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the minimum and the maximum of each coordinate, `[B, G, pages, D]`.
+    """Return the minimum and the maximum of each coordinate over the keys of each page.
 
-    They are 0 for an empty page. Keys and `present` are as for `PagedIndex._summaries_of`.
+    Both results have the shape `[B, G, pages, D]`, and are 0 for a page without tokens.
+
+    Args:
+        keys: `[B, G, pages, P, D]` for pages of `P` tokens.
+        present: Bool `[B, 1, pages, P, 1]`, True where a page has a token.
     """
     low = keys.masked_fill(~present, float("inf")).amin(3)
     high = keys.masked_fill(~present, float("-inf")).amax(3)
@@ -228,7 +248,7 @@ def extremes(keys: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def layout_of_boxes(axes: str, geometry: Geometry) -> Layout:
-    """Return the layout of the codes `low` and `high`, which both have these axes."""
+    """Return a `TensorSpec` for `low` and for `high`, which bound the keys of each page."""
     low = TensorSpec(
         axes,
         geometry.dtype,
@@ -239,12 +259,15 @@ def layout_of_boxes(axes: str, geometry: Geometry) -> Layout:
 
 
 def box_scores(queries: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Return the largest inner product with a point of each box, `Σ_i max(q_i low_i, q_i high_i)`.
+    """Return an upper bound of each query's `q·k` for the keys of each page.
+
+    All keys of a page are in the box from `low` to `high`. The bound is the largest inner product
+    with a point of the box, `Σ_i max(q_i low_i, q_i high_i)`.
 
     Args:
-        queries: Float32 `[B, G, g, D]`.
-        low: `[B, G, pages, D]`.
-        high: `[B, G, pages, D]`.
+        queries: Float32 `[B, G, g, D]`, for `g` query heads per KV head.
+        low: Minimum of each coordinate, `[B, G, pages, D]`.
+        high: Maximum of each coordinate, `[B, G, pages, D]`.
 
     Returns:
         Float32 `[B, G, g, pages]`.

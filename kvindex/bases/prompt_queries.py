@@ -1,4 +1,4 @@
-"""`PromptQueries`: a sample of a prompt's queries, for indexes that are built from queries."""
+"""`PromptQueries`: a sample of the prompt's queries, which some indexes use to select tokens."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ CHOICES = ("last", "first", "random", "evenly")
 
 @dataclass(frozen=True)
 class PromptQueries:
-    """A sample of queries: the first `most` in the order of `priority`, sorted by position.
+    """A sample of at most a given number of queries, sorted by position.
 
     Attributes:
         queries: `[B, H, R, D]`.
-        positions: Int64 `[R]`.
-        end: Position after the newest query.
+        positions: Token id of each query, int64 `[R]`.
+        end: Position after the newest query that was received, sampled or not.
     """
 
     queries: Tensor
@@ -41,15 +41,15 @@ class PromptQueries:
         choice: str,
         seed: int = 0,
     ) -> PromptQueries:
-        """Add queries to a sample.
+        """Add new queries to a sample, and reduce the sample to at most `most` queries.
 
-        Queries in the sample at or after the first new position are dropped, because their tokens
-        were truncated.
+        Old queries at or after the first new position are dropped, because their tokens were
+        truncated.
 
         Args:
             before: The sample so far, or None.
-            queries: `[B, H, T, D]`.
-            positions: Int64 `[T]`, ascending.
+            queries: New queries, `[B, H, T, D]`.
+            positions: Token ids of the new queries, int64 `[T]`, ascending.
             most: Largest number of queries in the sample.
             choice: How queries are chosen, one of `CHOICES`.
             seed: Seed for the choice "random".
@@ -63,11 +63,13 @@ class PromptQueries:
         return PromptQueries(queries[:, :, chosen].clone(), positions[chosen], end)
 
     def chosen(self, counts: Tensor, usable: Tensor, *, choice: str, seed: int = 0) -> Tensor:
-        """Return a mask, bool `[B, R]`, of the first `counts[b]` usable queries by `priority`.
+        """Choose up to `counts[b]` usable queries of each sequence `b`.
+
+        Return a mask, bool `[B, R]`.
 
         Args:
-            counts: Int64 `[B]`.
-            usable: Bool `[B, R]`.
+            counts: Largest number of queries to choose, int64 `[B]`.
+            usable: True for queries that may be chosen, bool `[B, R]`.
             choice: How queries are chosen, one of `CHOICES`.
             seed: Seed for the choice "random".
         """
@@ -78,7 +80,7 @@ class PromptQueries:
         return chosen
 
     def before(self, length: int) -> PromptQueries | None:
-        """Return the queries of the first `length` tokens, or None if there are none."""
+        """Return the sampled queries of the first `length` tokens, or None if there are none."""
         known = self.positions < length
         if not bool(known.any()):
             return None
@@ -91,24 +93,23 @@ class PromptQueries:
         return PromptQueries(self.queries[batch_indices], self.positions, self.end)
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors of the sample."""
+        """Return the tensors of the sample, for counting their bytes."""
         return [self.queries, self.positions]
 
 
 def are_real(queries: Tensor) -> Tensor:
-    """Find the queries of real tokens. The queries of padded tokens are zero.
+    """Return True for queries of real tokens, bool `[B, R]`. The queries of padded tokens are zero.
 
-    Args:
-        queries: `[B, H, R, D]`.
-
-    Returns:
-        Bool `[B, R]`.
+    queries: `[B, H, R, D]`.
     """
     return (queries != 0).any(3).any(1)
 
 
 def layout_of_queries(name: str, held: Held, geometry: Geometry) -> Layout:
-    """Return the layout of the state of an attribute `name`, which is `PromptQueries` or None."""
+    """Return a `TensorSpec` for each tensor of a `PromptQueries` in a saved state.
+
+    name: name of the `PromptQueries` in the state.
+    """
     if not held.has(name):
         return {}
     return {
@@ -118,18 +119,19 @@ def layout_of_queries(name: str, held: Held, geometry: Geometry) -> Layout:
             "",
             torch.int64,
             least=0,
-            allowed="above the positions",
+            allowed="greater than all positions",
             rule=lambda state: below(state[f"{name}.positions"], state[f"{name}.end"]),
         ),
     }
 
 
 def priority(positions: Tensor, choice: str, seed: int = 0) -> Tensor:
-    """Return the order in which queries are chosen, int64 `[T]`: the lowest number first.
+    """Return a number for each position, int64 `[T]`. A sample consists of the lowest numbers.
 
-    The numbers of two positions below 2^32 differ. "evenly" uses the position's bits in reverse, so
-    that the first `n` queries are spread evenly for any `n` (van der Corput, 1935). "random" uses a
-    64-bit hash.
+    For "last", the number is the negative position. For "first", it is the position. For "random",
+    it is a 64-bit hash of position and seed. For "evenly", it is the position with its 32 bits in
+    reverse order, so that a sample of any size is spread evenly (van der Corput, 1935). Different
+    positions below 2^32 have different numbers.
     """
     if choice == "last":
         return -positions
@@ -147,9 +149,10 @@ def priority(positions: Tensor, choice: str, seed: int = 0) -> Tensor:
 
 
 class PromptQueriesIndex(BaseIndex):
-    """Base of an index that chooses rows by a sample of the prompt's queries.
+    """Base of an index that uses a sample of the prompt's queries to select tokens.
 
-    `_observed` is the sample, or None. `_prompt_ended` is True once the prompt is complete.
+    `_observed` is the sample, or None before the first query. `_prompt_ended` is True once the
+    prompt is complete.
     """
 
     statistics: ClassVar[tuple[str, ...]] = ("_observed", "_prompt_ended")
@@ -158,7 +161,7 @@ class PromptQueriesIndex(BaseIndex):
     _prompt_ended: bool
 
     def _checked_queries(self, queries: Tensor, positions: Tensor) -> Tensor:
-        """Check observed queries `[B, H, T, D]`, and replace numbers that are not finite by 0.
+        """Check observed queries `[B, H, T, D]`, and replace NaN and infinite values by 0.
 
         Raises:
             ValueError: A shape, dtype or device does not fit.
@@ -172,14 +175,14 @@ class PromptQueriesIndex(BaseIndex):
         return queries.detach().nan_to_num(0, 0, 0)
 
     def _sample_queries(self, queries: Tensor, positions: Tensor, most: int) -> None:
-        """Add queries to the sample of the last `most` queries of the prompt."""
+        """Add queries to the sample, which contains the last `most` queries of the prompt."""
         if len(positions):
             self._observed = PromptQueries.of(
                 self._observed, queries, positions, most=most, choice="last"
             )
 
     def reorder(self, batch_indices: Tensor) -> None:
-        """Reorder the batch, including queries observed before the first append."""
+        """Reorder the batch, including queries that were observed before the first append."""
         if self._batch is None and self._observed:
             check.rows("batch_indices", batch_indices, self._observed.queries.shape[0])
             self._observed = self._observed.reordered(batch_indices.to(self.geometry.device))

@@ -1,14 +1,16 @@
-"""`QueryLists`: queries as centroids, each with a list of its best keys (an inverted list).
+"""`QueryLists`: for each of a set of queries, an inverted list of the keys with the best scores.
 
-The learned tensors, for `C` centroids with `L` rows in a list:
+The queries serve as centroids: a search looks up the lists of the centroids that are nearest to the
+new query. Let `C` be the number of centroids, `L` the number of keys in a list, and `g` the number
+of query heads per KV head. The tensors are:
 
-- `centroids` `[B, G, g, C, D]`.
-- `normalisers` float32 `[B, G, g, C]`: the logarithm of each head's softmax sum when the list was
-  built. It does not change later, so that scores of later keys can be compared with scores of
-  earlier keys.
-- `lists` int32 `[B, G, C, L]`: token ids, best first, -1 for none.
-- `list_scores` float32 `[B, G, C, L]`: the scores of these tokens.
-- `known` bool `[B, C]`: False for a centroid that a sequence does not have.
+- `centroids`, `[B, G, g, C, D]`: the queries.
+- `normalisers`, float32 `[B, G, g, C]`: for each query head, the log-sum-exp of the logits when the
+  list was built. It does not change later, so that scores of later keys can be compared with scores
+  of earlier keys.
+- `lists`, int32 `[B, G, C, L]`: token ids, best first, -1 for an unused entry.
+- `list_scores`, float32 `[B, G, C, L]`: scores of these tokens.
+- `known`, bool `[B, C]`: False for a centroid that the sequence does not have.
 """
 
 from __future__ import annotations
@@ -40,12 +42,14 @@ flags of valid tokens, bool `[B, n]` or None."""
 
 @dataclass(frozen=True)
 class QueryLists:
-    """Builds lists of `rows` token ids. A key's score is its largest attention weight of any head.
+    """Builds inverted lists of token ids.
+
+    A key's score is its largest attention weight of any query head.
 
     Attributes:
         geometry: Sizes of heads and vectors.
         ops: Operations of the backend.
-        rows: Length of a list.
+        rows: Number of token ids in a list.
     """
 
     geometry: Geometry
@@ -53,7 +57,10 @@ class QueryLists:
     rows: int
 
     def build(self, queries: Tensor, blocks: Blocks) -> Codes:
-        """Build one list for each of the queries `[B, H, C, D]`, with the best of all keys."""
+        """For each of the queries `[B, H, C, D]`, build a list of the keys with the best scores.
+
+        blocks: a function that yields all keys in blocks.
+        """
         g, (B, _, C, _), device = self.geometry, queries.shape, queries.device
         centroids = by_group(queries, g.kv_heads)
         totals = torch.full(centroids.shape[:-1], NEVER, device=device)
@@ -74,12 +81,12 @@ class QueryLists:
         return self.insert(empty, blocks)
 
     def from_search(self, queries: Tensor, ids: Tensor, products: Tensor) -> Codes:
-        """Build one list for queries `[B, H, D]` from the keys that a search has scored.
+        """Build the list of one new centroid from the keys that a search has scored.
 
         Args:
-            queries: `[B, H, D]`, which become one centroid.
-            ids: Int64 `[B, G, n]`, ascending, -1 for none.
-            products: `q·k` of these keys, `[B, G, g, n]`.
+            queries: The new centroid, `[B, H, D]`.
+            ids: Ids of the scored keys, int64 `[B, G, n]`, ascending, -1 for padding.
+            products: `q·k` of these keys, `[B, G, g, n]`, for `g` query heads per KV head.
         """
         g = self.geometry
         logits = products if g.group_size == 1 else cap(products, g.scale, g.softcap)
@@ -97,10 +104,10 @@ class QueryLists:
         }
 
     def insert(self, learned: Codes, blocks: Blocks) -> Codes:
-        """Return the lists with more keys inserted; `learned` is not changed.
+        """Return a copy of the lists with further keys inserted.
 
-        Ids in `blocks` must be larger than all ids in the lists, so that of two keys with equal
-        scores the one with the lower id comes first.
+        The ids of the new keys must be larger than all ids in the lists. Then, of two keys with
+        equal scores, the key with the lower id comes first.
         """
         lists, scores = learned["lists"].clone(), learned["list_scores"].clone()
         for start, keys, valid in blocks():
@@ -118,36 +125,42 @@ class QueryLists:
         return {**learned, "lists": lists, "list_scores": scores}
 
     def _logits(self, centroids: Tensor, keys: Tensor) -> Tensor:
-        """Return logits of centroids, float32 `[B, G, g, c, T]`; plain `q·k` if g = 1."""
+        """Return the attention logits of `T` keys for `c` centroids, float32 `[B, G, g, c, T]`.
+
+        With a single query head per KV head (g = 1), return `q·k` without scale and softcap.
+        """
         products = centroids.float() @ keys.float().mT[:, :, None]
         g = self.geometry
         return products if g.group_size == 1 else cap(products, g.scale, g.softcap)
 
     def _list_scores(self, logits: Tensor, totals: Tensor) -> Tensor:
-        """Return the scores `[B, G, c, T]` by which a list is sorted.
+        """Return the scores of `T` keys for `c` centroids, `[B, G, c, T]`, by which a list is
+        sorted.
 
-        A score is a log attention weight, or `q·k` if the group has a single query head.
+        A score is the largest log attention weight of any query head. With a single query head per
+        KV head, it is `q·k`, which gives the same order.
         """
         if logits.shape[2] == 1:
             return logits[:, :, 0]
         return (logits - totals[..., None]).amax(2)
 
     def _chunks(self, totals: Tensor, keys: Tensor) -> Iterator[slice]:
-        """Yield slices of the centroids, so that the scores of each slice fit into memory."""
+        """Yield slices of the centroids, so small that the scores of a slice fit into memory."""
         scores_per = totals[..., 0].numel() * (keys.shape[2] + self.rows)
         step = max(SCORES // max(scores_per, 1), 1)
         return (slice(start, start + step) for start in range(0, totals.shape[-1], step))
 
 
 def by_group(queries: Tensor, kv_heads: int) -> Tensor:
-    """Return queries `[B, H, C, D]` as centroids `[B, G, g, C, D]`, a copy."""
+    """Return a copy of queries `[B, H, C, D]` in the shape of centroids, `[B, G, H / G, C, D]`."""
     B, H, C, D = queries.shape
     return queries.reshape(B, kv_heads, H // kv_heads, C, D).clone()
 
 
 def replace_oldest(learned: Codes, new: Codes, oldest: int) -> Codes:
-    """Replace centroids by new ones, from number `oldest` on. After the last centroid, continue at
-    the first.
+    """Replace the oldest centroids by the centroids of `new`.
+
+    The centroids form a ring buffer, and `oldest` is the slot of the oldest centroid.
     """
     slots = torch.arange(new["known"].shape[1], device=new["known"].device)
     slots = (slots + oldest) % learned["known"].shape[1]
@@ -155,19 +168,20 @@ def replace_oldest(learned: Codes, new: Codes, oldest: int) -> Codes:
 
 
 def recall(learned: Codes, queries: Tensor, tokens: int, probes: int, ops: Any) -> Tensor:
-    """Return the ids in the lists of the centroids that are nearest to the queries by angle.
+    """Return the token ids in the lists of the `probes` centroids that are nearest to the queries.
 
-    The distance of a centroid is the smallest distance to the query of any head of the group.
+    The nearness of a centroid is its largest cosine with the query of any query head of the group.
 
     Args:
-        learned: Learned tensors.
-        queries: Float32 `[B, G, g, D]`.
-        tokens: Number above all ids.
-        probes: Number of centroids.
+        learned: Tensors of the lists.
+        queries: Float32 `[B, G, g, D]`, for `g` query heads per KV head.
+        tokens: A number greater than all ids.
+        probes: Number of centroids whose lists are read.
         ops: Operations of the backend.
 
     Returns:
-        Int64 `[B, G, probes · L]`, ascending without duplicates, padded with -1.
+        Int64 `[B, G, probes · L]` for lists of length `L`, ascending, without duplicates, padded
+        with -1.
     """
     lists = learned["lists"]
     centroids = normalize(learned["centroids"].float(), dim=-1)

@@ -1,4 +1,6 @@
-"""Methods that read an index's rows: `fetch`, and attention where the store supports it."""
+"""`ReadingIndex`: methods that read an index's rows, such as `fetch`, and attention by the row
+store.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +16,30 @@ from kvindex.core.protocol import UNUSED, Attended, Hits, Placement, Rows
 from kvindex.core.resident import ResidentRows
 from kvindex.storage.store import AttendsToRows, PinsAhead, PlacedRows
 
-_attend: dict[tuple[type, type], bool] = {}  # (index, store) -> True if the store can attend
+_attend: dict[tuple[type, type], bool] = {}  # (index class, store class) -> can the store attend?
 
 
 class ReadingIndex(StatefulIndex):
-    """Base of `BaseIndex` that reads the rows of hits."""
+    """Base class of `BaseIndex` with the methods that read rows."""
 
     ops: Any
     row_bytes: int
 
     @abstractmethod
     def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
-        """Select rows, as `KVIndex.search`."""
+        """Select the rows that each KV head should attend to (see `KVIndex.search`)."""
 
     def fetch(self, hits: Hits) -> Rows:
-        """Read the rows of hits at full precision.
+        """Read the keys and values of hits in the layer's dtype.
 
         Args:
             hits: Result of a search, with ids int64 `[B, G, K]`.
 
         Returns:
-            Keys `[B, G, K, D]` and values `[B, G, K, Dv]`; zero where unused.
+            Keys `[B, G, K, D]` and values `[B, G, K, Dv]`; zero for unused slots.
 
         Raises:
-            ValueError: Ids have a wrong shape or name no row.
+            ValueError: The ids have a wrong shape, or an id belongs to no row.
             TypeError: `hits` is not a `Hits`.
         """
         summaries = self._summaries()
@@ -55,28 +57,29 @@ class ReadingIndex(StatefulIndex):
 
     @property
     def _places_rows(self) -> bool:
-        """True if the store knows where rows are."""
+        """True if the store can report how many rows are on the device and on the host."""
         return isinstance(self._store, PlacedRows)
 
     def placement(self) -> Placement:
-        """Return how many rows are on the device and on the host.
+        """Return how many rows (keys and values of tokens) are on the device and how many on the
+        host.
 
         Raises:
-            TypeError: The store does not know where its rows are.
+            TypeError: The store cannot report where its rows are.
         """
         if not isinstance(self._store, PlacedRows):
             raise TypeError(
-                f"store: got a {type(self._store).__name__}, allowed for a placement is one that "
-                "has PlacedRows"
+                f"store: got a {type(self._store).__name__}, which cannot report where its rows "
+                "are; use a store that implements kvindex.storage.store.PlacedRows"
             )
         where, cache = self._store.rows_by_place(), self._cache_use()
         return Placement(self.row_codec, self.row_bytes, where["device"], where["host"], *cache)
 
     def reserve_ahead(self, tokens: int, *, batch: int) -> None:
-        """Start pinning host memory for rows on another thread, while other work is done.
+        """Start to allocate pinned host memory for rows on a background thread.
 
         If the length of a prompt and its answer is known, call this before the first token. Memory
-        that this index does not use remains for the next index. The call has an effect only if
+        that this index does not use is kept for the next index. The call has an effect only if
         kernels store the rows on the host.
 
         Args:
@@ -92,11 +95,15 @@ class ReadingIndex(StatefulIndex):
             self._store.pin_ahead(tokens, batch)
 
     def _cache_use(self) -> tuple[int, int, int]:
-        """Return the use of a row cache, as `protocol.Executor.cache_use`."""
+        """Return capacity, look-ups and hits of the device cache for host rows; zeros without a
+        cache.
+
+        See `protocol.Executor.cache_use`.
+        """
         return 0, 0, 0
 
     def _rows_nbytes(self) -> dict[str, int]:
-        """Return the bytes of rows in use, separately for device and host if the store has both."""
+        """Return the bytes that rows take, as device and host bytes if the store uses both."""
         store = self._store
         if not isinstance(store, PlacedRows) or store.near is None:
             return {"rows": store.nbytes()}
@@ -104,7 +111,9 @@ class ReadingIndex(StatefulIndex):
         return {f"rows_{place}": count * self.row_bytes for place, count in rows.items()}
 
     def _attending_store(self) -> AttendsToRows | None:
-        """Return the store if it can attend to the same rows that `fetch` returns, else None."""
+        """Return the store if it can compute attention for the rows that `fetch` returns, else
+        None.
+        """
         store: Any = self._store
         own = type(self)
         known = own, type(store)
@@ -114,22 +123,26 @@ class ReadingIndex(StatefulIndex):
         return store if _attend[known] and store.attends else None
 
     def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> Attended:
-        """Search and attend, as `protocol.Attends.attend`. The index must not be empty.
+        """Search, and attend to the selected rows and to the rows of `resident`.
+
+        The index must have at least one token. See `protocol.Attends.attend`.
 
         Args:
             queries: `[B, H, D]`.
-            resident: Rows of sink and window.
-            k: Rows per KV head.
+            resident: Rows of the attention sink and the local window.
+            k: Rows to select per KV head.
         """
         return self._attended(queries, self.search(queries, k=k), resident)
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """Attend to given rows, as `protocol.Attends.attend_hits`. The index must not be empty.
+        """Attend to the rows of `hits` and of `resident`. The index must have at least one token.
+
+        See `protocol.Attends.attend_hits`.
 
         Args:
             queries: `[B, H, D]`.
             hits: Result of a search.
-            resident: Rows of sink and window.
+            resident: Rows of the attention sink and the local window.
         """
         check.at_least("len(index)", self._length, 1)
         g = self.geometry
@@ -144,7 +157,7 @@ class ReadingIndex(StatefulIndex):
         store = self._attending_store()
         if store is None:
             raise ValueError(
-                f"attend: got {type(self).__name__} with a {type(self._store).__name__}, allowed "
-                "is an index that offers Attends"
+                f"attend: got {type(self).__name__} with a {type(self._store).__name__}, which "
+                "cannot compute attention; call search and fetch instead"
             )
         return store.attend(queries.detach(), hits, resident)

@@ -17,14 +17,14 @@ from kvindex.storage.state import OnHost
 
 @dataclass(frozen=True, eq=False)
 class Sentences:
-    """Ends of sentences, and the newest queries. A query belongs to the sentence of its token.
+    """Where the sentences of a text end, and the newest queries.
 
     Attributes:
         ends: For the first `X` tokens, True if the token ends a sentence: bool `[B, X]`, or `[1,
-            X]` for all sequences.
+            X]` if all sequences have the same ends.
         queries: Newest queries since the prompt ended, `[B, H, n, D]`.
         positions: Token ids of these queries, int64 `[n]` on the CPU, ascending.
-        newest: Token id of the newest query that was ever observed, -1 for none.
+        newest: Token id of the newest query that was ever observed, -1 before the first query.
         prompt_ended: True once the prompt is complete.
     """
 
@@ -36,17 +36,22 @@ class Sentences:
 
     @staticmethod
     def empty(geometry: Geometry) -> Sentences:
-        """Return the state before the first signal."""
+        """Return the initial state: no sentence has ended and no query was observed."""
         g = geometry
         ends = torch.empty((1, 0), dtype=torch.bool, device=g.device)
         queries = torch.empty((1, g.q_heads, 0, g.head_dim), dtype=g.dtype, device=g.device)
         return Sentences(ends, queries, torch.empty(0, dtype=torch.int64))
 
     def with_ends(self, ends: Tensor, first: int) -> Sentences:
-        """Set the ends, bool `[B or 1, T]`, of the tokens from `first` on.
+        """Return a copy that records whether each of the tokens `first`, `first + 1`, … ends a
+        sentence.
 
-        Ends that were set before for these or later tokens are dropped. If the batch size differs,
-        all ends that were set before are dropped.
+        Entries of tokens from `first` on are replaced. If the batch size has changed, all earlier
+        entries are dropped.
+
+        Args:
+            ends: Bool `[B, T]`, or `[1, T]` for all sequences.
+            first: Id of the first token.
         """
         old = self.ends[:, :first]
         old = pad(old, (0, first - old.shape[1]))
@@ -57,9 +62,10 @@ class Sentences:
         return replace(self, ends=ends)
 
     def with_queries(self, queries: Tensor, positions: Tensor, most: int) -> Sentences:
-        """Add queries `[B, H, T, D]` of tokens with ids int64 `[T]`, and keep the newest `most`.
+        """Add queries `[B, H, T, D]` of the tokens `positions`, and keep the newest `most` queries.
 
-        Queries with ids at or after the first new id are dropped: their tokens were truncated.
+        Old queries at or after the first new position are dropped, because their tokens were
+        truncated.
         """
         new = positions.cpu()
         sentences = replace(self, newest=int(new[-1]))
@@ -72,7 +78,7 @@ class Sentences:
         return replace(sentences, queries=queries[:, :, -most:].clone(), positions=new[-most:])
 
     def truncated(self, length: int) -> Sentences:
-        """Return the state without the tokens from `length` on."""
+        """Return the state of the first `length` tokens."""
         remaining = self.positions < length
         queries, newest = self.queries[:, :, : int(remaining.sum())], min(self.newest, length - 1)
         ends, positions = self.ends[:, :length], self.positions[remaining]
@@ -85,7 +91,7 @@ class Sentences:
         return replace(self, ends=ends, queries=queries)
 
     def ends_at(self, ids: Tensor) -> Tensor:
-        """Return True where a token ends a sentence; ids: int64 `[B, n]`, at least 0."""
+        """Return True for the tokens, int64 `[B, n]`, that end a sentence."""
         count = self.ends.shape[1]
         if not count:
             return torch.zeros_like(ids, dtype=torch.bool)
@@ -93,12 +99,15 @@ class Sentences:
         return flags & (ids < count)
 
     def mean_query(self, queries: Tensor, most: int) -> Tensor:
-        """Return the mean query of the current sentence, float32 `[B, H, D]`.
+        """Return the mean of the given query and the earlier queries of its sentence, float32 `[B,
+        H, D]`.
 
         Args:
-            queries: `[B, H, D]`. If they equal the newest observed queries, they belong to the same
-                token, else to the next token.
-            most: Largest number of queries in the mean: the last ones of the sentence.
+            queries: The given query of each head, `[B, H, D]`. If it equals the newest observed
+                query, it belongs to the same token and is counted once. Otherwise it belongs to the
+                next token.
+            most: Largest number of queries in the mean. If the sentence has more, the last ones
+                count.
         """
         observed, queries = self.queries, queries.float()
         if not len(self.positions) or len(observed) != len(queries):
@@ -117,7 +126,7 @@ class Sentences:
 
 
 def split(ended: Tensor, counts: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """Split tokens into sentences.
+    """Split the tokens of each sequence into sentences of at most `longest` tokens.
 
     Args:
         ended: True for tokens that end a sentence, bool `[B, n]`.
@@ -126,7 +135,7 @@ def split(ended: Tensor, counts: Tensor, longest: int) -> tuple[Tensor, Tensor]:
 
     Returns:
         The first token of each sentence (-1 for an unused entry), and the length of each sentence
-        (0 for an unused entry), both int64 `[B, U]`.
+        (0 for an unused entry), both int64 `[B, U]` for at most `U` sentences.
     """
     if not ended.shape[1]:
         return counts[:, None][:, :0], counts[:, None][:, :0]

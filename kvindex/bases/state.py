@@ -1,17 +1,18 @@
-"""An index as named tensors: `state_dict` and `load_state_dict` of every index.
+"""`StatefulIndex`: saving an index as named tensors (`state_dict`), and loading them.
 
+The state of an index has these entries:
 | name | contents |
 |---|---|
-| `length`, `batch` | numbers |
-| `rows` | uint8 `[B, G, N, row_bytes]`, encoded by the row codec |
-| `row_center` | float32 `[B, G, D]`, if rows are relative to a center (`storage/centers.py`) |
-| `valid` | bool `[B, N]`, if some token is padded |
-| `codes.…` | codes |
-| `learned.…` | learned parameters (`_learn`) |
+| `length`, `batch` | number of tokens, number of sequences |
+| `rows` | keys and values, encoded by the row codec: uint8 `[B, G, N, row_bytes]` |
+| `row_center` | center of the keys, float32 `[B, G, D]`, if keys are stored relative to it |
+| `valid` | False for padded tokens, bool `[B, N]`; missing if no token is padded |
+| `codes.…` | codes, such as quantized keys |
+| `learned.…` | learned parameters, such as a codebook |
 | `statistics.…` | attributes that the class lists in `statistics` |
-| `about` | the kind of index to which the state belongs |
+| `about` | class, row codec, geometry and configuration of the index |
 
-Objects of a library such as FAISS are not part of the state; they are rebuilt from the rows
+Objects of a library such as FAISS are not part of the state. They are rebuilt from the rows
 (`_after_rollback`).
 """
 
@@ -41,7 +42,7 @@ MOST_SEQUENCES = 2**20
 
 
 class StatefulIndex(NamedState, Hooks):
-    """Base of `BaseIndex` that converts an index to named tensors and back."""
+    """Base class of `BaseIndex` with the methods that save an index and load it."""
 
     statistics: ClassVar[tuple[str, ...]] = ()
 
@@ -54,10 +55,12 @@ class StatefulIndex(NamedState, Hooks):
     _counts: Tensor
 
     def state_dict(self) -> State:
-        """Return the contents of this index as named tensors, which later calls do not change.
+        """Return the contents of this index as named tensors.
+
+        Later calls do not change these tensors.
 
         Raises:
-            ValueError: A check on a CUDA device has found an error since the last call.
+            ValueError: An argument of an earlier call on a CUDA device was wrong.
         """
         self.raise_pending()
         state: State = {"length": torch.tensor(self._length)}
@@ -75,16 +78,19 @@ class StatefulIndex(NamedState, Hooks):
         return signed(self._whose(), {**state, **above("statistics", self._packed())})
 
     def _encoded_rows(self) -> EncodedRows:
-        """Return the store, or raise TypeError if it cannot return its rows as bytes."""
+        """Return the store. Raise TypeError if the store cannot export its rows as bytes."""
         if not isinstance(self._store, EncodedRows):
             raise TypeError(
-                f"store: got a {type(self._store).__name__}, allowed for a state is one with "
-                "encoded() and append_encoded() (kvindex.storage.store.EncodedRows)"
+                f"store: got a {type(self._store).__name__}, which cannot save or load encoded "
+                "rows; use a store that implements kvindex.storage.store.EncodedRows"
             )
         return self._store
 
     def _append_rows(self, rows: Tensor, center: Tensor | None) -> None:
-        """Append the rows of a state, or raise TypeError if the store does not support it."""
+        """Append the rows of a saved state.
+
+        Raise TypeError if the store cannot append encoded rows.
+        """
         store = self._encoded_rows()
         if center is None:  # plain rows, or coded rows without a center
             store.append_encoded(rows)
@@ -92,12 +98,13 @@ class StatefulIndex(NamedState, Hooks):
             store.append_encoded(rows, center)
         else:
             raise TypeError(
-                f"store: got a {type(store).__name__}, allowed for a state with row_center is one "
-                "with center and append_encoded(rows, center) (kvindex.storage.store.CenteredRows)"
+                f"store: got a {type(store).__name__}, which cannot load a state with row_center; "
+                "use a store that implements kvindex.storage.store.CenteredRows"
             )
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load a state of an index with the same geometry and configuration.
+        """Load the state of an index with the same geometry and configuration into this empty
+        index.
 
         Device and backend may differ. If the call fails, the index is unchanged.
 
@@ -106,13 +113,14 @@ class StatefulIndex(NamedState, Hooks):
 
         Raises:
             ValueError: The state does not fit, or this index is not empty.
-            TypeError: A part of the state is not a tensor, or the store cannot load rows.
+            TypeError: An entry of the state is not a tensor, or the store cannot append encoded
+                rows.
         """
         self.check_state(state)
         if self._batch is not None:
             raise ValueError(
-                f"state: got an index that holds {self._length} tokens of a batch of "
-                f"{self._batch}, allowed is a new one, or reset() before"
+                f"state: got an index with {self._length} tokens and batch size {self._batch}, but "
+                "only an empty index can load a state; call reset() first"
             )
         device, length = self.geometry.device, int(state["length"])
         if length:
@@ -132,7 +140,10 @@ class StatefulIndex(NamedState, Hooks):
         self._after_rollback()
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Check a state as `protocol.ChecksState.check_state` does."""
+        """Raise TypeError or ValueError if this index cannot load the saved state `state`.
+
+        See `protocol.ChecksState.check_state`.
+        """
         check_signed(self._whose(), state)
         own = {name: tensor for name, tensor in state.items() if name != ABOUT}
         g, length = self.geometry, scalar("length", own)
@@ -152,7 +163,7 @@ class StatefulIndex(NamedState, Hooks):
             check_rows(self.row_codec, g, own["rows"], own.get("valid"))
 
     def _layout_of_base(self, length: int) -> Layout:
-        """Return the tensors that every index with `length` tokens has in its state."""
+        """Return a `TensorSpec` for each tensor that the state of every index has."""
         layout = {
             "length": TensorSpec("", torch.int64),
             "batch": TensorSpec("", torch.int64, optional=not length),
@@ -167,7 +178,9 @@ class StatefulIndex(NamedState, Hooks):
         return layout
 
     def _layout_of_rest(self, state: Mapping[str, Tensor]) -> Layout:
-        """Return the requirements for tensors that the index does not declare."""
+        """Return a default `TensorSpec` for each tensor that the subclass does not declare in
+        `_layout`.
+        """
         codes = {name: TensorSpec("B G N ...") for name in below("codes", state)}
         learned = {name: TensorSpec("B ...") for name in below("learned", state)}
         statistics = self._layout_of_attributes(below("statistics", state))
@@ -175,7 +188,10 @@ class StatefulIndex(NamedState, Hooks):
         return {f"{part}.{name}": spec for part in parts for name, spec in parts[part].items()}
 
     def recipe(self) -> Recipe:
-        """Return how to create such an index, as JSON, without device, store and backend."""
+        """Return how to create an index with the same geometry and configuration, as JSON.
+
+        Device, store and backend are not part of the recipe.
+        """
         geometry = self.geometry.options()
         geometry.pop("device")
         return {
@@ -186,21 +202,23 @@ class StatefulIndex(NamedState, Hooks):
         }
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the index to a new folder, for `kvindex.load`.
+        """Write the index to a new folder, from which `kvindex.load` reads it.
 
-        The folder is complete or does not exist.
+        If the call fails, no incomplete folder is left.
 
         Args:
             folder: Path of the new folder.
 
         Raises:
             OSError: The folder exists or cannot be written.
-            ValueError: As for `state_dict`.
+            ValueError: An argument of an earlier call on a CUDA device was wrong.
         """
         save_folder(folder, "index", self.recipe(), {"state": self.state_dict})
 
     def _whose(self) -> dict[str, Any]:
-        """Return the properties that another index must share to load the state of this index."""
+        """Return the properties that must be equal in the index that saved a state and the index
+        that loads it.
+        """
         geometry = self.geometry.options()
         geometry.pop("device")
         return {

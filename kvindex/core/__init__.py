@@ -1,1 +1,1 @@
-"""The index protocol, and the foundations that all other packages build on."""
+"""The protocol of an index, and helpers that all other packages of kvindex use."""

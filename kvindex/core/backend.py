@@ -1,4 +1,8 @@
-"""Backends: implementations of the ops, and executors that run a whole index."""
+"""Backends ("torch", "cuda", "cpu"): implementations of the operations that indexes use.
+
+A backend implements the functions of `kvindex.ops`. It may also provide executors, which run a
+whole index with compiled kernels.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +22,15 @@ BACKENDS = {"torch": "kvindex.ops", "cuda": "kvindex_cuda", "cpu": "kvindex.cpu"
 
 
 def resolve(backend: str) -> ModuleType:
-    """Return the module of a backend.
+    """Return the Python module of the backend "torch", "cuda" or "cpu".
 
     Raises ValueError for an unknown name, and ImportError if the backend is not installed.
     """
     module = BACKENDS[check.one_of("backend", backend, BACKENDS)]
     if importlib.util.find_spec(module) is None:
         raise ImportError(
-            f"backend: got {backend!r}, but {module} is not part of this installation; "
-            'allowed is "torch", which runs on CPU and CUDA tensors alike'
+            f"backend: got {backend!r}, but the package {module} is not installed; pass "
+            'backend="torch", which works with CPU and CUDA tensors'
         )
     return importlib.import_module(module)
 
@@ -50,9 +54,10 @@ def choose(device: torch.device) -> tuple[str, str]:
 def accelerate(
     backend: str, geometry: Geometry, config: object, constants: Mapping[str, Tensor]
 ) -> Executor | None:
-    """Return an executor for an index, or None if the index must call its ops one by one.
+    """Return an executor, which runs the index with kernels, or None if the backend has none for
+    it.
 
-    constants: tensors that the index derives from its configuration, by name.
+    constants: name -> tensor that the index derives from its configuration.
     """
     if backend == "torch":
         return None
@@ -61,7 +66,7 @@ def accelerate(
 
 
 def refusal(backend: str, geometry: Geometry, config: object) -> str:
-    """Return the reason why `accelerate` returns None for this geometry and configuration."""
+    """Return the reason why the backend has no executor for this geometry and configuration."""
     if backend == "torch":
         return "plain torch has no executor"
     why: str = resolve(backend).refusal(geometry, config)

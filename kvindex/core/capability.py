@@ -1,8 +1,8 @@
-"""Capabilities of an index: which small protocols of `kvindex.core.protocol` an instance supports.
+"""`capability`: tests which optional protocols of `kvindex.core.protocol` an index supports.
 
-A class may have a method that an instance does not support, for example because its kernels are
-missing, or because the index inside a wrapper lacks it. So callers ask with `capability`, which
-returns the index or None.
+A class may have a method that some of its instances do not support, for example because the kernels
+are not installed, or because the index inside a wrapper lacks the method. So callers use
+`capability(index, protocol)`, which returns the index or None, instead of `isinstance`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ P = TypeVar("P")
 
 _speaks: dict[
     tuple[type, type], bool
-] = {}  # (class, protocol) -> whether instances have all methods of the protocol
+] = {}  # (class, protocol) -> True if instances have all methods of the protocol
 
 
 class Capable:
-    """An object that decides itself which capabilities it has."""
+    """Base of objects for which `isinstance` alone does not decide which protocols they support."""
 
     def capability(self, wanted: type[P]) -> P | None:
         """Return this object if it supports the protocol `wanted`, otherwise None."""
@@ -29,15 +29,17 @@ class Capable:
         return self if _speaks[known] else None  # type: ignore[return-value]
 
     def _offers(self, wanted: type) -> bool:
-        """Return whether this instance supports a protocol whose methods its class has."""
+        """Return False for a protocol whose methods the class has, but this instance does not
+        support.
+        """
         return True
 
 
 def capability(index: object, wanted: type[P]) -> P | None:
     """Return `index` if it supports the protocol `wanted`, otherwise None.
 
-    An index that is not `Capable` supports every protocol whose methods it has. Compare the result
-    with None, because an empty index is false.
+    An object that is not `Capable` supports a protocol if it has all its methods. Compare the
+    result with None, because an empty index is false in a boolean context.
     """
     if isinstance(index, Capable):
         return index.capability(wanted)
@@ -52,6 +54,7 @@ def required(index: object, wanted: type[P], *, name: str = "index") -> P:
     able = capability(index, wanted)
     if able is None:
         raise TypeError(
-            f"{name}: got {type(index).__name__}, allowed is one that offers {wanted.__name__}"
+            f"{name}: got {type(index).__name__}, which does not support the protocol "
+            f"{wanted.__name__} (kvindex.core.protocol)"
         )
     return able

@@ -1,4 +1,7 @@
-"""Checks of arguments. Each message names the argument, the received value and what is allowed."""
+"""Checks of arguments.
+
+A failed check raises an error that names the argument, the received value and what is allowed.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,16 @@ def tensor(
 ) -> Tensor:
     """Return `value` if it is a dense tensor of this shape, dtype and device.
 
-    shape: letter of each axis -> its size, or None for any. Raises TypeError or ValueError.
+    Args:
+        name: Name of the argument, for the error message.
+        value: The argument.
+        shape: Letter of each axis -> required size; None for any size.
+        dtype: Required dtype; None for any dtype.
+        device: Required device; None for any device.
+
+    Raises:
+        TypeError: The value is not a tensor.
+        ValueError: The tensor is not dense, or its shape, dtype or device is wrong.
     """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}, allowed is a torch.Tensor")
@@ -53,10 +65,10 @@ def tensor(
 
 
 def kind(value: object) -> object:
-    """Return shape, dtype and device of a dense tensor.
+    """Return shape, dtype and device of a dense tensor, so that a repeated check can be skipped.
 
-    A caller compares the result with the result for the last tensor that it checked, and skips the
-    check `tensor` if both are equal. The result for any other value is equal to nothing else.
+    If the result equals that of a tensor that has passed `tensor`, this tensor would pass, too. For
+    any other value, return a new object that equals nothing else.
     """
     if not isinstance(value, Tensor) or value.is_nested or value.layout is not torch.strided:
         return object()
@@ -101,7 +113,7 @@ def positive(name: str, value: object) -> float:
 
 
 def factor(name: str, value: object, limits: tuple[float, float]) -> float:
-    """Return `value` if it is within `limits`, powers of two, otherwise raise ValueError."""
+    """Return `value` if it is between `limits[0]` and `limits[1]`, otherwise raise ValueError."""
     low, high = limits
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         least, largest = (math.frexp(limit)[1] - 1 for limit in limits)
@@ -141,16 +153,18 @@ def below_one(name: str, value: object) -> float:
 
 
 def rows(name: str, value: object, batch: int | None) -> Tensor:
-    """Return `value` if it is an int64 tensor `[B']` of positions in the batch.
+    """Return `value` if it is a non-empty int64 tensor of indices into the batch.
 
-    batch: the batch size, or None if it is not known yet. Raises TypeError or ValueError.
+    batch: the batch size; None if it is not known yet, so that any index of at least 0 is allowed.
+    Raises TypeError or ValueError.
     """
     indices = tensor(name, value, {"B": None}, torch.int64)
     wrong = indices < 0 if batch is None else (indices < 0) | (indices >= batch)
     if len(indices) == 0 or bool(wrong.any()):
         last = "" if batch is None else f" to {batch - 1}"
         raise ValueError(
-            f"{name}: got {indices.tolist()}, allowed are sequences from 0{last}, at least one"
+            f"{name}: got {indices.tolist()}, allowed is a non-empty list of batch indices from "
+            f"0{last}"
         )
     return indices
 
@@ -164,12 +178,15 @@ LIMITS = {torch.float16: torch.finfo(torch.float16).max}
 
 
 def out_of_range(value: Tensor) -> Tensor:
-    """Return a bool mask of the numbers that are NaN, infinite, or larger than `LARGEST`."""
+    """Return True for numbers that are NaN, infinite, or larger in magnitude than `LARGEST`."""
     return ~(value.abs() <= LIMITS.get(value.dtype, LARGEST))
 
 
 def in_range(value: Tensor) -> bool:
-    """Return True if no number is out of range. This is one operation, and waits for a GPU."""
+    """Return True if no number is NaN, infinite, or larger in magnitude than `LARGEST`.
+
+    This reads the tensor once. On a GPU, it waits for the device.
+    """
     if not value.numel():
         return True
     low, high = value.aminmax()  # NaN if any number is NaN
@@ -178,27 +195,34 @@ def in_range(value: Tensor) -> bool:
 
 
 def finite(name: str, value: Tensor) -> None:
-    """Raise ValueError if any number is out of range. On a GPU this waits for the device."""
+    """Raise ValueError if a number is NaN, infinite, or larger in magnitude than `LARGEST`.
+
+    On a GPU, this waits for the device.
+    """
     if not in_range(value):
         wrong = value[out_of_range(value)][0].item()
         raise ValueError(f"{name}: got {wrong}, allowed is {ALLOWED_NUMBER}")
 
 
 def in_keys(values: Tensor, keys: Tensor) -> None:
-    """Raise ValueError if a value is not the beginning of its key. Waits for a GPU."""
+    """Raise ValueError if a value differs from the first coordinates of its key.
+
+    On a GPU, this waits for the device.
+    """
     wrong = not_in_keys(values, keys)
     if bool(wrong.any()):
         raise ValueError(f"values: got {values[wrong][0].item()}, allowed is {ALLOWED_IN_KEYS}")
 
 
-ALLOWED_IN_KEYS = "the beginning of its key, as value_in_key says"
+ALLOWED_IN_KEYS = "the same number as in the key, because value_in_key is True"
 """Text for error messages: what a value must equal if `Geometry.value_in_key` is True."""
 
 
 def not_in_keys(values: Tensor, keys: Tensor) -> Tensor:
-    """Return a bool mask of the numbers in values `[…, Dv]` that differ from keys `[…, D]`.
+    """Return True for numbers of values `[…, Dv]` that differ from the same coordinate of keys `[…,
+    D]`.
 
-    NaN in a key, which an invalid token may have, counts as equal to any number.
+    A NaN in a key counts as equal to any number, because keys of padded tokens may contain NaN.
     """
     own = keys[..., : values.shape[-1]]
     return (values != own) & ~own.isnan()

@@ -1,4 +1,4 @@
-"""Configurations of indexes: dataclasses, presets, and their form as one line of text."""
+"""Options of indexes: `Config` dataclasses, presets, and specs such as `"pariskv:preset=paper"`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from kvindex.core import check
 
 @dataclass(frozen=True)
 class NoConfig:
-    """The configuration of an index without options."""
+    """The configuration of an index that has no options."""
 
 
 def make_config(
     owner: Any, preset: str | None, options: Mapping[str, Any], *, others: Iterable[str] = ()
 ) -> Any:
-    """Make an `owner.Config` from its defaults, a preset, and options, which override the preset.
+    """Create the `Config` of an index class from its defaults, a preset and options.
+
+    Options override the preset, and the preset overrides the defaults.
 
     Args:
         owner: An index class with `Config` and `presets`.
         preset: Name of a preset, or None.
         options: Fields of the configuration.
-        others: Names of options that are not fields of `Config`. Error messages list them, too.
+        others: Names of constructor arguments that are not fields of `Config`. Error messages list
+            them as known names.
 
     Raises:
         ValueError: The preset or an option is unknown (the message lists similar names), or a value
@@ -47,38 +50,43 @@ def make_config(
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """Parse `"pariskv:preset=paper:beta=.05"` to `("pariskv", {"preset": "paper", "beta": 0.05})`.
 
-    Values become integers, floats, booleans or None if they look like one, string options included
-    (`read_options` keeps these as text). Raises ValueError for a part that is not `option=value`.
+    A value that looks like an integer, float, boolean or None is converted, even if the option is a
+    string. `read_options` can leave string options as text. Raises ValueError if a part is not of
+    the form `option=value`.
     """
     name, written = split_spec(spec)
     return name, read_options(written)
 
 
 def split_spec(spec: str) -> tuple[str, dict[str, str]]:
-    """Split `"pariskv:preset=paper:beta=.05"` into its name and its options as text.
+    """Split `"pariskv:preset=paper:beta=.05"` into the name and the options, whose values stay
+    text.
 
-    Raises ValueError for a part that is not `option=value`.
+    Raises ValueError if a part is not of the form `option=value`.
     """
     name, *parts = check.text("index", spec).split(":")
     options: dict[str, str] = {}
     for part in parts:
         option, equals, value = part.partition("=")
         if not (option and equals and value):
-            raise ValueError(f"index: got {spec!r}, allowed is name:option=value:…")
+            raise ValueError(f"index: got {spec!r}, allowed is the form name:option=value:…")
         options[option] = value
     return name, options
 
 
 def read_options(written: Mapping[str, str], *takers: Callable[..., Any]) -> dict[str, Any]:
-    """Convert options from text to values.
+    """Convert the values of options from text.
+
+    Text that looks like an integer, float, boolean or None is converted, except for options that
+    are strings.
 
     Args:
         written: Option -> text, from `split_spec`.
-        *takers: Classes or functions that take the options as arguments. An option that one of
-            them annotates as `str` stays text, so that "none" may be one of its values.
+        *takers: Classes or functions that accept the options as arguments. Values of arguments that
+            they annotate as `str` stay text, so that "none" can be such a value.
 
     Returns:
-        Option -> value. Text that looks like an integer, float, boolean or None becomes one.
+        Option -> value.
     """
     parameters = [p for taker in takers for p in inspect.signature(taker).parameters.values()]
     strings = {p.name for p in parameters if p.annotation in (str, "str")}
@@ -86,7 +94,10 @@ def read_options(written: Mapping[str, str], *takers: Callable[..., Any]) -> dic
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """Return the error message for an unknown name, with similar names."""
+    """Return the error message for an unknown name.
+
+    It lists the known names and suggests similar ones.
+    """
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=3)
     hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""

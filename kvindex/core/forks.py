@@ -1,7 +1,7 @@
-"""Locks that are free in the child of a fork.
+"""Locks that are free in the child process after `os.fork`.
 
-Only the thread that called `os.fork` exists in the child. A lock that another thread held at that
-moment would never be released there.
+Only the thread that called `os.fork` exists in the child. A normal lock that another thread held at
+the fork would never be released in the child.
 """
 
 from __future__ import annotations
@@ -15,10 +15,15 @@ _owners: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # owner -> name o
 
 
 def lock(owner: object, name: str) -> Any:
-    """Return a `threading.RLock` for the attribute `name` of an object or a module.
+    """Return a `threading.RLock`, to be stored in the attribute `name` of `owner`.
 
-    In the child of a fork the attribute becomes a new lock. The protected state may be half changed
-    there, so use this only if every step leaves a usable state, or if the child rebuilds it.
+    In the child of a fork, this attribute is set to a new lock. The data that the lock protects may
+    be half changed there, so use this only if the data is usable after each step of a change, or if
+    the child rebuilds the data.
+
+    Args:
+        owner: An object or a module.
+        name: Name of the attribute.
     """
     _owners[owner] = name
     return threading.RLock()

@@ -1,4 +1,4 @@
-"""Geometry: heads, dimensions, scale, rope, dtype and device of an attention layer."""
+"""`Geometry`: number of heads, dimensions, scale, dtype and device of an attention layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Geometry:
-    """The shapes, scale, dtype and device of one attention layer. Make one with `Geometry.of`.
+    """The shapes, scale, dtype and device of one attention layer.
+
+    Use `Geometry.of`, which checks the fields.
 
     Args:
         q_heads: Number of query heads, `H`, a multiple of `kv_heads`.
@@ -30,8 +32,8 @@ class Geometry:
             None.
         dtype: Dtype of keys, values and queries: float32, float16 or bfloat16.
         device: Device of the codes and of the search.
-        value_in_key: Whether a value is the first `Dv` coordinates of its key, as in latent
-            attention. Stores then contain only the key.
+        value_in_key: True if a value is the first `Dv` coordinates of its key, as in multi-head
+            latent attention. Then only the key is stored.
     """
 
     q_heads: int
@@ -46,11 +48,11 @@ class Geometry:
     value_in_key: bool
 
     def options(self) -> dict[str, Any]:
-        """Return the keyword arguments of an index for this layer.
+        """Return the geometry as keyword arguments for the constructor of an index.
 
         Returns:
             The fields by name. `value_in_key` is missing if it is False, because older saved
-            folders do not have it.
+            folders do not have this field.
         """
         options = {part.name: getattr(self, part.name) for part in fields(self)}
         if not self.value_in_key:
@@ -71,19 +73,19 @@ class Geometry:
         device: torch.device | str = "cpu",
         value_in_key: bool = False,
     ) -> Geometry:
-        """Make a geometry after checking its fields.
+        """Create a geometry after checking its fields.
 
         Args:
-            q_heads: As in `Geometry`.
-            kv_heads: As in `Geometry`.
-            head_dim: As in `Geometry`.
-            value_dim: As in `Geometry`; None for `head_dim`.
-            scale: As in `Geometry`; None for `head_dim**-0.5`.
-            softcap: As in `Geometry`.
-            rope: As in `Geometry`.
-            dtype: As in `Geometry`.
-            device: As in `Geometry`. "cuda" means the current CUDA device.
-            value_in_key: As in `Geometry`.
+            q_heads: Number of query heads, a multiple of `kv_heads`.
+            kv_heads: Number of KV heads.
+            head_dim: Dimension of keys and queries, a multiple of 8.
+            value_dim: Dimension of values; None for `head_dim`.
+            scale: Factor on `q·k` before the softmax; None for `head_dim**-0.5`.
+            softcap: If given, logits become `softcap · tanh(logit / softcap)`.
+            rope: Inverse frequencies of the keys' rotary embedding, float `[F]`, or None.
+            dtype: Dtype of keys, values and queries.
+            device: Device of the codes and of the search. "cuda" means the current CUDA device.
+            value_in_key: True if a value is the first `value_dim` coordinates of its key.
 
         Raises:
             ValueError: A field is not allowed. The message names the argument, the value, and what
@@ -102,8 +104,8 @@ class Geometry:
             raise ValueError(f"head_dim: got {head_dim}, allowed is a multiple of 8")
         if value_in_key and value_dim >= head_dim:
             raise ValueError(
-                f"value_in_key: got {value_in_key} with value_dim = {value_dim}, allowed is one "
-                f"below head_dim = {head_dim}"
+                f"value_in_key: got {value_in_key} with value_dim = {value_dim}, but a value can "
+                f"be part of its key only if value_dim is less than head_dim = {head_dim}"
             )
         if dtype not in DTYPES:
             raise ValueError(f"dtype: got {dtype}, allowed is one of {list(DTYPES)}")
@@ -115,7 +117,7 @@ class Geometry:
         except (RuntimeError, AssertionError, TypeError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(
-                f"device: got {device!r}, allowed is one that this torch has ({reason})"
+                f"device: got {device!r}, allowed is a device that torch can use here ({reason})"
             ) from error
         rope = rotary.checked(rope, head_dim, place)
         sized = q_heads, kv_heads, head_dim, value_dim, scale, softcap, rope, dtype, place
@@ -123,10 +125,12 @@ class Geometry:
 
     @property
     def value_start(self) -> int:
-        """Position of the value's first number in a row: 0 if the value is part of the key."""
+        """Position of the value in a stored row: 0 if the value is part of the key, else
+        `head_dim`.
+        """
         return 0 if self.value_in_key else self.head_dim
 
     @property
     def group_size(self) -> int:
-        """Query heads per KV head, `H / G`."""
+        """Number of query heads per KV head, `H / G`."""
         return self.q_heads // self.kv_heads

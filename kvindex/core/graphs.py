@@ -1,4 +1,4 @@
-"""CUDA graphs: work that is captured once and replayed many times."""
+"""CUDA graphs: kernel launches that are captured once and replayed many times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvindex.core.streams import new_stream
 
 
 class Graph(Protocol):
-    """A captured graph."""
+    """A captured graph of work on a device, which can be replayed."""
 
     def replay(self) -> None:
         """Run the captured work on the current stream."""
@@ -21,16 +21,16 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """A CUDA graph of everything that `work` launches. The work runs only when it is replayed.
+    """Captures all kernels that the function `work` launches in a CUDA graph.
 
-    Each graph has its own memory pool, because a shared pool becomes unusable when the last graph
-    that uses it is deleted.
+    The capture does not run the kernels; `replay` does. Each graph has its own memory pool, because
+    a shared pool becomes unusable when the last graph that uses it is deleted.
 
     Args:
         device: The CUDA device.
         work: The function to capture.
-        draws: The random number generator that `work` uses on the device. A replay advances it as
-            far as a call of `work` would.
+        draws: The generator from which `work` draws random numbers on the device, or None. A replay
+            advances the generator as a call of `work` would.
 
     Raises:
         RuntimeError: The driver cannot capture the work.
@@ -48,10 +48,10 @@ class CudaGraph:
         if draws is not None:
             graph.register_generator_state(draws)
         collects = gc.isenabled()
-        gc.disable()  # a finalizer might make a call that a capture forbids
+        gc.disable()  # a finalizer might make a CUDA call that is forbidden during a capture
         try:
             with torch.cuda.device(device), torch.cuda.stream(side):
-                # another thread may pin memory meanwhile
+                # with "thread_local", other threads may allocate pinned memory during the capture
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
                     work()
@@ -69,5 +69,5 @@ def _capturing_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 GRAPHS: dict[str, Callable[..., Graph]] = {"cuda": CudaGraph}
-"""Device type -> class of its graphs. Tests add `cpu`, which records work and repeats it
-(`tests/cuda/graphs.py`)."""
+"""Device type -> class of its graphs. Tests add an emulation for "cpu", which records the calls of
+`work` and repeats them (`tests/cuda/graphs.py`)."""

@@ -1,4 +1,4 @@
-"""`lazy`: a property that is computed once per object, without a lock."""
+"""`lazy`: a property that is computed at the first access and then stored, without a lock."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ T = TypeVar("T")
 
 
 class lazy(Generic[T]):  # noqa: N801  # used as `functools.cached_property` is
-    """Like `functools.cached_property`, without its lock.
+    """Like `functools.cached_property`, but without a lock.
 
-    Before Python 3.12 that lock is common to all objects of a class. If another thread holds the
-    lock at a fork, it stays locked in the child. Without a lock, two threads may both compute the
-    value.
+    Before Python 3.12, `functools.cached_property` has one lock for all objects of a class. If
+    another thread holds this lock during `os.fork`, it stays locked in the child process. Without a
+    lock, two threads may both compute the value.
     """
 
     def __init__(self, make: Callable[[Any], T]) -> None:

@@ -1,8 +1,8 @@
-"""`OneShot`: sums of small tensors over the GPUs of one host, in one kernel.
+"""`OneShot`: all-reduce (sum) of small tensors over the GPUs of one host, in a single kernel.
 
-Each GPU reads what the other GPUs have written to memory that all of them can access (torch's
-symmetric memory). NCCL's kernel sends data and waits instead, and for small tensors the waiting
-takes most of the time.
+Each GPU writes its tensor to memory that all GPUs of the group can access (torch's symmetric
+memory), and reads the tensors of the other GPUs from there. The all-reduce of NCCL exchanges
+messages instead, and for small tensors it spends most of its time waiting for them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from kvindex.core.ranks import Ranks
 
 MOST_BYTES = 2**16
-"""Bytes of the largest tensor that `sum` supports. NCCL is faster for larger tensors, because with
-NCCL a rank does not have to read the whole tensors of all other ranks."""
+"""Bytes of the largest tensor that `sum` supports. NCCL is faster for larger tensors, because here
+each rank reads the whole tensors of all other ranks."""
 
 ALIGNED_BYTES = 16
 """Number of bytes that a kernel reads at a time."""
@@ -26,12 +26,12 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 class OneShot:
-    """A buffer that all GPUs of a group can access. Use `of` to make one."""
+    """An all-reduce over memory that all GPUs of a group can access. Use `OneShot.of`."""
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         from torch.distributed import (
             _symmetric_memory as symmetric,
-        )  # imported only where it is used
+        )  # imported here, because some builds of torch do not have it
 
         self._name = str(ranks.group.group_name)
         self._buffer = symmetric.empty(MOST_BYTES, dtype=torch.uint8, device=device)
@@ -39,9 +39,9 @@ class OneShot:
 
     @staticmethod
     def of(ranks: Ranks, device: torch.device) -> OneShot | None:
-        """Make one for a group of GPUs of one host. All ranks must call this.
+        """Create a `OneShot` for a group of GPUs of one host. All ranks must call this.
 
-        Returns None on all ranks, with a warning, if any rank cannot access the memory of another.
+        If any rank cannot access the memory of another rank, all ranks get None and a warning.
         """
         if device.type != "cuda" or ranks.count < 2:
             return None
@@ -55,18 +55,20 @@ class OneShot:
         if bool(every.all()):
             return made
         warnings.warn(
-            f"one_shot: no memory that all GPUs can access ({why}); NCCL computes sums",
+            f"one_shot: the GPUs cannot access each other's memory ({why}); using NCCL instead",
             stacklevel=3,
         )
         return None
 
     def takes(self, tensor: Tensor) -> bool:
-        """Return whether `sum` supports a tensor."""
+        """Return True if `sum` supports the size, dtype and layout of the tensor."""
         fits = tensor.nbytes <= MOST_BYTES and not tensor.nbytes % ALIGNED_BYTES
         return fits and tensor.dtype in DTYPES and tensor.is_contiguous()
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum of all ranks' tensors as a new tensor. A CUDA graph may contain this.
+        """Return the sum of the tensors of all ranks as a new tensor.
+
+        The call can be captured in a CUDA graph.
 
         Ranks may add the tensors in different orders. With more than two ranks, the results of two
         ranks may therefore differ by rounding.

@@ -1,11 +1,13 @@
-"""Ranks: the processes of a `torch.distributed` group, and the few collectives that indexes need.
+"""`Ranks`: the processes of a `torch.distributed` group, and the collectives that indexes need.
 
-All ranks must make the same calls in the same order. If a rank dies or hangs, the others raise
-`RankError`, which names the lost rank: the remaining ranks sign in at the group's store, and the
-lost rank is missing there after the timeout. An NCCL collective is a kernel, for which the host
-does not wait. With NCCL, torch's own watchdog ends a process after the same timeout
-(docs/distributed.md). The watchdog does not see collectives in a CUDA graph, so a caller that
-replays a graph must wait with `Ranks.wait_for`.
+All ranks must make the same calls in the same order. If a rank dies or hangs, the other ranks raise
+`RankError`, which names the lost rank. To find it, each remaining rank writes an entry to the store
+of the process group; after the timeout, the ranks without an entry are the lost ones.
+
+An NCCL collective is a kernel, and the host does not wait for it. If such a collective hangs, the
+watchdog of torch ends the process after the same timeout (docs/distributed.md). The watchdog does
+not see collectives in a CUDA graph, so a caller that replays a graph must wait with
+`Ranks.wait_for`.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 TIMEOUT_S = 60.0
-"""Default number of seconds that a rank waits for the others: longer than any layer of a prompt
-takes, and short enough that a user sees the error."""
+"""Default number of seconds that a rank waits for the other ranks. A rank computes a layer of a
+prompt in less time, and users still wait long enough to see the error."""
 
 ASK_EVERY_S = 0.05
-"""Seconds between two checks of which ranks have signed in."""
+"""Seconds between two checks of which ranks have written their entry to the store."""
 
 LOOK_EVERY_S = 1e-4
 """Seconds between two checks of an event. This is much shorter than a decode step."""
@@ -35,14 +37,14 @@ WORD = 8
 
 
 class RankError(RuntimeError):
-    """A rank is lost, or has made a different call than this one. No rank can continue."""
+    """Another rank is lost or made a different call. No rank can continue."""
 
 
 class Ranks:
-    """This process as one of `count` ranks, and its communication with the others.
+    """This process as one of `count` ranks (processes), and its communication with the other ranks.
 
-    A single process needs no group. `of` returns the same object for the same group and timeout, so
-    that layers share a communicator.
+    A single process needs no process group. `Ranks.of` returns the same object for the same group
+    and timeout, so that all layers share one communicator.
     """
 
     def __init__(self, group: Any, timeout_s: float) -> None:
@@ -58,17 +60,22 @@ class Ranks:
 
     @staticmethod
     def of(group: Any = None, timeout_s: float = TIMEOUT_S) -> Ranks:
-        """Return the ranks of a process group. All of them must call this.
+        """Return the `Ranks` of a process group. All processes of the group must call this.
 
-        group: None for the default group, or for this process alone. Raises ValueError if torchrun
-        has started this process, and there is no group yet.
+        Args:
+            group: Process group of `torch.distributed`. None for the default group, or for this
+                process alone if there is no group.
+            timeout_s: Number of seconds that a rank waits for the other ranks.
+
+        Raises:
+            ValueError: torchrun has started this process, but there is no process group.
         """
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         if group is None and dist.is_available() and dist.is_torchelastic_launched():
             raise ValueError(
-                "group: got none in a process of torchrun, allowed is one: call "
-                "torch.distributed.init_process_group before"
+                "group: got none in a process that torchrun started; call "
+                "torch.distributed.init_process_group first"
             )
         known = group, timeout_s
         if known not in _known:
@@ -80,9 +87,11 @@ class Ranks:
         return self
 
     def check_same(self, what: str, facts: Mapping[str, Any]) -> None:
-        """Raise ValueError on all ranks unless they all pass the same facts.
+        """Raise ValueError on all ranks if a value differs between two ranks.
 
-        what: the subject of the facts, for the error message; facts: JSON values by name.
+        Args:
+            what: What the values describe, for the error message.
+            facts: Name -> value to compare, which must be convertible to JSON.
         """
         if self._group is None:
             return
@@ -92,14 +101,15 @@ class Ranks:
                 mine, theirs = every[0].get(name), others.get(name)
                 if mine != theirs:
                     raise ValueError(
-                        f"{what}: got {name} = {theirs!r} on rank {rank}, allowed is what rank 0 "
-                        f"has: {mine!r}"
+                        f"{what}: got {name} = {theirs!r} on rank {rank}, allowed is the value of "
+                        f"rank 0, {mine!r}"
                     )
 
     def gather(self, *parts: Tensor) -> list[Tensor]:
-        """Gather tensors, which have the same shapes on all ranks. Return each as `[W, ...]`.
+        """Gather tensors of all `W` ranks. Return one tensor `[W, ...]` for each argument.
 
-        This is one all-gather of bytes for all dtypes. Raises RankError.
+        The tensors must have the same shapes on all ranks. They are sent as bytes in one
+        all-gather. Raises RankError.
         """
         if self._group is None:
             return [part[None] for part in parts]
@@ -112,16 +122,16 @@ class Ranks:
         return found
 
     def gather_object(self, value: Any) -> list[Any]:
-        """Return the objects of all ranks, which are pickled. Raises RankError."""
+        """Return the objects of all ranks, which are sent with pickle. Raises RankError."""
         every = [value] * self.count
         if self._group is not None:
             self._run(dist.all_gather_object, every, value, group=self._group)
         return every
 
     def gather_message(self, message: Tensor) -> Tensor:
-        """Return the messages of all ranks, uint8 `[W, n]`, by one all-gather.
+        """Gather the messages of all `W` ranks in one all-gather. Raises RankError.
 
-        message: this rank's, uint8 `[n]`. Raises RankError.
+        message: the message of this rank, uint8 `[n]`. The result is uint8 `[W, n]`.
         """
         if self._group is None:
             return message[None]
@@ -131,9 +141,9 @@ class Ranks:
 
     @property
     def group(self) -> Any:
-        """The torch process group. Raises ValueError for a single process."""
+        """The process group of torch. Raises ValueError if this process is alone."""
         if self._group is None:
-            raise ValueError("group: got one process alone, allowed is a group of several")
+            raise ValueError("group: got a single process, allowed is a group of several")
         return self._group
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -143,16 +153,20 @@ class Ranks:
         return tensor
 
     def first(self, tensor: Tensor) -> Tensor:
-        """Copy rank 0's tensor into those of all ranks, by one broadcast. Raises RankError."""
+        """Overwrite the tensor on all ranks with the tensor of rank 0, by one broadcast.
+
+        Raises RankError.
+        """
         if self._group is not None:
             first = dist.get_global_rank(self._group, 0)  # torch before 2.6 has no `group_src`
             self._run(dist.broadcast, tensor, first, group=self._group)
         return tensor
 
     def add(self, tensor: Tensor) -> Tensor:
-        """Return the exact sum of tensors. No element may be nonzero on two ranks.
+        """Return the exact sum of a tensor over all ranks.
 
-        This is one all-reduce of bytes. Raises RankError.
+        For each element, at most one rank may have a nonzero value. So the tensors can be added as
+        bytes, in one all-reduce. Raises RankError.
         """
         if self._group is None:
             return tensor
@@ -161,14 +175,15 @@ class Ranks:
         return raw[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def wait_for(self, event: Any) -> None:
-        """Wait for an event on the device that comes after collectives of a CUDA graph.
+        """Wait until the device reaches an event that follows a CUDA graph with collectives.
 
-        torch's watchdog does not see collectives in a graph. Raises RankError after the timeout.
+        Raises RankError after the timeout. The watchdog of torch cannot do this, because it does
+        not see collectives in a CUDA graph.
         """
         end = time.monotonic() + self.timeout_s
         while self._group is not None and not event.query():
             if not self._lost and time.monotonic() > end:
-                self._lost = self._found("the device does not come to the end of a graph")
+                self._lost = self._found("the device did not finish a CUDA graph in time")
             if self._lost:
                 raise RankError(self._lost)
             time.sleep(LOOK_EVERY_S)
@@ -184,7 +199,9 @@ class Ranks:
             raise RankError(self._lost) from error
 
     def _found(self, reason: str) -> str:
-        """Wait for the timeout, and return a message that names the ranks that did not sign in."""
+        """Wait until the timeout for the other ranks, and return a message that names the lost
+        ranks.
+        """
         assert self._group is not None
         store, end = self._group.get_group_store(), time.monotonic() + self.timeout_s
         missing = [rank for rank in range(self.count) if rank != self.rank]
@@ -194,11 +211,11 @@ class Ranks:
                 missing = [rank for rank in missing if not store.check([f"kvindex/left/{rank}"])]
                 time.sleep(ASK_EVERY_S)
             gone = f"rank {' and '.join(map(str, missing))}" if missing else "a message"
-        except RuntimeError:  # the store is gone
-            gone = "rank 0 or whoever else holds the store"
+        except RuntimeError:  # the store cannot be reached
+            gone = "rank 0 or the process that runs the store"
         return (
-            f"ranks: lost {gone} of {self.count} (this is rank {self.rank}, which waits "
-            f"{self.timeout_s:g} s); allowed is that all make the same calls ({reason})"
+            f"ranks: lost {gone} of {self.count} (this is rank {self.rank}, timeout "
+            f"{self.timeout_s:g} s); all ranks must run and make the same calls ({reason})"
         )
 
 
@@ -216,6 +233,6 @@ def _all_gather() -> Any:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return a copy as uint8, padded with zeros to whole words."""
+    """Return a copy of the tensor as uint8, padded with zeros to a multiple of `WORD` bytes."""
     raw = tensor.contiguous().view(-1).view(torch.uint8)
     return torch.nn.functional.pad(raw, (0, -len(raw) % WORD))

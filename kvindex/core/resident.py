@@ -1,4 +1,7 @@
-"""Resident rows: a buffer at a fixed address with the rows of sink and window, for kernels."""
+"""`ResidentRows`: keys and values of the attention sink and the local window, at a fixed address.
+
+Kernels read these rows in every decode step.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,22 @@ from kvindex.core.geometry import Geometry
 
 
 class ResidentRows:
-    """Rows that every query attends to, in addition to the rows that a search retrieves.
+    """Keys and values that every query attends to, in addition to the rows that a search selects.
 
-    The tensors are on the compute device and never move, so that a captured graph can read them
-    while their contents change.
+    The tensors are on the compute device and never move, so that a captured CUDA graph can read
+    them while their contents change.
 
     Args:
-        geometry: The layer's geometry.
+        geometry: Geometry of the layer.
         batch: Number of sequences, `B`.
-        room: Number of rows for which the buffer has room, `W`.
-        ragged: Whether each sequence has a count of its own. Such sequences are filled one by one
-            (`row`).
+        room: Capacity in rows per sequence, `W`.
+        ragged: True if sequences may have different numbers of rows. Such sequences are filled one
+            by one (`row`).
 
     Attributes:
-        rows: Keys and values next to each other, `[B, G, W, D + Dv]`, in the geometry's dtype.
-        mask: Which rows are attended to, uint8 `[B, W]`.
-        count: Number of rows, int64 `[1]`, or `[B]` if ragged.
+        rows: Key and value of each row side by side, `[B, G, W, D + Dv]`, in the geometry's dtype.
+        mask: Nonzero for rows that are attended to, uint8 `[B, W]`.
+        count: Number of rows on the device, int64 `[1]`, or `[B]` if ragged.
     """
 
     def __init__(self, geometry: Geometry, batch: int, room: int, *, ragged: bool = False) -> None:
@@ -39,48 +42,51 @@ class ResidentRows:
         self.batch, self.room, self.ragged = batch, room, ragged
         self._count = 0
         self._masked: Tensor | float = 0.0
-        self._hides = False  # whether `mask` may contain zeros
+        self._hides = False  # True if `mask` may contain zeros
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of rows, as counted on the host."""
         return self._count
 
     def row(self, b: int) -> ResidentRows:
-        """Return the part of sequence `b` of a ragged buffer as an empty buffer."""
+        """Return sequence `b` of a ragged buffer as an empty buffer that shares its memory."""
         one, own = copy(self), slice(b, b + 1)
         one.rows, one.mask, one.count = self.rows[own], self.mask[own], self.count[own]
         one.batch, one.ragged, one._hides = (
             1,
             False,
             True,
-        )  # the last user may have left zeros in the mask
+        )  # _hides is True, because the mask may contain zeros from an earlier sequence
         one._forget()
         return one
 
     def retire(self) -> None:
-        """Set the room to 0, because the memory belongs to another object from now on."""
+        """Set the capacity to 0, because another object uses the memory from now on."""
         self.batch = self.room = 0
 
     @property
     def masked(self) -> Tensor | float:
-        """Number of masked rows, mean over the batch.
+        """Number of rows that the mask hides, as the mean over the sequences of the batch.
 
-        The same object is returned as long as the number cannot have changed.
+        While this number cannot have changed, the same object is returned.
         """
         return self._masked
 
     def add(self, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
-        """Append keys `[B, G, n, D]` and values `[B, G, n, Dv]`. There must be room.
+        """Append rows. The capacity must be sufficient.
 
-        mask: bool `[B, n]`, which of them are attended to; None for all.
+        Args:
+            keys: `[B, G, n, D]`.
+            values: `[B, G, n, Dv]`.
+            mask: True for rows to attend to, bool `[B, n]`; None for all.
         """
         self._put(keys, values, mask)
         self.count.fill_(self._count)
 
     def replace(self, parts: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> None:
-        """Replace all rows, in a few launches. Each part has the arguments of `add`.
+        """Replace all rows with a few kernel launches. If the call fails, the buffer is empty.
 
-        If this raises, the buffer counts as empty.
+        parts: a list of tuples, each with the arguments of `add`.
         """
         self._forget()
         try:
@@ -92,7 +98,7 @@ class ResidentRows:
         self.count.fill_(self._count)
 
     def _put(self, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
-        """Like `add`, without writing `count`."""
+        """Append rows without updating the device tensor `count`."""
         start = self.claim(keys.shape[2])
         some = slice(start, self._count)
         self.rows[:, :, some, : keys.shape[3]].copy_(keys)
@@ -103,9 +109,11 @@ class ResidentRows:
             self._masked = self._masked + (~mask).sum(1).float().mean()
 
     def claim(self, count: int) -> int:
-        """Count `count` more visible rows, and return the position of the first of them.
+        """Increase the host's count by `count` visible rows, and return the position of the first
+        one.
 
-        There must be room. The caller writes the rows, and then `self.count`.
+        The capacity must be sufficient. The caller writes the rows and the device tensor
+        `self.count`.
         """
         start, self._count = self._count, self._count + count
         return start
@@ -116,21 +124,22 @@ class ResidentRows:
         self.count.zero_()
 
     def _forget(self) -> None:
-        """Like `clear`, without writing `count`."""
+        """Remove all rows without updating the device tensor `count`."""
         self._count, self._masked = 0, 0.0
         if self._hides:
             self.mask.fill_(1)
             self._hides = False
 
     def unseen(self) -> ResidentRows:
-        """Return a copy whose mask hides all rows, for steps in a CUDA graph.
+        """Return a copy whose mask hides all rows, for the capture of a decode step in a CUDA
+        graph.
 
-        It shares the rows and the device's count, and has a host count of its own.
+        The copy shares the rows and the device tensor `count`, but has its own count on the host.
         """
         twin = copy(self)
         twin.mask = torch.zeros_like(self.mask)
         return twin
 
     def nbytes(self) -> int:
-        """Bytes of the buffer."""
+        """Return the number of bytes of all tensors of the buffer."""
         return self.rows.nbytes + self.mask.nbytes + self.count.nbytes

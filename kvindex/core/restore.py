@@ -1,9 +1,9 @@
-"""Checkpoints and rollback, to undo a failed call or to branch a sequence.
+"""Checkpoints and rollback of objects, to undo a failed call or to branch a sequence.
 
-A checkpoint contains references, and no copies of tensors. It stays valid because visible data is
-never overwritten: an attribute is assigned a new object, and tensors are written only behind the
-present length, where nobody reads. So a checkpoint needs no device memory, and a rollback does not
-wait for the device.
+A checkpoint contains references, not copies of tensors, so it needs no device memory. It stays
+valid because data that a reader can see is never overwritten: attributes are assigned new objects,
+and tensors are written only at positions after the current length. A rollback does not wait for the
+device.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ if TYPE_CHECKING:
 
 
 class Restorable:
-    """An object whose attributes are replaced and never modified, unless they are `Restorable`.
+    """Base of objects with checkpoints. Attributes are replaced, and never modified in place.
 
-    A checkpoint becomes invalid when some of its tokens are truncated or rolled back, and other
-    tokens are appended in their place.
+    Attributes that are `Restorable` themselves are an exception. A checkpoint becomes invalid when
+    tokens that it contains are truncated and other tokens are appended in their place.
     """
 
     def checkpoint(self) -> Any:
-        """Return the attributes, and the checkpoints of those that are `Restorable`."""
+        """Return all attributes, and the checkpoints of those that are `Restorable`, for
+        `rollback`.
+        """
         state = vars(self).copy()
         parts = [(part, part.checkpoint()) for part in state.values() if _is_part(part)]
         return state, parts
 
     def rollback(self, checkpoint: Any) -> None:
-        """Go back to a checkpoint. The same checkpoint may be used several times."""
+        """Restore the state of a checkpoint. The same checkpoint may be used several times."""
         state, parts = checkpoint
         self.__dict__ = state.copy()
         for part, before in parts:
@@ -37,19 +39,22 @@ class Restorable:
         self._after_rollback()
 
     def _after_rollback(self) -> None:
-        """Called after `rollback`, to update state outside of the attributes, like device data."""
+        """Update data outside of the attributes, such as data on the device.
+
+        Called after `rollback`.
+        """
 
     def _after_copy(self) -> None:
-        """Called on a new deep copy, to replace objects that it must not share."""
+        """Replace objects that a copy must not share. Called on the result of `copy.deepcopy`."""
 
     def _shallow(self) -> Self:
-        """Return an object with the same attributes."""
+        """Return a new object with the same attributes."""
         twin = type(self).__new__(type(self))
         vars(twin).update(vars(self))
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a copy. It shares tensors, because neither object ever overwrites them."""
+        """Return a copy that shares the tensors, because neither object ever overwrites them."""
         twin = self._shallow()
         memo[id(self)] = twin
         for name, value in vars(self).items():
@@ -63,15 +68,15 @@ class Restorable:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise TypeError, because pickling is not supported."""
         raise TypeError(
-            f"pickle: got a {type(self).__name__}, which lives in this process (its memory may be "
-            "pinned or on a device); allowed is copy.deepcopy"
+            f"pickle: got a {type(self).__name__}, which cannot be pickled, because its memory may "
+            "be pinned or on a device; use copy.deepcopy, or save to a folder"
         )
 
 
 def cut_back(index: KVIndex, held: int) -> None:
     """Truncate an index that is not `Restorable` to `held` tokens, to undo a failed call.
 
-    The index keeps what it has learned from signals.
+    What the index has learned from signals, such as observed queries, is not undone.
     """
     if len(index) != held:
         index.truncate(held)

@@ -1,7 +1,7 @@
-"""The rotary embedding of keys, for indexes that undo it.
+"""Rotary position embedding of keys, for indexes that undo the rotation.
 
-`Geometry.rope` contains its inverse frequencies, float `[F]`. Coordinates `j` and `j + F` of the
-token at position `t` are rotated by the angle `t · rope[j]`, for `j < F`. Other coordinates are not
+`Geometry.rope` contains `F` inverse frequencies. For `j < F`, the pair of coordinates `j` and `j +
+F` of the token at position `t` is rotated by the angle `t · rope[j]`. Other coordinates are not
 rotated.
 """
 
@@ -16,26 +16,26 @@ from kvindex.core import check
 
 
 def checked(rope: Any, head_dim: int, device: torch.device) -> Tensor | None:
-    """Check that `rope` is None or inverse frequencies, and return it.
+    """Return `rope` if it is None or a float tensor of inverse frequencies.
 
-    Raises TypeError or ValueError.
+    Raises TypeError or ValueError for any other argument.
     """
     if rope is None:
         return None
     check.tensor("rope", rope, {"F": None}, device=device)
     if not rope.is_floating_point() or not 1 <= len(rope) <= head_dim // 2:
         raise ValueError(
-            f"rope: got {rope.dtype} of {len(rope)} entries, allowed is None or 1 to "
-            f"head_dim / 2 = {head_dim // 2} inverse frequencies"
+            f"rope: got {len(rope)} numbers of {rope.dtype}, allowed is None or a float tensor of "
+            f"1 to head_dim / 2 = {head_dim // 2} inverse frequencies"
         )
     found: Tensor = rope
     return found
 
 
 def rotate(vectors: Tensor, positions: Tensor, rope: Tensor | None) -> Tensor:
-    """Rotate vectors, float32 `[…, n, D]`, by the angles of positions, integers `[…, n]`.
+    """Apply the rotary embedding to vectors, float32 `[…, n, D]`.
 
-    Negative positions undo the rotation.
+    positions: integers `[…, n]`; negative positions undo the rotation.
     """
     if rope is None:
         return vectors

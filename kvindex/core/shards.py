@@ -1,4 +1,4 @@
-"""Shards of a sequence: ranks store blocks of tokens in turn (round robin)."""
+"""`Shard`: the tokens that a rank stores if blocks of a sequence are dealt round robin."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ from kvindex.core.protocol import UNUSED
 
 @dataclass(frozen=True)
 class Shard:
-    """The tokens of one rank: block `rank`, and then every `count`-th block of `block` tokens.
+    """The tokens that one rank stores: blocks number `rank`, `rank + count`, `rank + 2 · count`, ….
 
-    In the rank's own index, the ids of its tokens are 0, 1, 2, … in order of position.
+    The rank stores its tokens in an index of its own, where they have the ids 0, 1, 2, … in order
+    of position.
+
+    Attributes:
+        rank: Number of this rank.
+        count: Number of ranks.
+        block: Number of tokens in a block.
     """
 
     rank: int
@@ -22,13 +28,15 @@ class Shard:
     block: int
 
     def tokens(self, length: int) -> int:
-        """Return how many of the first `length` tokens the rank has."""
+        """Return how many of the first `length` tokens of the sequence are stored by this rank."""
         round_tokens = self.block * self.count
         rest = length % round_tokens - self.rank * self.block
         return length // round_tokens * self.block + min(max(rest, 0), self.block)
 
     def parts(self, start: int, stop: int) -> list[slice]:
-        """Return the rank's tokens from `start` to `stop`, as slices relative to `start`."""
+        """Return which of the tokens `start` to `stop - 1` this rank stores, as slices relative to
+        `start`.
+        """
         first, last = start // self.block, (stop - 1) // self.block
         first += (self.rank - first) % self.count
         blocks = range(first, last + 1, self.count)
@@ -36,9 +44,10 @@ class Shard:
         return [slice(max(a, start) - start, min(b, stop) - start) for a, b in ends]
 
     def to_whole(self, ids: Tensor) -> Tensor:
-        """Convert ids of the rank's own index, int64, to ids of the sequence.
+        """Convert ids in the index of this rank to ids in the whole sequence, int64.
 
-        Ids below -1 name rows that are not tokens: row `s` of a rank becomes `s · count + rank`.
+        Summary rows have ids below -1. Summary row `s` of this rank becomes summary row `s · count
+        + rank`.
         """
         block = ids // self.block
         rows = ids + (block * (self.count - 1) + self.rank) * self.block
@@ -46,9 +55,9 @@ class Shard:
         return torch.where(ids < 0, torch.where(ids < UNUSED, named, UNUSED), rows)
 
     def to_own(self, ids: Tensor) -> Tensor:
-        """Convert ids of the sequence, int64, to ids of the rank's own index.
+        """Convert ids in the whole sequence to ids in the index of this rank, int64.
 
-        Tokens of other ranks become -1.
+        Tokens and summary rows of other ranks become -1.
         """
         block, row = ids // self.block, UNUSED - 1 - ids
         rows = (block // self.count) * self.block + ids % self.block
@@ -58,9 +67,10 @@ class Shard:
         return torch.where(mine & (ids != UNUSED), own, UNUSED)
 
     def to_own_positions(self, positions: Tensor) -> Tensor:
-        """For each position, return the id of the rank's last token at or before the position.
+        """For each position in the sequence, return the id of this rank's last token up to the
+        position.
 
-        The id is 0 if there is no such token.
+        The id is 0 if the rank has no such token.
         """
         round_tokens = self.block * self.count
         rest = (positions + 1) % round_tokens - self.rank * self.block

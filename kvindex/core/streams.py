@@ -1,4 +1,4 @@
-"""CUDA streams: the side stream of appends, cheap handles of the current one, copies to hosts."""
+"""CUDA streams: a stream for appends, fast access to the current stream, and copies to the host."""
 
 from __future__ import annotations
 
@@ -10,19 +10,25 @@ from torch import Tensor
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a new stream."""
+    """Return a new CUDA stream."""
     make: Callable[..., torch.cuda.Stream] = torch.cuda.Stream  # torch does not annotate it
     return make(device)
 
 
 def raw_stream(device: int) -> int:
-    """Return the driver's handle of the current stream, which is faster than torch's object."""
+    """Return the driver's handle of the current stream.
+
+    This is faster than `torch.cuda.current_stream`.
+    """
     handle: int = torch._C._cuda_getCurrentRawStream(device)
     return handle
 
 
 def raw_device() -> int:
-    """Return the current CUDA device, faster than torch's function; CUDA must be in use."""
+    """Return the current CUDA device.
+
+    This is faster than torch's function, but CUDA must be initialized.
+    """
     number: int = torch._C._cuda_getDevice()
     return number
 
@@ -43,5 +49,5 @@ def to_host(tensor: Tensor) -> Callable[[], Tensor]:
 
 @lru_cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream for appends of all layers, which therefore run one after the other."""
+    """Return the CUDA stream on which the appends of all layers run, one after the other."""
     return new_stream(device)

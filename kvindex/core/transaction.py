@@ -1,10 +1,12 @@
-"""Transactions around public calls: undo of failures, fixed torch settings, and thread checks.
+"""Transactions around public calls.
 
-- Undo: a call that raises leaves the object as it was. If that is impossible, every later call
-  raises RuntimeError until `reset`.
-- Settings: autocast, the default dtype, the default device and inference mode of the caller have no
-  effect. So a caller may begin a sequence in inference mode and continue outside of it.
-- Threads: several threads may read at the same time, and nothing may run concurrently with a
+`Guarded` wraps public methods, which gives every call three properties:
+
+- Undo: if a call raises, its changes are undone. If undoing fails, every later call raises
+  RuntimeError until `reset`.
+- Settings: autocast, default dtype, default device and inference mode of the caller have no effect.
+  So a caller may start a sequence in inference mode and continue outside of it.
+- Threads: several threads may read at the same time, but no call may run concurrently with a
   change. If two calls conflict, the first one continues, and the second one raises RuntimeError.
 """
 
@@ -43,7 +45,7 @@ ALONE = frozenset(
         *("prepare_replay", "captured_step", "batch_row", "begin_decoding"),
     }
 )
-"""Calls that use shared buffers, but change nothing visible. No other call may run meanwhile."""
+"""Calls that change nothing visible, but use shared buffers. No other call may run concurrently."""
 
 CHANGES = frozenset(
     {
@@ -64,7 +66,7 @@ _inference = torch.is_inference_mode_enabled
 
 
 Change: TypeAlias = tuple[int, str, Any]
-"""A running change: its number, the call's name, and the checkpoint before it."""
+"""A running change: its number, the name of the method, and the checkpoint before the change."""
 
 _begun = count()
 """Source of numbers for changes. A change has a lower number than the changes nested in it."""
@@ -74,23 +76,23 @@ _HOLDER = 0
 """The only key of the dictionary `Access._holder`."""
 
 _SHARED = -1
-"""The value of `Access._holder` while threads read, and after that. No thread has this number."""
+"""Value of `Access._holder` during reads and after the last read. It is no thread's number."""
 
 
 class Access:
-    """Access of threads to one object: several threads that read, or one thread alone.
+    """Controls access to one object: by several threads that read, or by one thread exclusively.
 
-    If two calls conflict, the first one continues, and the other one raises. The check and the
-    entry are one atomic step: `dict.setdefault`, or a lock between threads that read. So a call
-    that raises has never entered. A call inside another one of the same thread never raises,
-    because no other thread can have entered in between.
+    If two calls conflict, the first one continues and the second one raises RuntimeError. `enter`
+    checks for conflicts and grants access in one atomic step, by `dict.setdefault` or under a lock.
+    A nested call of the same thread never raises, because no other thread can have got access since
+    the outer call began.
     """
 
     def __init__(self) -> None:
-        self._holder: dict[int, int] = {}  # _HOLDER -> the thread that has access alone, or _SHARED
-        self._depth = 0  # nested calls of the thread that has access alone
-        self._readers: dict[int, int] = {}  # thread -> nested calls
-        self._lock = RLock()  # reentrant, because of finalizers and signal handlers
+        self._holder: dict[int, int] = {}  # _HOLDER -> thread with exclusive access, or _SHARED
+        self._depth = 0  # number of nested calls of the thread with exclusive access
+        self._readers: dict[int, int] = {}  # reading thread -> number of its nested calls
+        self._lock = RLock()  # reentrant, because finalizers and signal handlers may make calls
         self.begun = 0
         """Number of calls so far. Reads nested in other reads do not count."""
         self.change: Change | None = None
@@ -99,7 +101,13 @@ class Access:
     def enter(self, name: str, *, alone: bool) -> None:
         """Begin a call, which `leave` ends.
 
-        Raises RuntimeError if a call of another thread is running, unless both only read.
+        Args:
+            name: Name of the called method, for the error message.
+            alone: True if the call needs exclusive access, False if it only reads.
+
+        Raises:
+            RuntimeError: A conflicting call of another thread is running. Two reads do not
+                conflict.
         """
         me = get_ident()
         holder = self._holder.setdefault(_HOLDER, me) if alone else self._holder.get(_HOLDER)
@@ -112,9 +120,13 @@ class Access:
             self._readers[me] += 1
 
     def _enter_first(self, me: int, name: str, alone: bool) -> None:
-        """Begin a thread's first read, or a call that needs access alone while its thread reads."""
+        """Grant access to the first read of a thread, or to an exclusive call inside a read of the
+        thread.
+
+        Raises RuntimeError if a call of another thread conflicts.
+        """
         readers = self._readers
-        with self._lock:  # so that no thread leaves meanwhile
+        with self._lock:  # no other thread may enter or leave between the check and the change
             holder = self._holder.setdefault(_HOLDER, _SHARED)
             if holder != _SHARED or (alone and len(readers) > (me in readers)):
                 raise RuntimeError(_refusal(name, alone))
@@ -125,7 +137,7 @@ class Access:
             self.begun += 1
 
     def leave(self, *, alone: bool) -> None:
-        """End a call. Do nothing for a call that could not enter."""
+        """End a call. Do nothing if `enter` raised."""
         me = get_ident()
         if self._holder.get(_HOLDER) == me:
             self._depth -= 1
@@ -143,9 +155,9 @@ class Access:
                 self._readers.pop(me, None)
 
     def forget_threads(self) -> Change | None:
-        """In the child of a fork, forget the calls of other threads.
+        """In the child of a fork, remove the calls of threads that exist only in the parent.
 
-        Returns the running change of another thread, which must be undone.
+        Returns the change of such a thread, which must be undone, or None.
         """
         me, holder, change = get_ident(), self._holder.get(_HOLDER), None
         self._lock = RLock()  # another thread may have had it locked
@@ -157,14 +169,16 @@ class Access:
 
 
 def _refusal(name: str, alone: bool) -> str:
-    """Return the error message for a call during another thread's call."""
-    said = f"{name}: got a call while another thread's is under way, allowed are concurrent reads"
+    conflict = f"{name}: got a call while another thread's call is running"
     if alone and name in READS:
         return (
-            f"{said}, but {name} of this object is none (it shares buffers or keeps what it "
-            "found): use a lock"
+            f"{conflict}; {name} of this object uses shared buffers or stores its results, so it "
+            "needs exclusive access: use a lock"
         )
-    return f"{said} (search, fetch, encode), and no call during a change: use a lock"
+    return (
+        f"{conflict}; only reads (search, fetch, encode) may run concurrently, and no call may "
+        "run during a change: use a lock"
+    )
 
 
 _objects: WeakSet[Guarded] = WeakSet()
@@ -172,24 +186,30 @@ _objects: WeakSet[Guarded] = WeakSet()
 
 
 class Guarded(Restorable):
-    """Base of classes with public calls. Methods with the names above become transactions."""
+    """Base of classes whose public methods are transactions.
+
+    The methods named in `READS`, `ALONE` and `CHANGES` are wrapped when a subclass is defined.
+    """
 
     parts_are_its_own: ClassVar[bool] = False
-    """Whether only the object's own calls change its parts, so that a checkpoint can be reused."""
+    """True if the attributes change only in calls of this object, so a checkpoint can be reused."""
 
     _access: Access
     _broken: str | None
-    _last_checkpoint: Any  # the checkpoint since the last change
+    _last_checkpoint: Any  # the checkpoint after the last change, or None
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Make an object, and its state of access."""
+        """Create the object with its access control, before any `__init__` runs."""
         made = super().__new__(cls)
         made._access, made._broken, made._last_checkpoint = Access(), None, None
         _objects.add(made)
         return made
 
     def __init_subclass__(cls, *, guarded: bool = True, **options: Any) -> None:
-        """Wrap the public methods of a subclass; guarded: False if none of them does anything."""
+        """Wrap the public methods of a subclass in transactions.
+
+        guarded: False for a class whose methods need no transaction.
+        """
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
             cls.__init__ = in_plain_torch(cls.__init__)  # type: ignore[method-assign]
@@ -200,7 +220,7 @@ class Guarded(Restorable):
 
     @property
     def calls_begun(self) -> int:
-        """Number of calls so far. As long as it is the same, no call has changed anything."""
+        """Number of calls so far. While this number stays the same, the object does not change."""
         return self._access.begun
 
     def _shallow(self) -> Self:
@@ -209,7 +229,10 @@ class Guarded(Restorable):
         return twin
 
     def checkpoint(self) -> Any:
-        """Return the present state, for `rollback`."""
+        """Return the current state for `rollback`.
+
+        The last checkpoint is reused if nothing has changed.
+        """
         if not self.parts_are_its_own:
             return super().checkpoint()
         if self._last_checkpoint is None:
@@ -217,21 +240,23 @@ class Guarded(Restorable):
         return self._last_checkpoint
 
     def _after_fork(self) -> None:
-        """In the child of a fork, clean up after other threads' reads, which never end there."""
+        """In the child of a fork, clean up after reads of other threads, which never end in the
+        child.
+        """
 
     def _undone(self, name: str) -> bool:
-        """Return whether a call of this name is undone if it fails."""
+        """Return True if a failed call of this name is undone."""
         return name in CHANGES
 
     def _alone(self, name: str) -> bool:
-        """Return whether a call of this name needs access alone."""
+        """Return True if a call of this name needs exclusive access."""
         return name not in READS or self._undone(name)
 
     def _check_usable(self, name: str) -> None:
         if name != "reset":
             raise RuntimeError(
                 f"{name}: got a {type(self).__name__} whose {self._broken} failed and could not "
-                "be undone, allowed is reset()"
+                "be undone; call reset() first"
             )
 
     def _undo(self, name: str, checkpoint: Any) -> None:
@@ -265,7 +290,7 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
                 if before is not None:
                     self._last_checkpoint = None
             except BaseException:  # also KeyboardInterrupt
-                if before is not None:  # before another thread may enter
+                if before is not None:  # undo before `leave`, which lets other threads enter
                     self._undo(name, before)
                     before = None
                 raise
@@ -274,7 +299,7 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
                     access.change = None
                 access.leave(alone=alone)
             return result
-        except BaseException:  # an interrupt after the call has ended
+        except BaseException:  # KeyboardInterrupt between the end of the call and the return
             if before is not None:
                 self._undo(name, before)
             raise
@@ -295,7 +320,6 @@ def in_plain_torch(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _plainly(method: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
-    """Call a method with torch's default settings."""
     if _inference():  # tensors made in inference mode cannot be modified outside of it
         with torch.inference_mode(False), torch.no_grad():
             return _plainly(method, *args, **options)
@@ -306,16 +330,20 @@ def _plainly(method: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
 
 
 def _unusual() -> bool:
-    """Return whether a setting of torch differs from its default."""
-    # the functions of torch are module globals, because attribute look-ups cost time in every call
+    """Return True if a setting of torch that affects computations differs from its default."""
+    # These torch functions are module globals, because looking up attributes in every call is slow.
     if _default_dtype() is not _FLOAT32 or _autocast("cpu") or _autocast("cuda"):
         return True
-    # a default device is a function mode of torch; counting modes is faster than reading the device
+    # A default device adds a function mode. Counting the modes is faster than reading the device.
     return _modes() > 0 and torch.get_default_device().type != "cpu"
 
 
 class _Float32:
-    """Sets the default dtype of the process to float32 while any thread is inside."""
+    """Context manager that sets the default dtype to float32.
+
+    The default dtype is a setting of the whole process. So it is restored when the last thread
+    leaves.
+    """
 
     def __init__(self) -> None:
         self._lock, self._before = forks.lock(self, "_lock"), torch.float32
@@ -326,7 +354,7 @@ class _Float32:
             first = not self._inside
             if first:
                 self._before = torch.get_default_dtype()
-            # count before the change, so that a forked child undoes it
+            # count this thread before the change, so that the child of a fork restores the dtype
             self._inside[get_ident()] += 1
             if first:
                 torch.set_default_dtype(torch.float32)
@@ -336,7 +364,7 @@ class _Float32:
             self._left(get_ident(), 1)
 
     def forget_threads(self) -> None:
-        """In the child of a fork, let the other threads of the parent leave."""
+        """In the child of a fork, leave the context for threads that exist only in the parent."""
         for thread in [*self._inside]:
             if thread != get_ident():
                 self._left(thread, self._inside[thread])
@@ -364,14 +392,15 @@ def plain_torch() -> Iterator[None]:
         yield
 
 
-# copying an object counts as a read
+# `copy.deepcopy` of an object is a read
 Guarded.__deepcopy__ = _guarded(Restorable.__deepcopy__)  # type: ignore[method-assign]
 
 
 def _forget_threads() -> None:
     """In the child of a fork, end the calls of threads that exist only in the parent.
 
-    Their changes are undone, the last one first, because one may be a part of another.
+    Unfinished changes are undone, the last one first, because a change may be nested in another
+    one.
     """
     _float32.forget_threads()
     lost = [(each._access.forget_threads(), each) for each in list(_objects)]

@@ -1,1 +1,1 @@
-"""Loading of saved indexes and layers."""
+"""Loading of indexes and layers that were saved to a folder."""

@@ -1,4 +1,4 @@
-"""Load an index or a layer from the folder that its `save` wrote."""
+"""`load`: creates an index or a layer from the folder that its `save` wrote."""
 
 from __future__ import annotations
 
@@ -48,23 +48,25 @@ def load(
     backend: str | None = None,
     into: object = None,
 ) -> object:
-    """Load a saved index or layer. It continues exactly where the saved object stopped.
+    """Load a saved index or layer, with its tokens and everything it has learned.
 
     Args:
         folder: The folder that `save` wrote.
-        device: As in `kvindex.create`. It may differ from the device of the saved index.
-        store: As in `kvindex.create`. It may differ from the store of the saved index.
-        backend: As in `kvindex.create`. It may differ from the backend of the saved index.
-        into: An empty index or layer to load into, of the same class, geometry and configuration.
-            It is needed for an index that has no registered name.
+        device: Device of the tensors. It may differ from the device of the saved index.
+        store: Where rows are stored: "device", "host", "auto", or an empty `RowStore`. It may
+            differ from the store of the saved index.
+        backend: Implementation of the operations: "torch", "cuda" or "cpu"; None for the default of
+            the device. It may differ from the backend of the saved index.
+        into: An empty index or layer into which to load, of the same class, geometry and
+            configuration. Needed if the class of the saved index is not registered under a name.
 
     Returns:
         The index or layer; `into` if it is given.
 
     Raises:
-        FileNotFoundError: There is no saved folder.
-        ValueError: The folder was changed after it was saved, or belongs to another kind of index
-            than `into`, which is then unchanged.
+        FileNotFoundError: The folder does not exist or is not a saved folder.
+        ValueError: The folder was changed after it was saved, or does not fit `into`, which is then
+            unchanged.
     """
     saved = SavedFolder.open(folder, KINDS)
     outline = saved.outline("state")
@@ -74,11 +76,14 @@ def load(
             made: object = _made(saved.about, place, outline, name=str(folder))
         except RecursionError as error:
             raise ValueError(
-                f"folder: got {str(folder)!r}, whose wrappers are nested too deeply, allowed "
-                "is what save() made"
+                f"folder: got {str(folder)!r}, whose wrappers are nested too deeply; only folders "
+                "that save() wrote can be loaded"
             ) from error
     elif (device, store, backend) != ("cpu", "device", None):
-        raise ValueError("into: got an object and device, store or backend, allowed is one of both")
+        raise ValueError(
+            "into: got an object together with device, store or backend; the object already has "
+            "these, so pass only into"
+        )
     else:
         made = into
     taking = required(made, KeepsState, name="into")
@@ -90,19 +95,19 @@ def load(
 
 
 def _made(recipe: Mapping[str, Any], place: Mapping[str, Any], state: State, name: str) -> object:
-    """Make an empty index or layer from a recipe. Raises ValueError for a wrong recipe.
+    """Create an empty index or layer from a recipe. Raise ValueError if the recipe is not valid.
 
-    state: the outline of the saved state, with which sizes in the recipe are compared.
+    state: shapes and dtypes of the saved tensors, which must fit the sizes in the recipe.
     """
     if "layer" not in recipe:
         return _index(recipe, place, state)
     known, index = class_name(AttentionLayer), recipe.get("index")
     if recipe["layer"] != known or index is None:
         raise ValueError(
-            f"folder: got {name!r}, a layer {recipe['layer']!r} around "
-            f"{'an index without a recipe' if index is None else 'an index'}, "
-            f"allowed is {known!r} around one that has a name; of another, load into an empty "
-            "one: kvindex.load(folder, into=…)"
+            f"folder: got {name!r}, which contains a layer of class {recipe['layer']!r} with "
+            f"{'an index without a recipe' if index is None else 'an index'}, allowed is "
+            f"{known!r} with an index that has a recipe; create an empty layer of the saved "
+            "class and call kvindex.load(folder, into=layer)"
         )
     return _around(AttentionLayer, _index(index, place, below("index", state)), recipe)
 
@@ -111,7 +116,9 @@ def _index(recipe: Any, place: Mapping[str, Any], state: State) -> KVIndex:
     role = "wrapper" if isinstance(recipe, Mapping) and "wrapper" in recipe else "index"
     kind = class_of(field(recipe, role, str, where="about"))
     if issubclass(kind, BaseIndex) != (role == "index"):
-        raise ValueError(f"about.{role}: got {recipe[role]!r}, which is no {role}, allowed is one")
+        raise ValueError(
+            f"about.{role}: got {recipe[role]!r}, allowed is a registered {role} class"
+        )
     if not issubclass(kind, BaseIndex):
         inner = field(recipe, "inner", dict, where="about")
         return _around(kind, _index(inner, place, below("inner", state)), recipe)
@@ -125,11 +132,11 @@ def _index(recipe: Any, place: Mapping[str, Any], state: State) -> KVIndex:
 
 
 def _around(kind: Callable[..., T], index: KVIndex, recipe: Mapping[str, Any]) -> T:
-    """Make a wrapper or layer with a recipe's options. Raises ValueError for unknown options."""
+    """Create a wrapper or layer with a recipe's options. Raise ValueError for unknown options."""
     options = field(recipe, "options", dict, where="about")
     try:
         return kind(index, **options)
     except TypeError as error:
         raise ValueError(
-            f"about.options: got {options}, allowed is what save() made ({error})"
+            f"about.options: got {options}, which the saved class does not accept ({error})"
         ) from error

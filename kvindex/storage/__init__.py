@@ -1,1 +1,1 @@
-"""Where rows and codes live: growable columns, row codecs, stores."""
+"""Storage of keys, values and codes: row stores, row codecs, growing tensors, and saved folders."""

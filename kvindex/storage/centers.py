@@ -1,10 +1,10 @@
-"""Centers of keys: quantized rows encode the difference of a key from a center.
+"""Centers of keys. A row codec that quantizes stores the difference between a key and a center.
 
-All keys of a head can have a large common part, for example from the bias of a projection. It makes
-codes less accurate, but does not change attention, because a softmax ignores what is added to all
-logits. So a store with such a codec (`is_centered`) encodes `key - center`, computed in float32,
-and stores one center per head. The first append to an empty store determines the center, and later
-appends do not change it.
+All keys of a head can have a large vector in common, for example from the bias of a projection.
+This vector makes quantized codes less accurate. It does not change attention, because it adds the
+same number to all logits of a query, which the softmax ignores. So a store with such a codec
+(`is_centered`) encodes `key - center`, computed in float32, and stores one center per sequence and
+head. The first append to an empty store determines the center, and later appends do not change it.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ CENTER_TOKENS = 16
 
 
 class JoinedRows(dict[str, Tensor]):
-    """Encoded rows as tensors by name, as `RowStore.join` returns them.
+    """Encoded rows as named tensors, the result of `RowStore.join`.
 
-    center: the center that an empty store should take; None for zeros.
+    center: the vector that was subtracted from the keys before encoding; None for zeros.
     """
 
     center: Tensor | None = None
 
 
 def is_centered(codec: str, geometry: Geometry) -> bool:
-    """Return whether a codec encodes keys relative to a center.
+    """Return True if a codec encodes keys relative to a center.
 
-    Plain rows are not relative to a center. Latents are not either, because their keys contain
-    their values.
+    The codec "plain" stores keys unchanged. Keys that contain their values (`value_in_key`) have no
+    center, because it would change the values.
     """
     return codec != "plain" and not geometry.value_in_key
 
 
 def center_of(keys: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Return the mean of the first `CENTER_TOKENS` valid keys of each head.
+    """Return the mean of the first `CENTER_TOKENS` valid keys of each sequence and head.
 
-    A sequence without a valid key gets the mean of the other sequences' centers, because the part
-    that all keys have in common comes from the model. If no sequence has a valid key, the first
-    keys are used. This happens when a layer has moved only its sink. Coordinates that are too large
-    for a key are set to 0. Numbers are added in order, so that the result does not depend on
-    strides.
+    A sequence without a valid key gets the mean of the centers of the other sequences, because the
+    vector that keys have in common comes from the model, not from the text. If no sequence has a
+    valid key, the first keys are used; this happens when a layer has passed only the tokens of its
+    attention sink. Coordinates that are too large for a key become 0. The sum is computed in a
+    fixed order, so the result does not depend on strides.
 
     Args:
         keys: `[B, G, N, D]`.
-        valid: Bool `[B, N]`, False for padding and for a layer's sink; None for all.
+        valid: Bool `[B, N]`, False for padding and for the attention sink; None for all.
 
     Returns:
         Float32 `[B, G, D]`.
@@ -81,12 +81,25 @@ def _added(keys: Tensor) -> Tensor:
 
 
 def check_center(center: Tensor | None, *, centered: bool, held: int) -> None:
-    """Raise ValueError for a center that a store of `held` tokens cannot take."""
+    """Raise ValueError if a store cannot take over this center.
+
+    A store can take over a center only while it is empty, and only if its codec uses centers.
+
+    Args:
+        center: The center, or None for zeros.
+        centered: True if the codec of the store uses a center.
+        held: Number of tokens in the store.
+    """
     if center is not None and (held or not centered):
-        got = f"one to a store that holds {held} tokens" if held else "one to a store without"
-        raise ValueError(f"center: got {got}, allowed is one with the first coded rows, or None")
+        place = f"a store that has {held} tokens" if held else "a store whose codec uses no center"
+        raise ValueError(
+            f"center: got a center for {place}, allowed is a center with the first rows of an "
+            "int8, fp8, int4 or int2 store, or None"
+        )
 
 
 def of_rows(center: Tensor | None) -> Tensor | None:
-    """Return a center `[B, G, D]` with an axis for tokens, for keys `[B, G, N, D]`."""
+    """Insert a token axis into a center `[B, G, D]`, so that it can be added to keys `[B, G, N,
+    D]`.
+    """
     return None if center is None else center[:, :, None]

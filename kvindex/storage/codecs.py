@@ -1,9 +1,9 @@
-"""Row codecs: how a token's key and value are stored as bytes (plain, int8, fp8, int4, int2).
+"""Row codecs ("plain", "int8", "fp8", "int4", "int2"): how a token's key and value become bytes.
 
-A row has a multiple of 16 bytes, so that each row of an aligned block can be read 16 bytes at a
-time. Padding is zero, and a row of zero bytes stands for a key and a value of zeros. If a geometry
-says that the value is part of the key (`value_in_key`), a row contains only the key. Otherwise
-quantized keys are relative to a center (`storage/centers.py`).
+A row is the encoded key and value of one token for one KV head. Its size is a multiple of 16 bytes,
+so that kernels can read it 16 bytes at a time. Padding bytes are zero, and a row of zero bytes
+decodes to a key and a value of zeros. If the value is part of the key (`Geometry.value_in_key`), a
+row contains only the key. Otherwise quantized keys are relative to a center (`storage/centers.py`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from kvindex.core.protocol import Rows
 from kvindex.storage.quantize import code_bytes, dequantize, groups, quantize
 
 WORD = torch.int64
-"""Element type for copies: a row has a multiple of its size, and large elements copy fastest."""
+"""Dtype in which rows are copied, because copies of large elements are fastest."""
 
 ALIGNMENT_BYTES = 16
 """Bytes of the widest load of a GPU thread."""
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-"""Smallest scale. A subnormal one has fewer bits, and kernels may flush it to zero."""
+"""Smallest scale. A subnormal number has fewer bits, and kernels may flush it to zero."""
 
 CODES = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 """Codec with one scale per vector -> dtype of a code, and the largest value of a code."""
@@ -40,9 +40,9 @@ BITS = {"int4": 4, "int2": 2}
 
 
 class CodecNumber(IntEnum):
-    """The number of each row codec, for compiled kernels.
+    """The number of each row codec in compiled kernels.
 
-    A codec keeps its number when others are added. CUDA kernels get each number as a macro
+    A codec keeps its number when other codecs are added. CUDA kernels get each number as a macro
     (`CODEC_INT8` is 1), and compare the macro `CODEC` with these macros.
     """
 
@@ -54,14 +54,14 @@ class CodecNumber(IntEnum):
 
 
 NAMES = tuple(number.name.lower() for number in CodecNumber)
-"""The codecs' names, as options spell them."""
+"""Names of the codecs, as in the option `row_codec`."""
 
 LARGEST_CODED = 2.0**56
-"""Larger than any number that the codes of an allowed key represent. The difference of a key from
-a center is at most 2^49, and a rotation can increase a coordinate by a factor of `√D`."""
+"""Limit for numbers that codes represent, larger than any that occurs. The difference between a key
+and a center is at most 2^49, and a rotation can increase a coordinate by a factor of `√D`."""
 
 PIECE = 2**17
-"""Number of rows to encode at a time, which limits the memory of float32 copies."""
+"""Number of rows that are encoded at a time, to limit the memory of float32 copies."""
 
 
 class RowCodec(Protocol):
@@ -69,16 +69,17 @@ class RowCodec(Protocol):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row, a multiple of 16."""
+        """Number of bytes of a stored row (key and value of one token), a multiple of 16."""
         ...
 
     def encode(self, keys: Tensor, values: Tensor, center: Tensor | None = None) -> Tensor:
-        """Encode rows.
+        """Encode keys and values as rows.
 
         Args:
             keys: Finite, `[..., D]`.
             values: Finite, `[..., Dv]`.
-            center: Float32, with a shape that expands to that of `keys`; None for zeros.
+            center: Vector to subtract from the keys before encoding, float32, with a shape that
+                broadcasts to that of `keys`; None for zeros.
 
         Returns:
             Uint8 `[..., row_bytes]`.
@@ -86,11 +87,12 @@ class RowCodec(Protocol):
         ...
 
     def decode(self, rows: Tensor, center: Tensor | None = None) -> Rows:
-        """Decode rows.
+        """Decode rows to keys and values.
 
         Args:
             rows: Uint8 `[B, G, N, row_bytes]`.
-            center: The center of `encode`, float32 `[B, G, 1, D]`; None for zeros.
+            center: The vector that `encode` subtracted from the keys, float32 `[B, G, 1, D]`; None
+                for zeros.
 
         Returns:
             Keys `[B, G, N, D]` and values `[B, G, N, Dv]` in the geometry's dtype.
@@ -98,7 +100,7 @@ class RowCodec(Protocol):
         ...
 
     def wrong(self, rows: Tensor) -> Tensor:
-        """Return which rows have a key that `encode` never makes, for example NaN.
+        """Return True for rows with a damaged key (for example NaN), which `encode` never produces.
 
         Args:
             rows: Uint8 `[..., row_bytes]`.
@@ -110,14 +112,14 @@ class RowCodec(Protocol):
 
 
 def codec(name: str, geometry: Geometry) -> RowCodec:
-    """Return a row codec.
+    """Return the row codec with the given name.
 
     Args:
         name: One of `NAMES`.
-        geometry: The index's geometry.
+        geometry: Geometry of the index.
 
     Raises:
-        ValueError: There is no such codec.
+        ValueError: There is no codec with this name.
     """
     check.one_of("row_codec", name, NAMES)
     if name == "plain":
@@ -133,27 +135,30 @@ def codec(name: str, geometry: Geometry) -> RowCodec:
 
 @dataclass(frozen=True)
 class Plain:
-    """Stores keys and values unchanged: `D` elements, then `Dv`, unless the value is in the key.
+    """Stores keys and values unchanged: `D` numbers of the key, then `Dv` numbers of the value.
 
-    A center is ignored.
+    If the value is part of the key, a row contains only the key. The argument `center` of `encode`
+    and `decode` is ignored.
     """
 
     geometry: Geometry
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row, a multiple of 16."""
+        """Number of bytes of a stored row (key and value of one token), a multiple of 16."""
         return _aligned(self._used)
 
     def encode(self, keys: Tensor, values: Tensor, center: Tensor | None = None) -> Tensor:
-        """Encode keys `[..., D]` and values `[..., Dv]` as uint8 `[..., row_bytes]`."""
+        """Encode keys `[..., D]` and values `[..., Dv]` as rows, uint8 `[..., row_bytes]`."""
         parts = [keys.detach(), *([] if self.geometry.value_in_key else [values.detach()])]
         rows = torch.cat(_in_words(*parts), dim=-1).view(torch.uint8)
         padding = self.row_bytes - self._used
         return pad(rows, (0, padding)) if padding else rows  # `pad` copies even if it adds 0
 
     def put(self, keys: Tensor, values: Tensor, rows: Tensor) -> None:
-        """Like `encode`, but write to `rows`, uint8 `[..., row_bytes]`, with one copy."""
+        """Encode keys and values directly into `rows`, uint8 `[..., row_bytes]`, with a single
+        copy.
+        """
         held = self.decode(rows)
         held.keys.copy_(keys)
         if not self.geometry.value_in_key:
@@ -161,14 +166,14 @@ class Plain:
         rows[..., self._used :] = 0
 
     def decode(self, rows: Tensor, center: Tensor | None = None) -> Rows:
-        """Decode to keys `[B, G, N, D]` and values `[B, G, N, Dv]`, as views if possible."""
+        """Return keys `[B, G, N, D]` and values `[B, G, N, Dv]` as views of the rows."""
         g, both = self.geometry, rows[..., : self._used].view(self.geometry.dtype)
         return Rows(both[..., : g.head_dim], both[..., g.value_start :][..., : g.value_dim])
 
     def wrong(self, rows: Tensor) -> Tensor:
-        """Return which rows have a key that `encode` never makes, bool `[...]`."""
+        """Return True for rows with a key that is NaN, infinite or too large, bool `[...]`."""
         keys = self.decode(rows).keys
-        if check.in_range(keys):  # one operation, which is nearly always enough
+        if check.in_range(keys):  # a fast check, which nearly always succeeds
             return torch.zeros(keys.shape[:-1], dtype=torch.bool, device=keys.device)
         return check.out_of_range(keys).any(-1)
 
@@ -180,15 +185,18 @@ class Plain:
 
 @dataclass(frozen=True)
 class Scaled:
-    """Stores one byte per number, one float32 scale for a row's key, and one for its value.
+    """Stores one byte per number, with one float32 scale for the key and one for the value of a
+    row.
 
-    A row consists of `D` key codes, `Dv` value codes, zeros up to a multiple of 4, the key's scale
-    and the value's scale. A number is `code · scale`, computed in float32, where `scale = absmax /
-    largest code`. If the scale would not be a normal float32 (for zeros, for example), scale and
-    codes are 0.
+    A row consists of `D` codes of the key, `Dv` codes of the value, zeros up to a multiple of 4
+    bytes, the scale of the key, and the scale of the value.
+
+    A code stands for the number `code · scale`, computed in float32. The scale is the largest
+    magnitude in the vector divided by the largest code. If this is not a normal float32 number, for
+    example because all numbers are zero, scale and codes are 0.
 
     Args:
-        geometry: The index's geometry.
+        geometry: Geometry of the index.
         codes: "int8" (rounded half to even, -127 to 127) or "fp8" (e4m3, up to 448).
     """
 
@@ -197,16 +205,16 @@ class Scaled:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row, a multiple of 16."""
+        """Number of bytes of a stored row (key and value of one token), a multiple of 16."""
         return _aligned(self.scales_at + 8)
 
     @property
     def scales_at(self) -> int:
-        """Position of the first byte of the two scales."""
+        """Position in a row of the first byte of the two scales."""
         return _aligned(self.geometry.head_dim + self.geometry.value_dim, 4)
 
     def encode(self, keys: Tensor, values: Tensor, center: Tensor | None = None) -> Tensor:
-        """Encode keys `[..., D]` and values `[..., Dv]` as uint8 `[..., row_bytes]`."""
+        """Encode keys `[..., D]` and values `[..., Dv]` as rows, uint8 `[..., row_bytes]`."""
         return _in_pieces(self._row, keys, values, self.row_bytes, center)
 
     def _row(self, keys: Tensor, values: Tensor) -> Tensor:
@@ -218,7 +226,10 @@ class Scaled:
         return torch.cat([pad(codes, (0, self.scales_at - codes.shape[-1])), scales], dim=-1)
 
     def wrong(self, rows: Tensor, *, values: bool = False) -> Tensor:
-        """Return which rows have a key that `encode` never makes; values: or such a value."""
+        """Return True for rows with a damaged key, such as NaN, which `encode` never produces.
+
+        values: True to check the value of each row, too.
+        """
         D, largest = self.geometry.head_dim, CODES[self.codes][1]
         scales = rows[..., self.scales_at : self.scales_at + 8].contiguous().view(torch.float32)
         scales = scales if values else scales[..., :1]
@@ -229,7 +240,9 @@ class Scaled:
         return wrong | (codes & 127 == 127).any(-1)  # these codes are NaN in e4m3
 
     def decode(self, rows: Tensor, center: Tensor | None = None) -> Rows:
-        """Decode to keys `[B, G, N, D]` and values `[B, G, N, Dv]`."""
+        """Decode rows, uint8 `[B, G, N, row_bytes]`, to keys `[B, G, N, D]` and values `[B, G, N,
+        Dv]`.
+        """
         D, Dv = self.geometry.head_dim, self.geometry.value_dim
         dtype, _ = CODES[self.codes]
         codes = rows[..., : D + Dv].view(dtype).float()
@@ -240,20 +253,23 @@ class Scaled:
 
 @dataclass(frozen=True)
 class Grouped:
-    """Stores 2 or 4 bits per number, and a lowest value and a step per group of up to 32 numbers.
+    """Stores 2 or 4 bits per number, with a minimum and a step size for each group of up to 32
+    numbers.
 
-    A row consists of the codes of the key and of the value, a zero byte if their number of bytes is
-    odd, the scales of the key, and those of the value (`storage/quantize.py`). Keys are rotated
-    first (`rotated`), so that an outlier in one channel does not enlarge the step of the other
-    channels in its group. Values have no such outliers (KIVI, arXiv 2402.02750). KIVI does not
-    rotate: its groups have the numbers of one channel for several tokens, so that rows depend on
-    each other.
+    A row consists of the codes of the key, the codes of the value, a zero byte if these are an odd
+    number of bytes, the minima and step sizes of the key, and those of the value
+    (`storage/quantize.py`).
+
+    Keys are rotated before they are quantized (`rotated`), so that an outlier in one channel does
+    not enlarge the step size of the other channels in its group. Values are not rotated, because
+    they have no such outliers (KIVI, arXiv 2402.02750). KIVI does not rotate keys either: each of
+    its groups contains one channel of several tokens, so its rows depend on each other.
 
     Args:
-        geometry: The index's geometry.
+        geometry: Geometry of the index.
         bits: 4 or 2.
-        rotates_values: Whether to rotate values, too. This is for `InKey`, where the "value" is a
-            part of a key.
+        rotates_values: True to rotate values as well. `InKey` needs this, because it passes the
+            second part of a key as the value.
     """
 
     geometry: Geometry
@@ -262,12 +278,14 @@ class Grouped:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row, a multiple of 16."""
+        """Number of bytes of a stored row (key and value of one token), a multiple of 16."""
         return _aligned(self._ends[-1])
 
     @property
     def _ends(self) -> tuple[int, int, int, int, int]:
-        """Positions: end of key codes and value codes, start of scales, end of both scales."""
+        """Positions in a row: end of the key's codes, end of the value's codes, start of the
+        scales, end of the key's scales, end of the value's scales.
+        """
         D, Dv = self.geometry.head_dim, self.geometry.value_dim
         keys, both = code_bytes(D, self.bits), code_bytes(D, self.bits) + code_bytes(Dv, self.bits)
         scales = _aligned(both, 2)
@@ -275,7 +293,7 @@ class Grouped:
         return keys, both, scales, key_scales, key_scales + 4 * groups(Dv)[0]
 
     def encode(self, keys: Tensor, values: Tensor, center: Tensor | None = None) -> Tensor:
-        """Encode keys `[..., D]` and values `[..., Dv]` as uint8 `[..., row_bytes]`."""
+        """Encode keys `[..., D]` and values `[..., Dv]` as rows, uint8 `[..., row_bytes]`."""
         return _in_pieces(self._row, keys, values, self.row_bytes, center)
 
     def _row(self, keys: Tensor, values: Tensor) -> Tensor:
@@ -286,14 +304,19 @@ class Grouped:
         return torch.cat([pad(torch.cat(codes, -1), (0, first - both)), *of_scales], dim=-1)
 
     def wrong(self, rows: Tensor, *, values: bool = False) -> Tensor:
-        """Return which rows have a key that `encode` never makes; values: or such a value."""
+        """Return True for rows with a damaged key, such as NaN, which `encode` never produces.
+
+        values: True to check the value of each row, too.
+        """
         _, _, first, middle, last = self._ends
         stop = last if values else middle
         scales = rows[..., first:stop].contiguous().view(torch.bfloat16)
         return _beyond(scales.reshape(*scales.shape[:-1], -1, 2), 2**self.bits - 1)
 
     def decode(self, rows: Tensor, center: Tensor | None = None) -> Rows:
-        """Decode to keys `[B, G, N, D]` and values `[B, G, N, Dv]`."""
+        """Decode rows, uint8 `[B, G, N, row_bytes]`, to keys `[B, G, N, D]` and values `[B, G, N,
+        Dv]`.
+        """
         keys, both, first, middle, last = self._ends
         key = self._part(rows[..., :keys], rows[..., first:middle], self.geometry.head_dim)
         value = self._part(rows[..., keys:both], rows[..., middle:last], self.geometry.value_dim)
@@ -308,7 +331,7 @@ class Grouped:
 
 
 def scaled(vectors: Tensor, codes: str) -> tuple[Tensor, Tensor]:
-    """Quantize finite vectors `[..., D]` with one scale each, as `Scaled` explains.
+    """Quantize vectors with one scale per vector, as the codec `Scaled` does.
 
     Args:
         vectors: Finite, `[..., D]`.
@@ -320,7 +343,7 @@ def scaled(vectors: Tensor, codes: str) -> tuple[Tensor, Tensor]:
     dtype, largest = CODES[codes]
     vectors = vectors.float()
     scale = vectors.abs().amax(dim=-1, keepdim=True) / largest
-    # for the largest float32, the scale may be rounded up so that scale * largest is infinite
+    # Near the largest float32, the scale may be rounded up until `scale * largest` is infinite.
     scale = torch.where((scale * largest).isinf(), scale.nextafter(scale * 0), scale)
     scale = torch.where(scale < SMALLEST_SCALE, 0, scale)
     numbers = torch.where(scale > 0, vectors / scale, 0)
@@ -330,15 +353,16 @@ def scaled(vectors: Tensor, codes: str) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class InKey:
-    """Stores keys that begin with their value, once, by another codec.
+    """Stores keys whose first `Dv` coordinates are the value, as in multi-head latent attention.
 
-    For that codec the "key" is the first `Dv` coordinates and the "value" the other `D - Dv`,
-    because a latent and a rotated key have different magnitudes, and so need scales of their own. A
-    center is ignored, because it would change the values.
+    Another codec stores the first `Dv` coordinates (the latent) as its "key" and the other `D - Dv`
+    coordinates (after the rotary embedding) as its "value". The two parts have different
+    magnitudes, and so get separate scales. The argument `center` of `encode` and `decode` is
+    ignored, because it would change the values.
 
     Args:
-        geometry: The index's geometry.
-        parts: The codec of the two parts.
+        geometry: Geometry of the index.
+        parts: The codec that stores the two parts.
     """
 
     geometry: Geometry
@@ -346,44 +370,51 @@ class InKey:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row, a multiple of 16."""
+        """Number of bytes of a stored row (the key of one token), a multiple of 16."""
         return self.parts.row_bytes
 
     def encode(self, keys: Tensor, values: Tensor, center: Tensor | None = None) -> Tensor:
-        """Encode keys `[..., D]` as uint8 `[..., row_bytes]`. The values are not read."""
+        """Encode keys `[..., D]` as rows, uint8 `[..., row_bytes]`.
+
+        The argument `values` is not read.
+        """
         return self.parts.encode(*keys.tensor_split([self.geometry.value_dim], dim=-1))
 
     def wrong(self, rows: Tensor) -> Tensor:
-        """Return which rows have a key that `encode` never makes, bool `[...]`."""
+        """Return True for rows with a damaged key, such as NaN, which `encode` never produces."""
         return self.parts.wrong(rows, values=True)
 
     def decode(self, rows: Tensor, center: Tensor | None = None) -> Rows:
-        """Decode to keys `[B, G, N, D]` and values `[B, G, N, Dv]`, which are views of the keys."""
+        """Decode rows to keys `[B, G, N, D]`, and values `[B, G, N, Dv]` that are views of the
+        keys.
+        """
         parts = self.parts.decode(rows)
         keys = torch.cat([parts.keys, parts.values], dim=-1)
         return Rows(keys, keys[..., : self.geometry.value_dim])
 
 
 def _beyond(scales: Tensor, levels: int) -> Tensor:
-    """Return which vectors have a number above `LARGEST_CODED`, bool `[...]`.
+    """Return True for vectors whose codes can represent a number above `LARGEST_CODED`, bool
+    `[...]`.
 
-    scales: lowest values and steps, bfloat16 `[..., groups, 2]`; levels: the highest code.
+    scales: minimum and step size of each group, bfloat16 `[..., groups, 2]`; levels: the largest
+    code.
     """
     low, step = scales.float().unbind(-1)
     return ~((step >= 0) & (low.abs() + levels * step <= LARGEST_CODED)).all(-1)
 
 
 def check_rows(name: str, geometry: Geometry, rows: Tensor, valid: Tensor | None) -> None:
-    """Check the keys of encoded rows.
+    """Raise ValueError if an encoded key is NaN, infinite or too large.
 
     Args:
         name: Name of the codec.
-        geometry: The index's geometry.
+        geometry: Geometry of the index.
         rows: Uint8 `[B, G, N, row_bytes]`.
-        valid: Bool `[B, N]`, the tokens to check; None for all.
+        valid: Which tokens to check, bool `[B, N]`; None for all.
 
     Raises:
-        ValueError: A key is NaN, infinite or too large.
+        ValueError: A key is damaged. The message names sequence, KV head and token.
     """
     of_rows = codec(name, geometry)
     for start in range(0, rows.shape[2], PIECE):
@@ -394,17 +425,18 @@ def check_rows(name: str, geometry: Geometry, rows: Tensor, valid: Tensor | None
         if bool(wrong.any()):
             b, g, token = wrong.nonzero()[0].tolist()
             raise ValueError(
-                f"state['rows']: got a key that is not finite, or too large (sequence {b}, KV head "
-                f"{g}, token {start + token}), allowed is {check.ALLOWED_NUMBER}"
+                f"state['rows']: got a key with a number that is NaN, infinite or too large "
+                f"(sequence {b}, KV head {g}, token {start + token}), allowed is "
+                f"{check.ALLOWED_NUMBER}"
             )
 
 
 def rotated(vectors: Tensor) -> Tensor:
-    """Multiply vectors by a block-diagonal Hadamard matrix, which is its own inverse.
+    """Rotate vectors by a block-diagonal Hadamard matrix, which is its own inverse.
 
-    The size of a block is the largest power of two that divides `D` (Sylvester's construction,
-    normalized). The product is computed by butterflies, so that the bits of a row do not depend on
-    other rows.
+    The block size is the largest power of two that divides `D`. The blocks are normalized Hadamard
+    matrices of Sylvester's construction. The product is computed as a fast Walsh-Hadamard
+    transform, so the result for a row does not depend on the other rows.
 
     Args:
         vectors: Float32 `[..., D]`.
@@ -423,12 +455,12 @@ def rotated(vectors: Tensor) -> Tensor:
 
 
 def _beside(center: Tensor | None, keys: Tensor, geometry: Geometry) -> Tensor:
-    """Add the center to keys float32 `[B, G, N, D]`, and convert them to the geometry's dtype."""
+    """Add the center to float32 keys `[B, G, N, D]`, and convert to the geometry's dtype."""
     return _of_dtype(keys if center is None else center + keys, geometry)
 
 
 def _of_dtype(part: Tensor, geometry: Geometry) -> Tensor:
-    largest = torch.finfo(geometry.dtype).max  # rounding may exceed it by half a step
+    largest = torch.finfo(geometry.dtype).max  # a decoded number may exceed it by half a step
     return part.clamp(-largest, largest).to(geometry.dtype)
 
 
@@ -439,7 +471,7 @@ def _in_pieces(
     row_bytes: int,
     center: Tensor | None,
 ) -> Tensor:
-    """Encode keys (relative to a center) and values with `row`, `PIECE` rows at a time."""
+    """Encode rows with the function `row`, `PIECE` rows at a time, after subtracting the center."""
     center = None if center is None else center.expand(keys.shape)
     outer = keys.shape[:-1]
     rows = torch.zeros((*outer, row_bytes), dtype=torch.uint8, device=keys.device)
@@ -455,7 +487,9 @@ def _in_pieces(
 
 
 def _in_words(*parts: Tensor) -> tuple[Tensor, ...]:
-    """Return the parts viewed as words, or unchanged if one is not aligned to words."""
+    """Return views of the tensors as int64, or the tensors themselves if one of them is not
+    aligned.
+    """
     for part in parts:
         elements = [part.shape[-1], part.storage_offset(), *part.stride()[:-1]]
         offsets = [part.data_ptr(), *(count * part.element_size() for count in elements)]

@@ -1,4 +1,4 @@
-"""Tensors that grow along their token axis: `Columns`, and flags of padded tokens: `Valid`."""
+"""`Columns`: tensors that grow along their token axis. `Valid`: flags of padded tokens."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from kvindex.storage.sharing import Sharing
 
 
 class Columns(Restorable):
-    """Named tensors that grow along their token axis, like the columns of a table.
+    """Named tensors that grow by appends along their token axis, like the columns of a table.
 
-    The capacity doubles when it runs out, so that `N` appends of one token copy `O(N)` rows. On a
-    CPU the first append already reserves twice the size, because untouched memory costs nothing.
-    The first append fixes names, dtypes, devices, and all sizes except that of the token axis.
+    The first append determines names, dtypes, devices, and all sizes except that of the token axis.
+    Capacity doubles when it runs out, so `N` appends of one token copy `O(N)` tokens in total. On a
+    CPU the first append already allocates twice its size, because the operating system provides
+    memory only when it is written.
 
-    A deep copy shares memory with the original. If one of them would write where the other has
-    ever had tokens, it copies the memory first.
+    A deep copy shares memory with the original. Before one of them writes where the other has ever
+    stored tokens, it copies the memory.
 
     Args:
         axis: The token axis.
-        fill: The value of reserved room that nobody has written yet; None for any value.
+        fill: Initial value of allocated memory; None to leave it uninitialized.
     """
 
     def __init__(self, axis: int = 2, fill: int | None = None) -> None:
         self._axis, self._fill = axis, fill
-        self._data: dict[str, Tensor] = {}  # the size of each is its capacity
+        self._data: dict[str, Tensor] = {}  # tensors whose token axis has the size of the capacity
         self._length = 0
-        self._most = 0  # the longest length so far: a checkpoint may still need those tokens
-        self._sharing = Sharing()  # users of this memory: this object and its deep copies
-        self._lent = False  # whether this is a view of another object's memory
+        self._most = 0  # largest length so far, because a checkpoint may refer to those tokens
+        self._sharing = Sharing()  # which of this object and its deep copies may write where
+        self._lent = False  # True for a read-only view of another object's memory
 
     def __len__(self) -> int:
         return self._length
@@ -46,34 +47,37 @@ class Columns(Restorable):
         return name in self._data
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a view of a column, with size `len(self)` at the token axis."""
+        """Return a view of the stored tokens of a column, without unused capacity."""
         return self._data[name].narrow(self._axis, 0, self._entries(name, self._length))
 
     def every(self, name: str, tokens: int, stride: int) -> Tensor:
-        """Return a view of every `stride`-th of a column's first `tokens` tokens."""
+        """Return a view of every `stride`-th token among the first `tokens` tokens of a column."""
         index = [slice(None)] * self._axis + [slice(0, tokens, stride)]
         return self[name][tuple(index)]
 
     @property
     def written(self) -> int:
-        """Number of tokens that `every` may read: appended tokens, and those from `write`."""
+        """Number of tokens that `every` may read.
+
+        Subclasses may include tokens that `write` has written.
+        """
         return self._length
 
     @property
     def batch(self) -> int:
-        """Number of sequences, 0 before the first append."""
+        """Number of sequences in the batch; 0 before the first append."""
         for tensor in self._data.values():
             return tensor.size(0)
         return 0
 
     def reserve(self, new: Mapping[str, Tensor]) -> None:
-        """Make room for `new`, without a change to existing tokens. This may run out of memory.
+        """Allocate capacity for `new` without changing existing tokens.
 
-        Raises RuntimeError for a view.
+        Raises RuntimeError for a view from `expand_batch`. May run out of memory.
         """
         if self._lent:
             raise RuntimeError(
-                "append: got a view of expand_batch(), allowed are search and fetch, or a deep copy"
+                "append: got a view of expand_batch(), which is read-only; append to a deep copy"
             )
         if self._sharing.shared and not self._claimed(new):
             self._data, self._sharing = self._room(new, anew=True), Sharing()
@@ -81,17 +85,21 @@ class Columns(Restorable):
             self._data = self._room(new)
 
     def write(self, new: Mapping[str, Tensor]) -> None:
-        """Do nothing: `append` copies."""
+        """Do nothing, because `append` copies the tensors. A subclass may write them early."""
 
     def append(self, new: Mapping[str, Tensor]) -> None:
-        """Append tensors, which may differ from the columns only in the size of the token axis."""
+        """Append tensors that have the same names and shapes as the columns, except for the token
+        axis.
+        """
         if not new:
             return
         for name, place in self.claim(new).items():
             place.copy_(new[name])
 
     def claim(self, new: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Like `append`, but return the places to which the caller must copy the tensors."""
+        """Extend the columns by the size of `new`, and return views into which the caller must copy
+        `new`.
+        """
         self.reserve(new)
         axis, start = self._axis, self._length
         self._length += max(tensor.size(axis) for tensor in new.values())
@@ -102,19 +110,19 @@ class Columns(Restorable):
         }
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` tokens."""
+        """Keep the first `length` tokens of every column."""
         self._length = min(self._length, length)
 
     def let_go(self) -> None:
-        """Release all memory, because other columns replace these.
+        """Release all memory, after other columns have replaced these.
 
-        A checkpoint from the time when these were empty still refers to this object, but does not
-        keep its tensors.
+        An old checkpoint may still refer to this object. Without this call, it would keep the
+        memory alive.
         """
         self._data, self._length = {}, 0
 
     def after(self, count: int, room: int = 0) -> Columns:
-        """Return a copy without the first `count` tokens, and with room for at least `room`."""
+        """Return a copy without the first `count` tokens, and with capacity for `room` tokens."""
         copy, rest = Columns(self._axis, self._fill), len(self) - count
         for name, tensor in self._data.items():
             shape = list(tensor.shape)
@@ -124,7 +132,7 @@ class Columns(Restorable):
         return copy
 
     def reordered(self, batch_indices: Tensor) -> Self:
-        """Return a copy in which sequence `b` is sequence `batch_indices[b]` of this object."""
+        """Return a copy whose sequence `b` is sequence `batch_indices[b]` of this object."""
         copy = self._fresh()
         copy._length = self._length
         for name, tensor in self._data.items():
@@ -134,7 +142,9 @@ class Columns(Restorable):
         return copy
 
     def expand_batch(self, count: int) -> Columns:
-        """Return a read-only view of one sequence as a batch of `count` sequences."""
+        """Return a read-only view in which the single sequence of this object appears `count`
+        times.
+        """
         view = self._fresh()
         view._length, view._lent = self._length, True
         view._data = {
@@ -143,17 +153,21 @@ class Columns(Restorable):
         return view
 
     def checkpoint(self) -> Any:
-        """Return the present state, for `rollback`. This must be fast: it runs in every step."""
+        """Return the current state, to which `rollback` can return.
+
+        This must be fast, because every decode step calls it.
+        """
         return self._data, self._length, self._sharing
 
     def rollback(self, checkpoint: Any) -> None:
-        """Go back to a checkpoint."""
+        """Restore the state that `checkpoint` returned."""
         self._data, self._length, self._sharing = checkpoint
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a copy that shares memory until one of the two would write where the other reads.
+        """Return a copy that shares memory until one of the two must write where the other one
+        reads.
 
-        The copy of a view has memory of its own.
+        The copy of a view from `expand_batch` does not share memory.
         """
         if self._lent:
             return self.reordered(torch.arange(self.batch))
@@ -168,18 +182,18 @@ class Columns(Restorable):
         return self._fresh()
 
     def nbytes(self) -> int:
-        """Bytes in use, without room that is reserved behind the last token."""
+        """Return the bytes in use, without unused capacity."""
         return sum(nbytes for _, nbytes in self._in_use())
 
     def memory(self) -> dict[int, int]:
-        """Return address and bytes of each column, as `protocol.ReportsMemory.memory` requires."""
+        """Return address -> bytes in use of each column (see `protocol.ReportsMemory.memory`)."""
         return {column.data_ptr(): nbytes for column, nbytes in self._in_use() if nbytes}
 
     def _in_use(self) -> list[tuple[Tensor, int]]:
-        """The columns, and the number of bytes of each that are in use.
+        """Return each column and its bytes in use.
 
-        If another thread changes the columns meanwhile, columns and length may not belong together,
-        so the length is limited to the size of each column.
+        Another thread may change the columns at the same time. So the length is limited to the
+        capacity of each column.
         """
         data, length, sizes = self._data, self._length, list[tuple[Tensor, int]]()
         for name, column in data.items():
@@ -192,11 +206,11 @@ class Columns(Restorable):
         return type(self)(self._axis, self._fill)
 
     def _entries(self, name: str, tokens: int) -> int:
-        """Return the number of entries of a column for `tokens` tokens."""
+        """Return how many entries of the column `name` belong to the first `tokens` tokens."""
         return tokens
 
     def _fits(self, new: Mapping[str, Tensor]) -> bool:
-        """Return whether there is room for `new` already."""
+        """Return True if the capacity suffices for an append of `new`."""
         axis, length = self._axis, self._length
         for name, tensor in new.items():
             held = self._data.get(name) if length else None
@@ -205,12 +219,15 @@ class Columns(Restorable):
         return True
 
     def _claimed(self, new: Mapping[str, Tensor]) -> bool:
-        """Return whether `new` can be written where no copy of this object reads."""
+        """Return True if `new` can be written to memory that no copy of this object reads."""
         count = max((tensor.size(self._axis) for tensor in new.values()), default=0)
         return self._sharing.claim(self, self._length, self._length + count)
 
     def _room(self, new: Mapping[str, Tensor], anew: bool = False) -> dict[str, Tensor]:
-        """Return columns with room for `new`; anew: allocate memory for all of them."""
+        """Return columns with capacity for `new`; anew:
+
+        True to allocate new memory for all columns.
+        """
         grown = dict(self._data)
         for name in grown.keys() - new.keys() if anew else ():
             grown[name] = grown[name].clone()
@@ -219,7 +236,7 @@ class Columns(Restorable):
             need = held_entries + tensor.shape[self._axis]
             held = self._data.get(name)
             if held is not None and not self._length and not _alike(held, tensor, self._axis):
-                held = None  # a leftover of a first append that failed
+                held = None  # left by a first append that failed; its shapes need not fit
             capacity = 0 if held is None else held.shape[self._axis]
             if held is not None and need <= capacity and not anew:
                 continue
@@ -237,10 +254,10 @@ class Columns(Restorable):
 
 
 class BlockColumns(Columns):
-    """Columns of whole blocks of tokens. The column `centers` has one entry for each block.
+    """Columns that grow and shrink by whole blocks of tokens.
 
-    Each append consists of whole blocks. `truncate` removes each block from which it would remove
-    a token.
+    The column `centers` has one entry per block, all other columns have one entry per token.
+    `truncate` also removes the last block if only some of its tokens would remain.
 
     Args:
         block: Number of tokens in a block.
@@ -251,11 +268,11 @@ class BlockColumns(Columns):
         self._block = block
 
     def truncate(self, length: int) -> None:
-        """Keep the blocks that are completely within the first `length` tokens."""
+        """Keep the blocks whose tokens are all among the first `length` tokens."""
         super().truncate(length // self._block * self._block)
 
     def _entries(self, name: str, tokens: int) -> int:
-        """Return the number of entries of a column for `tokens` tokens."""
+        """Return how many entries of the column `name` belong to the first `tokens` tokens."""
         return tokens // self._block if name == "centers" else tokens
 
     def _fresh(self) -> Self:
@@ -267,48 +284,46 @@ def _alike(held: Tensor, new: Tensor, axis: int) -> bool:
 
 
 class Valid(Restorable):
-    """Flags of real (not padded) tokens, bool `[B, N]`, stored from the first padded token on.
+    """Flags of valid tokens, bool `[B, N]`. Tokens that are padding have False.
 
-    Unwritten room contains the flags of real tokens, so appending real tokens launches nothing.
+    No flags are stored until the first padded token. Unused capacity contains True, so appending
+    tokens without padding launches no kernel.
 
     Attributes:
-        all_from: All tokens from this position on are real, as far as the host knows.
+        all_from: Position from which on no token is padded, as far as the host knows.
     """
 
     def __init__(self) -> None:
         self._columns = Columns(axis=1, fill=1)
-        self._touched = [
-            0
-        ]  # largest number of tokens whose flags were written here; rollback keeps it
+        # Number of tokens whose flags were ever written, in a list that rollback does not reset.
+        self._touched = [0]
         self.all_from = 0
 
     @staticmethod
     def of(flags: Tensor) -> Valid:
-        """Make an object with these flags, bool `[B, N]`."""
+        """Return a `Valid` with the given flags, bool `[B, N]`."""
         valid = Valid()
         valid.append(valid.reserve(0, flags[:, None], flags), all_real=False)
         return valid
 
     @property
     def flags(self) -> Tensor | None:
-        """Bool `[B, N]`, or None while every token is real."""
+        """False for padded tokens, bool `[B, N]`; None if no token is padded."""
         return self._columns["valid"] if len(self._columns) else None
 
     def reserve(self, length: int, like: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
-        """Make room for more tokens, and return their flags, for `append`.
+        """Allocate capacity for the flags of new tokens, and return the flags to pass to `append`.
 
         Args:
             length: Number of tokens so far.
-            like: A tensor `[B, G, n, ...]` of the new tokens.
-            valid: Bool `[B, n]`, or None if no new token is padded.
+            like: A tensor `[B, G, n, ...]` with one entry per new token.
+            valid: Flags of the new tokens, bool `[B, n]`; None if none of them is padded.
         """
         B, count, device = like.shape[0], like.shape[2], like.device
         if valid is None and self.flags is None:
             return {}
         if valid is None:
-            valid = self._columns["valid"][:, :1].expand(
-                B, count
-            )  # only the shape matters; the values are not read
+            valid = self._columns["valid"][:, :1].expand(B, count)  # `append` reads only the shape
         elif self.flags is None:
             before = torch.ones((B, length), dtype=torch.bool, device=device)
             valid = torch.cat([before, valid], dim=1)
@@ -316,7 +331,10 @@ class Valid(Restorable):
         return {"valid": valid}
 
     def append(self, reserved: dict[str, Tensor], *, all_real: bool) -> None:
-        """Append the flags that `reserve` returned; all_real: whether its `valid` was None."""
+        """Append the flags that `reserve` returned.
+
+        all_real: True if `reserve` was called with None, because no new token is padded.
+        """
         if not reserved:
             return
         start, touched = len(self._columns), self._touched
@@ -329,36 +347,38 @@ class Valid(Restorable):
             place.fill_(1)  # overwrite flags of truncated tokens, or of a failed call
 
     def checkpoint(self) -> Any:
-        """Return the present state, for `rollback`."""
+        """Return the current state, to which `rollback` can return."""
         return self._columns, self._columns.checkpoint(), self._touched, self.all_from
 
     def rollback(self, checkpoint: Any) -> None:
-        """Go back to a checkpoint."""
+        """Restore the state that `checkpoint` returned."""
         self._columns, columns, self._touched, self.all_from = checkpoint
         self._columns.rollback(columns)
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` tokens."""
+        """Keep the flags of the first `length` tokens."""
         self._columns.truncate(length)
         self.all_from = min(self.all_from, length)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Valid:
-        """Return a copy that shares memory, as a copy of `Columns` does."""
+        """Return a copy that shares memory until one of the two must write where the other one
+        reads.
+        """
         twin = self._shallow()
         twin._columns = deepcopy(self._columns, memo)
         return twin
 
     def reordered(self, batch_indices: Tensor) -> Valid:
-        """Return a copy in which sequence `b` is sequence `batch_indices[b]` of this object."""
+        """Return a copy whose sequence `b` is sequence `batch_indices[b]` of this object."""
         copy = Valid()
         copy._columns = self._columns.reordered(batch_indices)
         copy._touched, copy.all_from = self._touched.copy(), self.all_from
         return copy
 
     def emptied(self) -> Valid:
-        """Return an object without flags."""
+        """Return a new `Valid` without flags."""
         return Valid()
 
     def nbytes(self) -> int:
-        """Bytes in use."""
+        """Return the bytes in use."""
         return self._columns.nbytes()

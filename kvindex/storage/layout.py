@@ -1,10 +1,10 @@
-"""Layouts: declarations of the tensors of a state, with which a state is compared before its use.
+"""`check_layout`: checks the tensors of a saved state before an index loads them.
 
-A state may come from a file that someone else wrote, so its numbers are not trusted. An index
-declares its tensors (`Hooks._layout`), and `check_layout` compares a state with the declaration:
-first names, then shapes and dtypes, then numbers. The check allocates no more memory than the state
-has, and changes nothing. Of a tensor on the meta device (`SavedFolder.outline`) it checks only
-shape and dtype.
+A state may come from a file that someone else wrote, so its contents are not trusted. An index
+declares the tensors that it expects (`Hooks._layout`). `check_layout` compares a state with this
+declaration: first names, then shapes and dtypes, then numbers. The check allocates no more memory
+than the state takes, and changes nothing. For a tensor on the meta device (`SavedFolder.outline`),
+it checks only shape and dtype.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ import torch
 from torch import Tensor
 
 Rule: TypeAlias = Callable[[Mapping[str, Tensor]], bool | Tensor]
-"""A function that returns whether the numbers of a state agree with each other.
+"""A function that returns True if the numbers of a state are consistent with each other.
 
-It is called after shapes have been checked."""
+It is called after all shapes have been checked."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The shape, dtype and bounds that one tensor of a state must have.
+    """Required shape, dtype and range of numbers for one tensor of a saved state.
 
     A floating-point tensor must not contain NaN.
 
     Args:
-        axes: The shape, as sizes separated by blanks: a number ("16"), or a name ("B"). If a name
-            has no size yet, the first tensor that uses the name determines it. "C<=64" also limits
-            the size; "..." at the end stands for any further axes.
-        dtype: Its dtype, or None for any.
-        least: The smallest number that it may contain.
-        most: The largest number that it may contain.
-        infinite: Whether it may contain infinity.
-        optional: Whether it may be missing.
-        allowed: What `rule` requires, in words that complete the error message "allowed is …".
-        rule: A function that compares this tensor's numbers with those of other tensors.
+        axes: The shape, as sizes separated by blanks. A size is a number ("16") or a name ("B"). A
+            name without a known size gets its size from the first tensor that uses the name.
+            "C<=64" limits the size; "..." at the end stands for any further axes.
+        dtype: Required dtype; None for any.
+        least: Smallest allowed number.
+        most: Largest allowed number.
+        infinite: True if the tensor may contain infinity.
+        optional: True if the tensor may be missing.
+        allowed: What `rule` requires, as the end of the error message "allowed is …".
+        rule: A function that compares the numbers of this tensor with those of other tensors.
     """
 
     axes: str
@@ -57,7 +57,7 @@ Layout: TypeAlias = dict[str, TensorSpec]
 
 @dataclass(frozen=True)
 class Held:
-    """The sizes and names in a state. From these, an index declares the tensors that it expects.
+    """Sizes and names of the tensors in a state, from which an index derives the expected tensors.
 
     Args:
         batch: Number of sequences, or None before the first append.
@@ -72,13 +72,15 @@ class Held:
     state: Mapping[str, Tensor]
 
     def has(self, name: str) -> bool:
-        """Return True if the state has this tensor, or a name that begins with it and a dot."""
+        """Return True if the state has a tensor called `name`, or one with the prefix `name.`."""
         return any(other == name or other.startswith(f"{name}.") for other in self.state)
 
     def units(self, tokens: int) -> str:
-        """Return the size of an axis that has one entry for every `tokens` valid tokens.
+        """Return the size of an axis with one entry for every `tokens` valid tokens, such as a page
+        axis.
 
-        The sequence with the most valid tokens determines the size.
+        The sequence with the most valid tokens determines the size. If the number of valid tokens
+        is not known, the result is an upper limit ("U<=…").
         """
         if self.counts is None:
             return f"U<={-(-self.length // tokens)}"
@@ -89,15 +91,16 @@ class Held:
 def check_layout(
     layout: Mapping[str, TensorSpec], state: Mapping[str, Tensor], sizes: Mapping[str, int]
 ) -> None:
-    """Compare a state with a layout.
+    """Raise ValueError if a tensor of a saved state does not meet its `TensorSpec`.
 
     Args:
-        layout: Specifications of all tensors that the state may have.
+        layout: Name -> `TensorSpec` of all tensors that the state may have.
         state: The tensors by name.
-        sizes: Known sizes of axes, by the axis's name.
+        sizes: Name of an axis -> known size.
 
     Raises:
-        ValueError: A tensor is missing, unknown, or not as declared. The message names it.
+        ValueError: A tensor is missing, unknown, or does not meet its `TensorSpec`. The message
+            names the tensor.
     """
     for name in state.keys() - layout.keys():
         raise ValueError(f"state[{name!r}]: got {_described(state[name])}, allowed is none")
@@ -114,29 +117,29 @@ def check_layout(
         return
     for name, spec in layout.items():
         if name in state and spec.rule is not None and not bool(spec.rule(state)):
-            raise ValueError(f"state[{name!r}]: got other numbers, allowed is {spec.allowed}")
+            raise ValueError(f"state[{name!r}]: got wrong numbers, allowed is {spec.allowed}")
 
 
 def scalar(name: str, state: Mapping[str, Tensor], *, least: int = 0, most: int = 2**62) -> int:
-    """Return an integer of a state. Raises ValueError if it is missing or out of range."""
+    """Return an integer of a state. Raise ValueError if it is missing or out of range."""
     spec = TensorSpec("", torch.int64, least=least, most=most)
     check_layout({name: spec}, {other: state[other] for other in state if other == name}, {})
     return int(state[name])
 
 
 def distinct(ids: Tensor) -> Tensor:
-    """Return whether no id occurs twice along the last dimension of `[..., n]`; -1 is no id."""
+    """Return True if no id occurs twice along the last axis of `ids`. The value -1 is not an id."""
     ordered = ids.sort(-1).values
     return ~((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()
 
 
 def ascending(numbers: Tensor) -> Tensor:
-    """Return whether numbers `[n]` are strictly ascending."""
+    """Return True if the numbers `[n]` are strictly ascending."""
     return (numbers[1:] > numbers[:-1]).all()
 
 
 def below(numbers: Tensor, most: Tensor | int) -> bool:
-    """Return whether all numbers are below `most`."""
+    """Return True if all numbers are less than `most`."""
     return bool((numbers < most).all())
 
 
@@ -157,7 +160,7 @@ def _check_shape(name: str, tensor: Tensor, spec: TensorSpec, known: dict[str, i
 def _check_numbers(name: str, tensor: Tensor, spec: TensorSpec) -> None:
     if tensor.is_meta or not tensor.numel():
         return
-    if tensor.dtype == torch.bool:  # a file may contain other bytes than 0 and 1
+    if tensor.dtype == torch.bool:  # a damaged file may contain bytes other than 0 and 1
         byte = int(tensor.contiguous().view(torch.uint8).max())
         if byte > 1:
             raise ValueError(f"state[{name!r}]: got the byte {byte}, allowed is 0 or 1")

@@ -1,9 +1,11 @@
-"""Quantization to 2, 4 or 8 bits in groups, each with a lowest value and a step.
+"""Quantization to 2, 4 or 8 bits in groups, each with a minimum (`low`) and a step size (`step`).
 
-A vector of `n` numbers is divided into `⌈n/32⌉` groups of equal size; the last group is padded with
-its last number. A code stands for the number `low + code · step`. `low` is rounded down to bfloat16
-(which has the range of float32) and `step` is rounded up, so that the codes cover all numbers, and
-the error is at most half a step. If all numbers are zero, then codes, `low` and `step` are zero.
+A vector of `n` numbers is divided into `⌈n/32⌉` groups of equal size. If the last group is not
+full, its last number is repeated. A code stands for the number `low + code · step`.
+
+`low` is rounded down to bfloat16, which has the range of float32, and `step` is rounded up. So the
+codes cover all numbers of the group, and the error is at most half a step. If all numbers are zero,
+then codes, `low` and `step` are zero.
 """
 
 from __future__ import annotations
@@ -20,27 +22,32 @@ BITS = (2, 4, 8)
 
 
 def groups(count: int) -> tuple[int, int]:
-    """Return how many groups `count` numbers have, and how many numbers are in a group."""
+    """Return the number of groups for `count` numbers, and the size of a group."""
     number = -(-count // GROUP)
     return number, -(-count // number)
 
 
 def code_bytes(count: int, bits: int) -> int:
-    """Return the bytes of the codes of `count` numbers."""
+    """Return how many bytes the codes of `count` numbers take."""
     number, size = groups(count)
     return -(-number * size * bits // 8)
 
 
 def quantize(numbers: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Quantize finite numbers `[..., n]`.
+    """Quantize finite numbers in groups.
 
-    bits: one of `BITS`. Returns codes uint8 `[..., code_bytes(n, bits)]`, the first in the lowest
-    bits of a byte, and scales bfloat16 `[..., groups, 2]`: `low` and `step` of each group.
+    Args:
+        numbers: `[..., n]`.
+        bits: Bits per number, one of `BITS`.
+
+    Returns:
+        Codes uint8 `[..., code_bytes(n, bits)]`, where the first number is in the lowest bits of a
+        byte; and bfloat16 `[..., groups, 2]`, `low` and `step` of each group.
     """
     number, size = groups(numbers.shape[-1])
     spare = number * size - numbers.shape[-1]
     last = numbers[..., -1:].expand(*numbers.shape[:-1], spare)
-    grouped = torch.cat([numbers, last], dim=-1).float() + 0.0  # -0 is 0
+    grouped = torch.cat([numbers, last], dim=-1).float() + 0.0  # changes -0 to 0
     grouped = grouped.reshape(*grouped.shape[:-1], number, size)
     levels = 2**bits - 1
     low = _rounded(grouped.amin(-1, keepdim=True), float("-inf"))
@@ -51,12 +58,12 @@ def quantize(numbers: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, scales: Tensor, count: int, bits: int) -> Tensor:
-    """Return the `count` numbers of codes and scales from `quantize`, float32 `[..., count]`."""
+    """Return the `count` numbers for which codes and scales from `quantize` stand, in float32."""
     number, size = groups(count)
     shifts = torch.arange(0, 8, bits, device=codes.device, dtype=torch.uint8)
     unpacked = (codes[..., None] >> shifts & (2**bits - 1)).flatten(-2)[..., : number * size]
     low, step = scales[..., :1].float(), scales[..., 1:].float()
-    largest = torch.finfo(torch.float32).max  # the highest code may stand for a larger number
+    largest = torch.finfo(torch.float32).max  # `low + code * step` may be infinite in float32
     unpacked = unpacked.reshape(*unpacked.shape[:-1], number, size)
     grouped = torch.addcmul(low, unpacked.float(), step)
     return grouped.clamp(-largest, largest).flatten(-2)[..., :count]
@@ -71,7 +78,7 @@ def _rounded(numbers: Tensor, towards: float) -> Tensor:
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes uint8 `[..., n]` into bytes."""
+    """Pack codes of `bits` bits, uint8 `[..., n]`, into bytes."""
     per = 8 // bits
     codes = pad(codes, (0, -codes.shape[-1] % per))
     codes = codes.reshape(*codes.shape[:-1], codes.shape[-1] // per, per)

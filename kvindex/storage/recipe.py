@@ -1,4 +1,7 @@
-"""Recipes: JSON from which an equal, empty index, wrapper or layer can be made."""
+"""Recipes: JSON that describes how to create an empty index, wrapper or layer.
+
+A recipe contains the class, the geometry and the configuration.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +23,19 @@ Recipe = dict[str, Any]
 
 MOST_DIM = 2**12
 """Largest number of dimensions or heads that a saved index may have. `core.check.LARGEST` assumes
-no more dimensions, and making an index with 2^20 dimensions would take minutes."""
+no more dimensions, and creating an index with 2^20 dimensions would take minutes."""
 
 T = TypeVar("T")
 
 
 def field(value: Any, name: str, kind: type[T], *, where: str) -> T:
-    """Return a field of a JSON object after a check of its type.
+    """Return a field of a JSON object. Raise ValueError if it is missing or has a wrong type.
 
     Args:
         value: An object that should have the field. Any type is allowed.
-        name: The field's name.
-        kind: The Python type of its JSON value.
-        where: The object's name in error messages.
+        name: Name of the field.
+        kind: Python type of the field's JSON value.
+        where: Name of the object in error messages.
 
     Raises:
         ValueError: The field is missing or has another type.
@@ -46,15 +49,15 @@ def field(value: Any, name: str, kind: type[T], *, where: str) -> T:
 
 
 def geometry_from(value: Any, row_codec: str | None, state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the options of a saved geometry, without its device.
+    """Return a saved geometry as keyword arguments for the constructor of an index, without device.
 
-    The sizes are compared with the rows of the index's state. Nothing is allocated that depends on
-    sizes in the file.
+    The sizes in the file are not trusted: they are compared with the rows of the state, and no
+    memory is allocated that depends on them.
 
     Args:
         value: JSON that `as_json` made of `Geometry.options()`.
         row_codec: Name of the index's row codec, or None if it is not known.
-        state: The index's state, or its outline.
+        state: The saved state of the index, possibly with tensors on the meta device.
 
     Raises:
         ValueError: A field is missing, unknown or of another type, or the rows have another size.
@@ -62,8 +65,8 @@ def geometry_from(value: Any, row_codec: str | None, state: Mapping[str, Tensor]
     named = {name: field(value, name, int, where="geometry") for name in SIZES}
     known = {part.name for part in dataclasses.fields(Geometry)} - {"device"}
     for name in [*(known - {"value_in_key"} - value.keys()), *(value.keys() - known)]:
-        got, allowed = ("none", "one") if name in known else ("one", "none")
-        raise ValueError(f"geometry.{name}: got {got}, allowed is {allowed}")
+        got = "no value, but it is required" if name in known else "an unknown field"
+        raise ValueError(f"geometry.{name}: got {got}")
     for name, size in named.items():
         if not 1 <= size <= MOST_DIM:
             raise ValueError(f"geometry.{name}: got {size}, allowed is 1 to {MOST_DIM}")
@@ -72,15 +75,16 @@ def geometry_from(value: Any, row_codec: str | None, state: Mapping[str, Tensor]
         geometry = Geometry.of(**options)
     except (TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise ValueError(
-            f"geometry: got one that cannot be read ({error!r}), allowed is what save() made"
+            f"geometry: got values that cannot be read ({error!r}); only folders that save() wrote "
+            "can be loaded"
         ) from error
     rows = state.get("rows")
     if rows is not None and row_codec is not None:
         heads, nbytes = geometry.kv_heads, codec(row_codec, geometry).row_bytes
         if rows.ndim != 4 or (rows.shape[1], rows.shape[3]) != (heads, nbytes):
             raise ValueError(
-                f"state['rows']: got {list(rows.shape)}, allowed by the geometry is [B, {heads}, "
-                f"N, {nbytes}]"
+                f"state['rows']: got shape {list(rows.shape)}, allowed with this geometry is "
+                f"[B, {heads}, N, {nbytes}]"
             )
     return options
 
@@ -91,12 +95,12 @@ _OF_GEOMETRY: dict[str, Any] = {"rope": Tensor | None, "dtype": torch.dtype}
 
 
 def class_name(kind: type) -> str:
-    """Return the name of a class as `module:Class`."""
+    """Return module and name of a class in the form `module:Class`."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def as_json(value: Any) -> Any:
-    """Return an option as JSON, for `from_json`.
+    """Convert an option to JSON, which `from_json` converts back.
 
     Raises TypeError unless it is a number, text, None, a tensor, a dtype, or a tuple or dataclass
     of these.
@@ -120,7 +124,7 @@ def as_json(value: Any) -> Any:
 
 
 def from_json(hint: Any, value: Any) -> Any:
-    """Return the option of type `hint` that `as_json` turned into `value`."""
+    """Convert JSON from `as_json` back to an option, given the option's annotated type `hint`."""
     kinds = get_args(hint) or (hint,)
     if isinstance(value, list):
         return tuple(from_json(Any, part) for part in value)
@@ -136,20 +140,21 @@ def from_json(hint: Any, value: Any) -> Any:
 
 
 def dataclass_from(kind: Any, value: Mapping[str, Any]) -> Any:
-    """Return the dataclass that `as_json` turned into `value`.
+    """Convert JSON from `as_json` back to a dataclass.
 
-    Raises ValueError for a field that is missing, unknown or of another type.
+    Raises ValueError if a field is missing, unknown or of another type.
     """
     hints = get_type_hints(kind)
     known = {part.name for part in dataclasses.fields(kind)}
     for name in sorted(known ^ value.keys()):
-        got, allowed = ("none", "one") if name in known else ("one", "none")
-        raise ValueError(f"{kind.__name__}.{name}: got {got}, allowed is {allowed}")
+        got = "no value, but it is required" if name in known else "an unknown field"
+        raise ValueError(f"{kind.__name__}.{name}: got {got}")
     try:
         return _made(kind, value, hints)
     except (TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise ValueError(
-            f"{kind.__name__}: got fields that do not fit ({error!r}), allowed is what save() made"
+            f"{kind.__name__}: got values that cannot be read ({error!r}); only folders that "
+            "save() wrote can be loaded"
         ) from error
 
 

@@ -1,9 +1,10 @@
-"""Reads and writes safetensors files, with torch and numpy alone.
+"""Reading and writing of safetensors files, with torch and numpy only.
 
-A file begins with the header's length (8 bytes, little-endian) and the header, which is JSON: name
-of each tensor -> dtype, shape, and the positions where its bytes begin and end. The bytes of all
-tensors follow. A file contains no code. Other readers of the format can open these files. The
-reader here also compares a digest, and raises ValueError for gaps between tensors.
+A file consists of the length of the header (8 bytes, little-endian), the header, and the bytes of
+all tensors. The header is JSON: name of each tensor -> dtype, shape, and the positions of its first
+byte and after its last byte. A file contains no code, and other libraries can read it. This reader
+also checks the SHA-256 digest of the file, and raises ValueError if there are unused bytes between
+tensors.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ MOST_HEADER_BYTES = 10**8
 """Largest header that the format allows."""
 
 PIECE = 2**22
-"""Bytes to read at a time, few enough to be still in the processor's cache for the digest."""
+"""Bytes to read at a time, so few that they are still in the CPU cache for the digest."""
 
 
 SMALL_BYTES, MOST_OUTLINE_BYTES = 2**20, 2**24
-"""Largest size of one tensor that `outline` reads, and of all of them together."""
+"""Largest size in bytes of a tensor that `outline` reads, and of all these tensors together."""
 
 
 class Written(NamedTuple):
-    """A file's size, and the SHA-256 digest of its bytes."""
+    """Size and SHA-256 digest of a file."""
 
     nbytes: int
     digest: str
@@ -66,22 +67,22 @@ class _Place(NamedTuple):
 
 
 def write(path: Path, state: State) -> Written:
-    """Write tensors from any device to a new file. Only one tensor is copied at a time.
+    """Write tensors from any device to a new file. Only one tensor at a time is copied to the CPU.
 
     Args:
         path: A path that does not exist yet.
         state: The tensors by name.
 
     Returns:
-        The file's size and digest.
+        Size and digest of the file.
 
     Raises:
         OSError: The file exists or cannot be written.
-        TypeError: A tensor's dtype is not in `DTYPES`.
+        TypeError: The dtype of a tensor is not in `DTYPES`.
     """
     names = sorted(
         state, key=lambda name: (-state[name].element_size(), name)
-    )  # so that all tensors are aligned
+    )  # in descending order of element size, so that every tensor is aligned
     header, at = {}, 0
     for name in names:
         tensor = state[name]
@@ -106,16 +107,16 @@ def write(path: Path, state: State) -> Written:
 
 
 def outline(path: Path, written: Written) -> State:
-    """Read the small tensors of a file, to check shapes and dtypes before a large file is read.
+    """Read only the small tensors of a file, to check a state before all of it is read.
 
-    The digest is not compared.
+    Large tensors get their shape and dtype from the header. The digest is not checked.
 
     Args:
         path: The file.
-        written: Its size and digest.
+        written: Size and digest of the file.
 
     Returns:
-        All tensors of the file; large ones are on the meta device.
+        All tensors of the file; large tensors are on the meta device.
 
     Raises:
         ValueError: The file has another size, or its header is not valid.
@@ -138,11 +139,11 @@ def outline(path: Path, written: Written) -> State:
 
 
 def read(path: Path, written: Written) -> State:
-    """Read the tensors of a file to the CPU.
+    """Read all tensors of a file to the CPU.
 
     Args:
         path: The file.
-        written: Its size and digest.
+        written: Size and digest of the file.
 
     Returns:
         The tensors by name. They share no memory.
@@ -159,13 +160,13 @@ def read(path: Path, written: Written) -> State:
         if digest.hexdigest() != written.digest:
             raise ValueError(
                 f"{path}: got bytes with SHA-256 {digest.hexdigest()}, allowed is "
-                f"{written.digest}, as they were saved"
+                f"{written.digest}, the digest of the saved file"
             )
     return state
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file to read. Raises ValueError immediately for a pipe, device or folder."""
+    """Open a regular file for reading. Raise ValueError for a pipe, a device or a folder."""
     descriptor = os.open(path, os.O_RDONLY | (os.O_NONBLOCK if os.name == "posix" else 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -178,7 +179,7 @@ def _opened(path: Path, written: Written) -> Iterator[BinaryIO]:
     with open_regular(path) as file:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes != written.nbytes:
-            raise ValueError(f"{path}: got {nbytes} bytes, allowed are the {written.nbytes} saved")
+            raise ValueError(f"{path}: got {nbytes} bytes, allowed are {written.nbytes}, as saved")
         yield file
 
 
@@ -188,7 +189,7 @@ def _read_tensor(file: BinaryIO, path: Path, place: _Place, digest: Any) -> Tens
     for start in range(0, place.nbytes, PIECE):
         piece = view[start : start + PIECE]
         if file.readinto(piece) != len(piece):  # type: ignore[attr-defined]  # of a buffered file
-            raise ValueError(f"{path}: got a file that was cut while it was read")
+            raise ValueError(f"{path}: got a file that became shorter while it was read")
         digest.update(piece)
     return raw.view(place.dtype).view(place.shape)
 
@@ -198,13 +199,13 @@ def _is_size(value: object) -> bool:
 
 
 def to_disk(file: BinaryIO) -> None:
-    """Write a file's buffers to disk, so that delayed errors are raised now."""
+    """Write the buffers of a file to disk, so that errors are raised here and not later."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def _pieces(header: bytes, tensors: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a file. A tensor is copied unless it is contiguous on the CPU."""
+    """Yield the bytes of a file in order: length of the header, header, and each tensor."""
     yield len(header).to_bytes(8, "little")
     yield header
     for tensor in tensors:
@@ -212,17 +213,17 @@ def _pieces(header: bytes, tensors: Iterable[Tensor]) -> Iterator[bytes | memory
 
 
 def _view(raw: Tensor) -> memoryview:
-    """Return the memory of a CPU tensor, uint8 `[n]`."""
+    """Return the memory of a uint8 tensor `[n]` on the CPU."""
     array: Any = raw.numpy()
     return memoryview(array)
 
 
 def _header(file: BinaryIO, path: Path, nbytes: int, digest: Any) -> Iterator[_Place]:
-    """Yield the tensors in the order of their bytes, after a check of all of them."""
+    """Read and check the header, and yield the tensors in the order in which they are stored."""
     first = file.read(8)
     length = int.from_bytes(first, "little")
     if len(first) < 8 or not 2 <= length <= min(nbytes - 8, MOST_HEADER_BYTES):
-        raise ValueError(f"{path}: got no header, allowed is a file of safetensors")
+        raise ValueError(f"{path}: got no header, allowed is a file in safetensors format")
     text = file.read(length)
     digest.update(first)
     digest.update(text)
@@ -240,8 +241,8 @@ def _header(file: BinaryIO, path: Path, nbytes: int, digest: Any) -> Iterator[_P
             at = end
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"{path}: got a header without the positions of all tensors ({error!r}), allowed is a "
-            "file of safetensors"
+            f"{path}: got a header that does not describe all tensors ({error!r}), allowed is a "
+            "file in safetensors format"
         ) from error
     if at != nbytes - 8 - length:
         raise ValueError(f"{path}: got {nbytes - 8 - length} bytes of tensors, allowed are {at}")

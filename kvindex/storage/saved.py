@@ -1,10 +1,11 @@
-"""Saved folders: tensors in safetensors files, and a manifest.
+"""Saved folders: a manifest and safetensors files.
 
-`manifest.json` contains the name and version of the format, the kind of object (an index, a layer,
-a cache), a recipe to make an empty one, and the size and SHA-256 digest of every file and of the
-manifest itself. A folder is written under a temporary name and then renamed. Reading raises
-ValueError for a folder that was changed, before any object is made from it. Nothing is unpickled,
-and no name in a file is imported.
+`manifest.json` contains the name and version of the format, the kind of object (index, layer or
+cache), a recipe to create an empty object, and the size and SHA-256 digest of every file and of the
+manifest itself. A folder is written under a temporary name and then renamed.
+
+If a folder was changed after it was saved, reading raises ValueError before an object is created.
+Nothing is unpickled, and no module is imported because a file names it.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from kvindex.storage.safetensors import (
 from kvindex.storage.state import State
 
 FORMAT, VERSION = "kvindex", 4
-"""Format and version in a manifest. The version rises when folders of older versions would be read
-wrongly; only folders of this version can be read."""
+"""Format and version in a manifest. Only folders of this version can be read. The version increases
+with every change after which older folders would be read incorrectly."""
 
 MANIFEST, ENDING = "manifest.json", ".safetensors"
 
@@ -45,18 +46,18 @@ def save_folder(
     about: Mapping[str, Any],
     parts: Mapping[str, Callable[[], State]],
 ) -> None:
-    """Write a new folder, completely or not at all.
+    """Write a new folder. If this fails, no incomplete folder is left.
 
     Args:
         folder: A path that does not exist yet.
         kind: What is saved: "index", "layer" or "cache".
-        about: The recipe, as JSON.
+        about: The recipe of the object, as JSON.
         parts: Name of each file -> a function that returns its tensors. The functions are called
-            one after the other, so that only one file's tensors are in memory at a time.
+            one after the other, so that only the tensors of one file are in memory at a time.
 
     Raises:
         OSError: The folder exists, or cannot be written.
-        ValueError: The path is not valid, or a function raises it.
+        ValueError: The path is not valid, or a function of `parts` raises ValueError.
         TypeError: `folder` is not a path.
     """
     path = check_new(folder)
@@ -78,19 +79,19 @@ def save_folder(
         if isinstance(error, OSError):
             raise OSError(
                 f"folder: got {str(folder)!r}, which could not be written "
-                f"({error.strerror or error}); nothing is left of it"
+                f"({error.strerror or error}); the incomplete folder was removed"
             ) from error
         raise
 
 
 def check_new(folder: str | os.PathLike[str]) -> Path:
-    """Check that a folder can be made at a path, and return the absolute path.
+    """Check that a new folder can be created at this path, and return the absolute path.
 
     Args:
         folder: A path that does not exist yet.
 
     Raises:
-        OSError: The folder exists, or cannot be made.
+        OSError: The folder exists, or cannot be created.
         ValueError: The path is not valid text.
         TypeError: `folder` is not a path.
     """
@@ -104,17 +105,17 @@ def check_new(folder: str | os.PathLike[str]) -> Path:
         raise ValueError(f"folder: got {str(folder)!r}, allowed is a path without a NUL character")
     reason = None
     if os.path.lexists(path):
-        reason = "is there already"
+        reason = "already exists"
     elif not path.parent.is_dir():
-        reason = "is in no folder that exists"
+        reason = "has no existing parent folder"
     else:
         try:
             (trial := _beside(path)).mkdir()
             trial.rmdir()
         except OSError as error:
-            reason = f"cannot be made ({error.strerror or error})"
+            reason = f"cannot be created ({error.strerror or error})"
     if reason:
-        raise OSError(f"folder: got {str(folder)!r}, which {reason}; allowed is a new name")
+        raise OSError(f"folder: got {str(folder)!r}, which {reason}; allowed is a new path")
     return path
 
 
@@ -124,9 +125,9 @@ class SavedFolder:
 
     Args:
         path: The folder.
-        kind: As in `save_folder`.
-        about: As in `save_folder`.
-        files: Name of each file -> its size and digest.
+        kind: What was saved: "index", "layer" or "cache".
+        about: The recipe of the object.
+        files: Name of each file -> size and digest.
     """
 
     path: Path
@@ -136,25 +137,28 @@ class SavedFolder:
 
     @staticmethod
     def open(folder: str | os.PathLike[str], kinds: Collection[str]) -> SavedFolder:
-        """Open a folder, without reading tensors.
+        """Open a folder and check its manifest, without reading tensors.
 
         Args:
             folder: Path of the folder.
-            kinds: The allowed kinds.
+            kinds: The kinds of saved objects that are allowed.
 
         Raises:
-            FileNotFoundError: There is no manifest.
-            ValueError: The folder is of another kind, or was changed after it was saved.
+            FileNotFoundError: The folder has no manifest.
+            ValueError: The folder contains another kind of object, or was changed after it was
+                saved.
         """
         path = Path(folder)
         if not (path / MANIFEST).is_file():
             raise FileNotFoundError(
-                f"folder: got {str(folder)!r}, which has no {MANIFEST}; allowed is what save() made"
+                f"folder: got {str(folder)!r}, which has no {MANIFEST}; only folders that save() "
+                "wrote can be loaded"
             )
         kind, about, files = _manifest(path / MANIFEST)
         if kind not in kinds:
             raise ValueError(
-                f"folder: got {str(folder)!r}, a saved {kind}, allowed is {' or '.join(kinds)}"
+                f"folder: got {str(folder)!r}, which contains a saved {kind}, allowed is "
+                f"{' or '.join(kinds)}"
             )
         for name in files:
             if (path / name).exists() and not (path / name).is_file():
@@ -163,31 +167,35 @@ class SavedFolder:
                 )
         there = {entry.name for entry in path.iterdir()} - {MANIFEST}
         for name in sorted(there ^ files.keys()):
-            what = "has no" if name in files else "has a file that was not saved,"
-            raise ValueError(f"folder: got {str(folder)!r}, which {what} {name!r}")
+            change = "lacks the saved file" if name in files else "has the additional file"
+            raise ValueError(f"folder: got {str(folder)!r}, which {change} {name!r}")
         for name, file in files.items():
             if (size := (path / name).stat().st_size) != file.nbytes:
-                raise ValueError(f"{path / name}: got {size} bytes, allowed are {file.nbytes}")
+                raise ValueError(
+                    f"{path / name}: got {size} bytes, allowed are {file.nbytes}, as saved"
+                )
         return SavedFolder(path, kind, about, files)
 
     def outline(self, name: str) -> State:
-        """Read the small tensors of a file, for a check before `part` reads all of it.
+        """Read the small tensors of a file, so that they can be checked before `part` reads all
+        tensors.
 
         Args:
             name: Name of the file, without its ending.
 
         Returns:
-            The file's tensors. Large tensors of a large file are on the meta device.
+            All tensors of the file. If the file is large, its large tensors are on the meta device.
 
         Raises:
-            ValueError: The part that is read was changed after it was saved.
+            ValueError: The file was changed after it was saved. For a large file, only its size and
+                header are checked.
         """
         file = self._named(name)
         small = self.files[file].nbytes <= MOST_OUTLINE_BYTES
         return (read if small else outline)(self.path / file, self.files[file])
 
     def part(self, name: str) -> State:
-        """Read the tensors of a file.
+        """Read all tensors of a file.
 
         Args:
             name: Name of the file, without its ending.
@@ -201,12 +209,12 @@ class SavedFolder:
     def _named(self, name: str) -> str:
         file = name + ENDING
         if file not in self.files:
-            raise ValueError(f"folder: got {str(self.path)!r}, which has no {file!r}")
+            raise ValueError(f"folder: got {str(self.path)!r}, which has no file {file!r}")
         return file
 
 
 def _manifest(path: Path) -> tuple[str, dict[str, Any], dict[str, Written]]:
-    """Read kind, recipe and files. Raises ValueError for a manifest that was changed."""
+    """Read kind, recipe and files from a manifest. Raise ValueError if the manifest was changed."""
     try:
         with open_regular(path) as file:
             text = file.read(MOST_HEADER_BYTES + 1)
@@ -217,13 +225,13 @@ def _manifest(path: Path) -> tuple[str, dict[str, Any], dict[str, Written]]:
         digest = manifest.pop("digest", None)
         found = _digest(manifest)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path}: got no manifest of {FORMAT}, allowed is what save() made") from (
-            error
-        )
+        raise ValueError(
+            f"{path}: got no manifest of {FORMAT}; only folders that save() wrote can be loaded"
+        ) from error
     if got != (FORMAT, VERSION):
         raise ValueError(
             f"{path}: got format {got[0]!r} of version {got[1]!r}, allowed is {FORMAT!r} of "
-            f"version {VERSION}: make the index or cache again, and save it with this version"
+            f"version {VERSION}; create the object again and save it with this version of kvindex"
         )
     if digest != found:
         raise ValueError(f"{path}: got a manifest that was changed after it was saved")

@@ -1,4 +1,4 @@
-"""Sharing of a buffer between copies: which of its tokens each user may read or write."""
+"""`Sharing`: which tokens of a buffer each copy of an object may read or write."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _lock = forks.lock(sys.modules[__name__], "_lock")
 
 
 class Sharing:
-    """The users of one buffer, and the largest length that each of them has ever had.
+    """Records which of the objects that share a buffer may read and write which tokens.
 
-    A user may write only behind the tokens that every other user may read. So tokens that all
-    users have in common are stored once, and tokens that one user appends never appear in another.
-    Methods may be called from any thread.
+    An object may write only after the tokens that every other object may read. So tokens that all
+    objects have in common are stored once, and tokens that one object appends never appear in
+    another one. Methods may be called from any thread.
 
     Attributes:
-        shared: Whether the buffer ever had several users. If not, `claim` is not needed.
+        shared: True if several objects have ever used the buffer. If not, `claim` is not needed.
     """
 
     def __init__(self) -> None:
@@ -26,13 +26,15 @@ class Sharing:
         self._held: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 
     def join(self, user: object, length: int) -> None:
-        """Let `user` read the first `length` tokens."""
+        """Record that the object `user` may read the first `length` tokens of the buffer."""
         with _lock:
             self.shared = True
             self._held[user] = max(length, self._held.get(user, 0))
 
     def claim(self, user: object, start: int, stop: int) -> bool:
-        """Return whether `user` may write tokens `start` to `stop`, which then belong to it."""
+        """Return True if `user` may write the tokens `start` to `stop - 1`, which are then reserved
+        for it.
+        """
         with _lock:
             if any(held > start for other, held in self._held.items() if other is not user):
                 return False

@@ -1,8 +1,9 @@
-"""State: conversion of an object's attributes to tensors with flat, dotted names, and back.
+"""Conversion of an object's attributes to named tensors ("state"), and back.
 
-Numbers become tensors without dimensions, and an attribute that is None has no tensor. The tensor
-`about` contains JSON text in uint8: the kind of object to which the state belongs, and the dtype
-and shape of each tensor. Loading the state of another kind of object raises ValueError.
+Names are joined by dots, as in `statistics.observed.queries`. A number becomes a tensor without
+dimensions, and an attribute that is None becomes no tensor. The tensor `about` contains JSON text
+as uint8: class and options of the object to which the state belongs, and dtype and shape of each
+tensor. Loading a state into another kind of object raises ValueError.
 """
 
 from __future__ import annotations
@@ -37,30 +38,32 @@ ABOUT = "about"
 
 
 class NamedState:
-    """An object with attributes that are part of its state.
+    """Base of objects that save some of their attributes as named tensors.
 
-    The class annotates the types of these attributes. Allowed are `Tensor`, `OnHost`, `bool`,
-    `int`, `float`, tuples, dataclasses, `Columns`, `Valid`, and each of them with `| None`.
+    The class must annotate the types of these attributes. Allowed are `Tensor`, `OnHost`, `bool`,
+    `int`, `float`, tuples, dataclasses, `Columns` and `Valid`, and each of these with `| None`.
     """
 
     statistics: ClassVar[tuple[str, ...]] = ()
     """Names of the attributes that this class adds to the state of its base classes."""
 
     def _packed(self) -> State:
-        """Return the state as tensors by attribute name, without the underscore in front."""
+        """Return the saved attributes as tensors. Their names have no leading underscore."""
         state: State = {}
         for name in self._names():
             state |= packed(name.lstrip("_"), vars(self)[name])
         return state
 
     def _unpack(self, state: Mapping[str, Tensor], device: torch.device) -> None:
-        """Set the attributes from a state that `_packed` returned."""
+        """Set the attributes from tensors that `_packed` returned."""
         hints = get_type_hints(type(self), include_extras=True)
         for name in self._names():
             setattr(self, name, unpacked(name.lstrip("_"), hints[name], state, device))
 
     def _layout_of_attributes(self, state: Mapping[str, Tensor]) -> Layout:
-        """Return the layout of the state, from the annotations of the attributes."""
+        """Return a `TensorSpec` for each tensor of the saved attributes, from their annotated
+        types.
+        """
         hints = get_type_hints(type(self), include_extras=True)
         layout: Layout = {}
         for name in self._names():
@@ -73,7 +76,7 @@ class NamedState:
 
 
 def packed(name: str, value: Any) -> State:
-    """Return the tensors of a value, named `name` or `name.part`."""
+    """Convert a value to tensors called `name`, or `name.part` if the value has several parts."""
     if value is None:
         return {}
     if isinstance(value, Tensor):
@@ -92,14 +95,14 @@ def packed(name: str, value: Any) -> State:
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, Columns):
-        return [(part, value[part].clone()) for part in value]  # copy, as the original may change
+        return [(part, value[part].clone()) for part in value]  # later appends change the original
     if isinstance(value, tuple):
         return [(str(place), one) for place, one in enumerate(value)]
     return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
 
 
 def unpacked(name: str, hint: Any, state: Mapping[str, Tensor], device: torch.device) -> Any:
-    """Return the value of type `hint` from tensors that `packed` returned."""
+    """Convert tensors from `packed` back to a value, given the value's annotated type `hint`."""
     origin, inner = get_origin(hint), get_args(hint)
     parts = below(name, state)
     if NoneType in inner:  # X | None
@@ -137,7 +140,7 @@ SCALARS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 def annotated(name: str, hint: Any, state: Mapping[str, Tensor]) -> Layout:
-    """Return the layout of the tensors of a value of type `hint`."""
+    """Return a `TensorSpec` for each tensor of a value, given the value's annotated type `hint`."""
     origin, inner = get_origin(hint), get_args(hint)
     if NoneType in inner:  # X | None
         if name not in state and not below(name, state):
@@ -166,12 +169,12 @@ def annotated(name: str, hint: Any, state: Mapping[str, Tensor]) -> Layout:
 
 
 def above(name: str, state: Mapping[str, Tensor]) -> State:
-    """Return the tensors with `name.` before their names."""
+    """Return the same tensors with the prefix `name.` added to their names."""
     return {f"{name}.{part}": tensor for part, tensor in state.items()}
 
 
 def below(name: str, state: Mapping[str, Tensor]) -> State:
-    """Return the tensors whose names begin with `name.`, without that beginning."""
+    """Return the tensors whose names begin with `name.`, without this prefix."""
     return {
         part.removeprefix(f"{name}."): tensor
         for part, tensor in state.items()
@@ -180,30 +183,41 @@ def below(name: str, state: Mapping[str, Tensor]) -> State:
 
 
 def length_and_batch(state: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return `N` tokens and `B` sequences of the innermost index in a state, if they are known."""
+    """Return the number of tokens `N` and of sequences `B` in a state, as far as they are known.
+
+    For a wrapper, these are the numbers of the index inside.
+    """
     while "length" not in state and (inner := below("inner", state)):
         state = inner
     known = (("N", "length"), ("B", "batch"))
     return {letter: scalar(name, state) for letter, name in known if name in state}
 
 
-# The owner of a state
+# The tensor `about`, which names the owner of a state
 
 
 def signed(whose: Mapping[str, Any], state: State) -> State:
-    """Return the state with `about`: its owner, and the dtype and shape of each tensor."""
+    """Add the tensor `about` to a state.
+
+    It contains the properties of the owner (`whose`), and dtype and shape of each tensor.
+    """
     text = json.dumps({"whose": _plain(whose), "tensors": _likes(state)}, sort_keys=True)
     return {**state, ABOUT: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
 
 
 def extended(state: State, more: State) -> State:
-    """Return a state of the same owner with more tensors."""
+    """Add tensors to a state from `signed`, and update its tensor `about`."""
     whose = json.loads(bytes(state[ABOUT].tolist()))["whose"]
     return signed(whose, {name: t for name, t in (state | more).items() if name != ABOUT})
 
 
 def check_signed(whose: Mapping[str, Any], state: Any) -> None:
-    """Raise TypeError or ValueError unless this is a complete, unchanged state of `whose`."""
+    """Raise TypeError or ValueError if a state is incomplete, changed, or belongs to another
+    object.
+
+    whose: properties of the index or layer that loads the state, which must equal those of the
+    object that saved it.
+    """
     if not isinstance(state, Mapping) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in state.items()
     ):
@@ -213,20 +227,20 @@ def check_signed(whose: Mapping[str, Any], state: Any) -> None:
         owner, likes = dict(about["whose"]), dict(about["tensors"])
     except (KeyError, ValueError, TypeError, RecursionError, NotImplementedError) as error:
         raise ValueError(
-            f"state: got no {ABOUT!r} with its owner, allowed is what state_dict() returned"
+            f"state: got no {ABOUT!r} tensor that names its owner; pass the result of state_dict()"
         ) from error
     got, want = _flat(owner), _flat(_plain(whose))
     for name in dict.fromkeys([*want, *got]):
         if got.get(name) != want.get(name):
             raise ValueError(
-                f"state: got one with {name} = {got.get(name)!r}, allowed is {want.get(name)!r}"
+                f"state: got a state with {name} = {got.get(name)!r}, allowed is {want.get(name)!r}"
             )
     found = _likes({name: tensor for name, tensor in state.items() if name != ABOUT})
     for name in sorted(found.keys() | likes.keys()):
         if found.get(name) != likes.get(name):
             raise ValueError(
                 f"state[{name!r}]: got {found.get(name, 'none')}, allowed is "
-                f"{likes.get(name, 'none')}, as it was saved"
+                f"{likes.get(name, 'none')}, as saved"
             )
 
 
@@ -241,7 +255,7 @@ def _likes(state: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON, with a digest in place of a tensor."""
+    """Convert a value to JSON, with dtype, shape and a digest in place of a tensor."""
     if isinstance(value, Tensor):
         words = value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
         return f"{value.dtype} {list(value.shape)} {hashlib.sha256(words).hexdigest()[:16]}"

@@ -1,7 +1,7 @@
-"""Stores of rows: the protocols that an index requires, and a store in plain torch.
+"""Row stores: protocols for the storage of keys and values, and an implementation in plain torch.
 
-A row is one token's key and value for one head, encoded as contiguous bytes by a row codec. An
-index can use any `RowStore`. CUDA kernels need one that offers `AddressedRows`.
+A row is the key and the value of one token for one KV head, encoded by a row codec as contiguous
+bytes. An index can use any `RowStore`. CUDA kernels need a store that implements `AddressedRows`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ PLACES = ("device", "host", "auto")
 
 @runtime_checkable
 class RowStore(Protocol):
-    """The rows of an index, in the order of appends. The option `store=` takes an empty one.
+    """Stores the keys and values of an index, in the order of appends.
 
-    A store must also be a `kvindex.core.restore.Restorable`, because a call that fails is undone:
-    either it never overwrites existing rows, or its `checkpoint` and `rollback` restore them. An
-    append has two steps: `join` encodes keys and values, and `reserve`, `write` and `append` take
-    the result.
+    An index accepts an empty store as its option `store=`. The store must also derive from
+    `kvindex.core.restore.Restorable`, because failed calls are undone: either it never overwrites
+    existing rows, or its `checkpoint` and `rollback` restore them.
+
+    To append, an index calls `join`, which encodes keys and values, and passes the result to
+    `reserve`, `write` and `append`, in this order.
     """
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one stored row: a token's key and value for one head."""
+        """Number of bytes of a stored row: key and value of one token for one KV head."""
         ...
 
     @property
@@ -47,65 +49,69 @@ class RowStore(Protocol):
         ...
 
     def __len__(self) -> int:
-        """Number of tokens."""
+        """Return the number of tokens."""
         ...
 
     def join(self, keys: Tensor, values: Tensor) -> Any:
-        """Encode rows for an append at the present length.
+        """Encode keys and values that will be appended after the current last token.
 
         Args:
             keys: `[B, G, N, D]`.
             values: `[B, G, N, Dv]`.
 
         Returns:
-            An object that `reserve`, `write` and `append` take.
+            An object to pass to `reserve`, `write` and `append`.
         """
         ...
 
     def reserve(self, rows: Any) -> None:
-        """Make room for `rows`, without a change to existing rows. This may run out of memory."""
+        """Allocate memory for `rows` without changing existing rows. May run out of memory."""
         ...
 
     def reserve_tokens(self, tokens: int) -> None:
-        """Make room for `tokens` tokens in total, if making room takes long in this store."""
+        """Allocate memory for `tokens` tokens in total.
+
+        A store whose allocation is fast may do nothing.
+        """
         ...
 
     def write(self, rows: Any) -> None:
-        """Write `rows` behind the last token, where nobody reads them yet.
+        """Write `rows` after the last token, where no search reads them yet.
 
-        A store that gains nothing from writing early does nothing here.
+        A store may do nothing here, and write the rows in `append`.
         """
         ...
 
     def append(self, rows: Any) -> None:
-        """Append `rows`, for which `reserve` has made room."""
+        """Append `rows`, after `reserve` has allocated memory for them."""
         ...
 
     def gather(self, ids: Tensor) -> Rows:
-        """Return rows by their ids.
+        """Return the rows with the given ids.
 
         Args:
             ids: Int64 `[B, G, K]`, from -1 to `N - 1`.
 
         Returns:
-            Keys `[B, G, K, D]` and values `[B, G, K, Dv]` on the compute device, zeros for -1.
+            Keys `[B, G, K, D]` and values `[B, G, K, Dv]` on the compute device; zero where the id
+            is -1.
         """
         ...
 
     def blocks(self, size: int) -> Iterator[tuple[int, Rows]]:
-        """Yield all rows in order, at most `size` tokens at a time: (first id, rows)."""
+        """Yield `(first id, rows)` for all rows in order, in blocks of at most `size` tokens."""
         ...
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` tokens."""
+        """Keep the rows of the first `length` tokens."""
         ...
 
     def reordered(self, batch_indices: Tensor) -> Self:
-        """Return a copy in which sequence `b` is sequence `batch_indices[b]` of this store."""
+        """Return a copy whose sequence `b` is sequence `batch_indices[b]` of this store."""
         ...
 
     def expand_batch(self, count: int) -> Self:
-        """Return a read-only view of one sequence as a batch of `count` sequences."""
+        """Return a read-only view in which this store's only sequence appears `count` times."""
         ...
 
     def emptied(self) -> Self:
@@ -113,7 +119,7 @@ class RowStore(Protocol):
         ...
 
     def nbytes(self) -> int:
-        """Bytes in use."""
+        """Return the number of bytes that the stored rows take."""
         ...
 
 
@@ -123,77 +129,90 @@ METHODS = frozenset(name for name in vars(RowStore) if name == "__len__" or name
 
 @runtime_checkable
 class EncodedRows(Protocol):
-    """A store that returns and takes rows as the bytes that its row codec made.
+    """A store that can export and import its rows as encoded bytes.
 
-    The rows of a store with a center (`CenteredRows`) can only be decoded together with it.
+    If the store subtracts a center from keys (`CenteredRows`), the bytes can be decoded only with
+    this center.
     """
 
     def encoded(self) -> Tensor:
-        """Return all rows, uint8 `[B, G, N, row_bytes]`."""
+        """Return all rows as bytes, uint8 `[B, G, N, row_bytes]`."""
         ...
 
     def append_encoded(self, rows: Tensor) -> None:
-        """Append rows that `encoded` returned."""
+        """Append rows as bytes, which `encoded` returned."""
         ...
 
 
 @runtime_checkable
 class CenteredRows(EncodedRows, Protocol):
-    """A store that may encode keys as their difference from a center (`storage/centers.py`).
+    """A store that may encode keys relative to a center, a vector that it subtracts from all keys.
 
-    The first append to an empty store determines the center, which stays until the store is empty
-    again.
+    The first append to an empty store determines the center (`storage/centers.py`). It stays the
+    same until the store is empty again.
     """
 
     def join(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> Any:
-        """Like `RowStore.join`; valid: bool `[B, N]`, the keys for the center; None for all."""
+        """Encode keys and values (see `RowStore.join`).
+
+        valid: which keys may determine the center, bool `[B, N]`; None for all.
+        """
         ...
 
     @property
     def center(self) -> Tensor | None:
-        """The center of the stored keys, float32 `[B, G, D]` on the compute device; None for zeros.
+        """The vector that is subtracted from the keys before encoding, float32 `[B, G, D]`; None
+        for zeros.
 
-        In a store with `AddressedRows` it is the same tensor for as long as `B` does not change.
+        The tensor is on the compute device. In a store with `AddressedRows`, it is the same tensor
+        until the batch size changes.
         """
         ...
 
     def append_encoded(self, rows: Tensor, center: Tensor | None = None) -> None:
-        """Append rows that `encoded` returned, relative to `center`; None for zeros.
+        """Append rows as bytes, which `encoded` returned.
 
-        Raises ValueError for a center if the store is not empty, or its codec uses no center.
+        center: the vector that was subtracted from their keys before encoding; None for zeros.
+        Raises ValueError if it is not None and the store is not empty or its codec subtracts no
+        center.
         """
         ...
 
 
 @runtime_checkable
 class AttendsToRows(Protocol):
-    """A store that can attend to its rows where they are stored."""
+    """A store that can compute attention for its rows without copying them first."""
 
     @property
     def attends(self) -> bool:
-        """Whether the store can attend to rows of its `row_codec`."""
+        """True if the store can compute attention for rows of its `row_codec`."""
         ...
 
     def attend(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """Attend to the rows of hits (see `kvindex.core.protocol.Attends.attend_hits`)."""
+        """Attend to the rows of hits and of `resident` (see
+        `kvindex.core.protocol.Attends.attend_hits`).
+        """
         ...
 
 
 @runtime_checkable
 class AddressedRows(Protocol):
-    """A store whose rows kernels can read: in pages that never move, found by a table of addresses.
+    """A store whose rows kernels can read by address.
 
-    The row of token `n`, head `g` and sequence `b` begins at `table[b, n // page_tokens] +
-    g · head_bytes + n % page_tokens · row_bytes`, a multiple of 16: the key, then the value, as
-    encoded by `row_codec`. Kernels read pages of 256 tokens with `head_bytes = 256 · row_bytes`. If
-    a store has pages of another size, an index searches with kernels, but fetches with `gather`.
+    Rows are stored in pages that never move, and `table` contains the addresses of the pages. The
+    row of sequence `b`, head `g` and token `n` begins at the address `table[b, n // page_tokens] +
+    g · head_bytes + n % page_tokens · row_bytes`, a multiple of 16. It contains the key and then
+    the value, encoded by `row_codec`. Attention kernels require pages of 256 tokens and `head_bytes
+    = 256 · row_bytes`. With other pages, an index uses kernels only for the search, and fetches
+    rows with `gather`.
     """
 
     @property
     def table(self) -> Tensor:
-        """Addresses of pages, int64 `[B, S]` on the compute device; 0 for a missing page.
+        """Addresses of the pages, int64 `[B, S]` on the compute device; 0 for a missing page.
 
-        It has room for the longest sequence, and is the same tensor as long as `B` is the same.
+        The table has room for the longest sequence, and is the same tensor until the batch size
+        changes.
         """
         ...
 
@@ -204,12 +223,12 @@ class AddressedRows(Protocol):
 
     @property
     def head_bytes(self) -> int:
-        """Bytes from the rows of one head in a page to the rows of the next head."""
+        """Number of bytes in a page from the rows of a KV head to those of the next KV head."""
         ...
 
     @property
     def row_bytes(self) -> int:
-        """Bytes from one token's row to the next token's row, a multiple of 16."""
+        """Number of bytes from one token's row to the next token's row, a multiple of 16."""
         ...
 
     @property
@@ -219,40 +238,43 @@ class AddressedRows(Protocol):
 
     @property
     def far(self) -> bool:
-        """Whether the rows are in host memory, so that a device cache of rows is useful."""
+        """True if rows are in host memory, so that a device cache for them is useful."""
         ...
 
     def wait(self) -> None:
-        """Let later work of the current stream wait until all appended rows are written."""
+        """Make the current CUDA stream wait until all appended rows are written."""
         ...
 
 
 @runtime_checkable
 class PlacedRows(AddressedRows, Protocol):
-    """A store with rows on both device and host. `far` may become True when it grows."""
+    """A store that can have rows on both device and host.
+
+    `far` may become True when the store grows.
+    """
 
     @property
     def near(self) -> Tensor | None:
-        """Which pages are in device memory; None if all pages are in the same kind of memory.
+        """Flags of pages, uint8 `[B, S]` on the device: nonzero for a page in device memory.
 
-        A uint8 tensor `[B, S]` on the device, which stays the same object as long as `table` does.
-        Kernels do not put rows of these pages into the device cache.
+        None if all pages are in the same kind of memory. Kernels do not copy rows of device pages
+        into the device cache. The tensor is replaced only together with `table`.
         """
         ...
 
     def rows_by_place(self) -> dict[str, int]:
-        """Return the number of rows on the `device` and the `host`, of all heads and sequences."""
+        """Return "device" and "host" -> number of rows there, over all KV heads and sequences."""
         ...
 
 
 @runtime_checkable
 class PinsAhead(Protocol):
-    """A store that can allocate memory in the background, because that takes long."""
+    """A store that can allocate pinned host memory in the background, because pinning is slow."""
 
     def pin_ahead(self, tokens: int, batch: int) -> None:
-        """Start to allocate memory for `tokens` tokens of `batch` sequences, and return.
+        """Start to allocate memory for `tokens` tokens of `batch` sequences.
 
-        The call does not wait for the allocation, and never fails.
+        The call returns before the allocation is complete, and never raises an error.
         """
         ...
 
@@ -265,25 +287,25 @@ def row_store(
     row_codec: str = "plain",
     device_fraction: float | None = None,
 ) -> RowStore:
-    """Return the store of an index: a new one of the backend, or the caller's own.
+    """Return the store for an index: a new store of the backend, or the caller's own store.
 
     Args:
         store: One of `PLACES`, or an empty store.
-        geometry: The index's geometry.
-        backend: Name of the backend, whose store is used for a place.
+        geometry: Geometry of the index.
+        backend: Name of the backend that creates the store if `store` is one of `PLACES`.
         row_codec: Name of the row codec.
-        device_fraction: Fraction of the rows to place on the device, only with "auto".
+        device_fraction: Fraction of device memory that rows may take, only with "auto".
 
     Raises:
-        ValueError: The store is not a `RowStore`, has tokens or another codec, or
-            `device_fraction` is given with another store.
+        ValueError: The store is not a `RowStore`, has tokens or another codec, or `device_fraction`
+            is given with another `store` than "auto".
         TypeError: An option has the wrong type.
     """
     if device_fraction is not None:
         check.within("device_fraction", device_fraction, 0, 1)
         if store != "auto":
             raise ValueError(
-                f"device_fraction: got {device_fraction} with store={store!r}, allowed with "
+                f"device_fraction: got {device_fraction} with store={store!r}, allowed only with "
                 "store='auto'"
             )
     if isinstance(store, str) and store in PLACES:
@@ -297,29 +319,31 @@ def row_store(
         lacks = "" if isinstance(store, str) else ", ".join(sorted(METHODS - {*dir(store)}))
         got = f"{store!r}, which lacks {lacks}" if lacks else repr(store)
         raise ValueError(
-            f"store: got {got}, allowed is 'device', 'host', 'auto' or your own store: a "
-            "kvindex.storage.store.RowStore and kvindex.core.restore.Restorable"
+            f"store: got {got}, allowed is 'device', 'host', 'auto', or an object that implements "
+            "kvindex.storage.store.RowStore and derives from kvindex.core.restore.Restorable"
         )
     if len(store):
-        raise ValueError(f"store: got one that holds {len(store)} tokens, allowed is an empty one")
+        raise ValueError(
+            f"store: got a store that has {len(store)} tokens, allowed is an empty store"
+        )
     if row_codec not in ("plain", store.row_codec):
         raise ValueError(
-            f"row_codec: got {row_codec!r} with a store of its own, allowed is its codec, "
+            f"row_codec: got {row_codec!r}, allowed is the row codec of the given store, "
             f"{store.row_codec!r}"
         )
     return store
 
 
 class TensorStore(Restorable):
-    """A store of encoded rows in one tensor, on the compute device or in host memory.
+    """A row store that consists of one tensor, on the compute device or in host memory.
 
-    Each row is contiguous, so that it is read in one piece.
+    The bytes of a row are contiguous in memory.
 
     Args:
-        geometry: The index's geometry.
-        place: "device" to store rows on the compute device; "host" to store them in CPU memory and
-            copy fetched rows (not pinned: the CUDA backend has stores of its own); "auto" only for
-            a CPU, where both are the same.
+        geometry: Geometry of the index.
+        place: "device" to store rows on the compute device. "host" to store rows in CPU memory and
+            copy fetched rows to the device; the memory is not pinned (stores of the CUDA backend
+            have pinned memory). "auto" is allowed only on a CPU, where both are the same.
         row_codec: One of `kvindex.storage.codecs.NAMES`.
 
     Raises:
@@ -329,8 +353,8 @@ class TensorStore(Restorable):
     def __init__(self, geometry: Geometry, place: str = "device", row_codec: str = "plain") -> None:
         if check.one_of("store", place, PLACES) == "auto" and geometry.device.type != "cpu":
             raise ValueError(
-                f"store: got 'auto' for one tensor on {geometry.device}, allowed is 'device' or "
-                "'host', or backend='cuda', which has rows in blocks"
+                f"store: got 'auto' for a TensorStore on {geometry.device}, allowed is 'device' or "
+                "'host'; 'auto' needs backend='cuda'"
             )
         self._geometry, self.row_codec = geometry, row_codec
         self._codec, self._centered = codec(row_codec, geometry), is_centered(row_codec, geometry)
@@ -343,17 +367,21 @@ class TensorStore(Restorable):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row, a multiple of 16."""
+        """Number of bytes of a stored row (key and value of one token for one KV head), a multiple
+        of 16.
+        """
         return self._codec.row_bytes
 
     def join(
         self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Encode keys `[B, G, N, D]` and values `[B, G, N, Dv]`, and copy them to the store.
+        """Encode keys `[B, G, N, D]` and values `[B, G, N, Dv]`, and copy them to the store's
+        device.
 
-        Plain rows that are already in the store's kind of memory are returned unchanged, and
-        `append` copies them once.
-        valid: as in `CenteredRows.join`.
+        With the codec "plain", keys and values that are already on this device are returned
+        unchanged, and `append` copies them once.
+
+        valid: which keys may determine the center, bool `[B, N]`; None for all.
         """
         if isinstance(self._codec, Plain) and keys.device == values.device == self._device:
             return {"keys": keys.detach(), "values": values.detach()}
@@ -366,17 +394,17 @@ class TensorStore(Restorable):
         return rows
 
     def reserve(self, rows: dict[str, Tensor]) -> None:
-        """Make room for `rows` from `join`."""
+        """Allocate memory for `rows`, the result of `join`."""
         self._columns.reserve(self._as_joined(rows))
 
     def reserve_tokens(self, tokens: int) -> None:
-        """Do nothing: the tensor grows with its tokens."""
+        """Do nothing, because the tensor grows with its tokens."""
 
     def write(self, rows: dict[str, Tensor]) -> None:
-        """Do nothing: `append` copies."""
+        """Do nothing, because `append` copies the rows."""
 
     def append(self, rows: dict[str, Tensor]) -> None:
-        """Append `rows` from `join`."""
+        """Append `rows`, the result of `join`."""
         if "rows" in rows:
             center = rows.center if isinstance(rows, JoinedRows) else None
             center = self._center if len(self) else center
@@ -387,32 +415,40 @@ class TensorStore(Restorable):
             self._codec.put(rows["keys"], rows["values"], place.view(torch.uint8))
 
     def gather(self, ids: Tensor) -> Rows:
-        """Return rows of ids int64 `[B, G, K]` on the compute device, zeros for -1."""
+        """Return the rows with the ids int64 `[B, G, K]` on the compute device; zero where the id
+        is -1.
+        """
         if len(self) == 0:
             none = torch.zeros((*ids.shape, self.row_bytes // WORD.itemsize), dtype=WORD)
             return self._decoded(none)
         return self._decoded(gather_rows(self._columns["rows"], ids.to(self._device)), ids)
 
     def blocks(self, size: int) -> Iterator[tuple[int, Rows]]:
-        """Yield all rows in order, at most `size` tokens at a time: (first id, rows)."""
+        """Yield `(first id, rows)` for all rows in order, in blocks of at most `size` tokens."""
         for start in range(0, len(self), size):
             rows = self._columns["rows"][:, :, start : start + size]
-            batch, same = len(rows), rows.stride(0) == 0  # a view of one sequence is decoded once
+            # In a view from `expand_batch`, all sequences are the same and are decoded once.
+            batch, same = len(rows), rows.stride(0) == 0
             found = self._decoded(rows[:1] if same else rows)
             parts = (found.keys, found.values)
             yield start, Rows(*(part.expand(batch, -1, -1, -1) for part in parts))
 
     def encoded(self) -> Tensor:
-        """Return a copy of all encoded rows, uint8 `[B, G, N, row_bytes]`."""
+        """Return a copy of all rows as bytes, uint8 `[B, G, N, row_bytes]`."""
         return self._columns["rows"].view(torch.uint8).clone()
 
     @property
     def center(self) -> Tensor | None:
-        """The center of the stored keys, float32 `[B, G, D]`; None for zeros."""
+        """The vector that is subtracted from the keys before encoding, float32 `[B, G, D]`; None
+        for zeros.
+        """
         return self._center if len(self) else None
 
     def append_encoded(self, rows: Tensor, center: Tensor | None = None) -> None:
-        """Append rows that `encoded` returned, relative to `center`; None for zeros."""
+        """Append rows as bytes, which `encoded` returned.
+
+        center: the vector that was subtracted from their keys before encoding; None for zeros.
+        """
         check_center(center, centered=self._centered, held=len(self))
         joined = JoinedRows(rows=rows.contiguous().view(WORD).to(self._device))
         joined.center = center if center is None else center.to(self._geometry.device)
@@ -421,16 +457,16 @@ class TensorStore(Restorable):
     def contiguous_rows(self) -> Tensor:
         """Return a view of all encoded rows, int64 `[B, G, N, row_bytes / 8]`.
 
-        It is valid until the next change.
+        The view is valid until the store changes.
         """
         return self._columns["rows"]
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` rows."""
+        """Keep the rows of the first `length` tokens."""
         self._columns.truncate(length)
 
     def reordered(self, batch_indices: Tensor) -> Self:
-        """Return a copy in which sequence `b` is sequence `batch_indices[b]` of this store."""
+        """Return a copy whose sequence `b` is sequence `batch_indices[b]` of this store."""
         copied = self._shallow()
         copied._columns = self._columns.reordered(batch_indices)
         if (center := self.center) is not None:
@@ -438,7 +474,7 @@ class TensorStore(Restorable):
         return copied
 
     def expand_batch(self, count: int) -> Self:
-        """Return a read-only view of one sequence as a batch of `count` sequences."""
+        """Return a read-only view in which this store's only sequence appears `count` times."""
         view = self._shallow()
         view._columns = self._columns.expand_batch(count)
         if (center := self.center) is not None:
@@ -452,22 +488,22 @@ class TensorStore(Restorable):
         return empty
 
     def nbytes(self) -> int:
-        """Bytes in use."""
+        """Return the number of bytes that the stored rows take."""
         return self._columns.nbytes()
 
     def memory(self) -> dict[int, int]:
-        """Return address -> bytes of each column in use."""
+        """Return address -> bytes in use of each tensor."""
         return self._columns.memory()
 
     def _as_joined(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a tensor with the shape of the encoded rows. Its values are not used."""
+        """Return a tensor with the shape of the encoded rows. Only its shape is used."""
         if "rows" in rows:
             return rows
         one = torch.empty((), dtype=WORD, device=self._device)
         return {"rows": one.expand(*rows["keys"].shape[:3], self.row_bytes // WORD.itemsize)}
 
     def _decoded(self, words: Tensor, ids: Tensor | None = None) -> Rows:
-        """Decode rows of the first sequences; ids: the rows' ids, where -1 stands for zeros."""
+        """Decode rows on the compute device; ids: ids of the rows, -1 for a row of zeros."""
         raw, center = words.to(self._geometry.device).view(torch.uint8), self.center
         if center is None:
             return self._codec.decode(raw)

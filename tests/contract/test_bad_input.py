@@ -127,7 +127,7 @@ BAD_CALLS = {
     ),
     "reorder to nothing": (
         lambda i: i.reorder(torch.tensor([], dtype=torch.int64)),
-        ["batch_indices", "[]", "at least one"],
+        ["batch_indices", "[]", "non-empty"],
     ),
     "reorder by a mask": (
         lambda i: i.reorder(torch.tensor([True, False])),
@@ -235,7 +235,7 @@ def test_a_missing_cuda_backend_is_refused_in_words(name, monkeypatch):
     monkeypatch.setitem(backend.BACKENDS, "cuda", "kvindex_not_installed")
     with pytest.raises(ImportError) as error:
         Case().index(name, backend="cuda")
-    assert_says(error, ["backend", "cuda", "is not part", "torch"])
+    assert_says(error, ["backend", "cuda", "is not installed", "torch"])
 
 
 @pytest.mark.parametrize("wrong", ["exakt", "Exact", "pariskv2", "pariskv "])
@@ -329,7 +329,7 @@ def test_a_deferred_error_reads_no_row_outside(place, monkeypatch):
 
 
 def test_a_device_that_torch_does_not_have_is_named():
-    with pytest.raises(ValueError, match="device: got 'abacus', allowed is one that this torch"):
+    with pytest.raises(ValueError, match="device: got 'abacus', allowed is a device that torch"):
         Case(device="abacus").index("exact")
 
 

@@ -20,7 +20,7 @@ def test_an_append_does_not_end_on_as_many_other_tokens(spec, codec):
     index.truncate(0)
     for one in (index, fresh):
         one.append(*others)
-    with pytest.raises(ValueError, match="append: the index has changed between"):
+    with pytest.raises(ValueError, match="append: the index was changed after start_append"):
         end()
     hits = hits_of(torch.arange(40).expand(2, 2, -1))
     assert len(index) == 40

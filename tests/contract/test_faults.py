@@ -360,5 +360,5 @@ def test_a_copy_goes_back_to_what_it_was_itself():
 
 def test_an_index_is_not_pickled():
     for made in (CASE.index("exact"), AttentionLayer(CASE.index("exact"))):
-        with pytest.raises(TypeError, match=r"allowed is copy\.deepcopy"):
+        with pytest.raises(TypeError, match=r"use copy\.deepcopy"):
             pickle.dumps(made)

@@ -266,7 +266,7 @@ def test_two_threads_in_one_layer_are_told():
     sequence.feed(layer, 0, 30)
     gate = Gate(layer._retrieval, "attend")
     message, _ = beside(gate, lambda: sequence.feed(layer, 30, 31), lambda: layer.truncate(3))
-    assert message.startswith("truncate: got a call while another thread's is under way")
+    assert message.startswith("truncate: got a call while another thread's call is running")
     assert len(layer) == 31
     sequence.assert_equals(sequence.feed(layer, 31, 33), sequence.dense(), 31)
 

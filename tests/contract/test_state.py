@@ -134,7 +134,7 @@ def without(name):
 WRONG = {
     "no mapping": (lambda state: 5, "state: got int, allowed is a dict of named tensors"),
     "no tensors": (lambda state: {**state, "rows": 1}, "state: got dict, allowed is a dict of"),
-    "no about": (without("about"), "state: got no 'about' with its owner"),
+    "no about": (without("about"), "state: got no 'about' tensor"),
     "nonsense": (lambda state: {**state, "about": torch.zeros(3)}, "state: got no 'about'"),
     "missing": (without("rows"), r"state\['rows'\]: got none, allowed is torch.uint8"),
     "unknown": (
@@ -189,7 +189,7 @@ def test_the_state_of_another_is_refused_in_words(other, match):
 def test_an_index_that_holds_tokens_takes_no_state():
     index = made("exact")
     index.append(*CASE.tokens(30))
-    with pytest.raises(ValueError, match="got an index that holds 30 tokens of a batch of 2"):
+    with pytest.raises(ValueError, match="got an index with 30 tokens and batch size 2"):
         index.load_state_dict(index.state_dict())
     assert len(index) == 30
 

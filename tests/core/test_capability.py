@@ -189,7 +189,7 @@ def test_counts_of_a_wrapper_are_its_inner_indexs():
 
 def test_a_wrapper_says_what_its_inner_index_lacks():
     wrapper = Wrapper(kvindex.create("h2o", q_heads=2, kv_heads=1, head_dim=8))
-    with pytest.raises(TypeError, match="inner: got H2O, allowed is one that offers ExpandsBatch"):
+    with pytest.raises(TypeError, match="inner: got H2O, which does not support the protocol Exp"):
         wrapper.expand_batch(2)
 
 

@@ -166,7 +166,7 @@ def test_an_installed_index_is_known_by_its_entry_points_name(install):
 def test_a_name_of_the_folder_stays_its_own(install):
     before = kvindex.names()
     install("their-package", exact="Mine")
-    with pytest.warns(UserWarning, match=r"'exact' from their-package \(their_package:Mine\), al"):
+    with pytest.warns(UserWarning, match=r"'exact' from their-package \(their_package:Mine\), but"):
         assert kvindex.names() == before
     assert kvindex.get("exact").__module__ == "kvindex.indexes.exact"
     assert list(refused()) == ["exact"]
@@ -175,7 +175,7 @@ def test_a_name_of_the_folder_stays_its_own(install):
 def test_a_name_of_two_packages_is_refused(install):
     install("one", same="Mine")
     install("other", same="Mine", fine="Mine")
-    says = r"'same' from \w+ \(\w+:Mine\) and \w+ \(\w+:Mine\), allowed is one package"
+    says = r"'same' from \w+ \(\w+:Mine\) and \w+ \(\w+:Mine\); only one package"
     with pytest.raises(ValueError, match=says):
         kvindex.create("same", **GEOMETRY)
     with pytest.warns(UserWarning, match=says):
@@ -196,7 +196,7 @@ def test_a_name_that_a_line_cannot_hold_is_left_out(monkeypatch):
         ("import no_such_thing", "Mine", r"ModuleNotFoundError: No module named 'no_such_thing'"),
         ("1 / 0", "Mine", "ZeroDivisionError"),
         (SOURCE, "Theirs", "AttributeError.*Theirs"),
-        (SOURCE, "number", "which is 3; allowed is a class on BaseIndex"),
+        (SOURCE, "number", "which is 3; allowed is a class based on BaseIndex"),
     ],
 )
 def test_a_broken_entry_point_is_named_when_it_is_asked_for(install, source, value, says):

@@ -98,7 +98,7 @@ def test_a_call_that_is_refused_disturbs_the_first_at_none_of_its_lines(first, s
         return at_each_line(getattr(one, second), visit)
 
     errors, stops = getattr(one, first)(during)
-    assert errors[0].startswith(f"{second}: got a call while another thread's is under way")
+    assert errors[0].startswith(f"{second}: got a call while another thread's call is running")
     assert len(nested) == len(names) * stops > 5
     getattr(one, second)()  # no call is in progress
     with ThreadPoolExecutor(1) as other:
@@ -167,9 +167,7 @@ def test_an_error_says_which_reads_are_alone():
     one = KeepsHits()
     with ThreadPoolExecutor(1) as pool:
         error = one.search(lambda: pool.submit(one.search).exception())
-    assert "but search of this object is none (it shares buffers or keeps what it found)" in str(
-        error
-    )
+    assert "search of this object uses shared buffers or stores its results" in str(error)
 
 
 # Forks

@@ -286,7 +286,9 @@ def test_many_queries_at_once_find_what_each_finds_alone(preset):
 
 def test_repeated_is_for_a_batch_of_one():
     index = filled("fast", *CASE.tokens(20))
-    with pytest.raises(ValueError, match="expand_batch: got a batch of 2, allowed is 1"):
+    with pytest.raises(
+        ValueError, match="expand_batch: got an index with 2 sequences, allowed is 1"
+    ):
         index.expand_batch(3)
 
 

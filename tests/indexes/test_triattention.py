@@ -256,7 +256,7 @@ def test_bytes_per_key_and_head():
             dict(centers=Centers(torch.zeros(2, 8), torch.zeros(2, 8))),
             "centers.mean: got dtype torch.float32, allowed is torch.complex64",
         ),
-        (dict(rope=None), "rope: got None, allowed are the inverse frequencies"),
+        (dict(rope=None), "rope: got None, but TriAttention needs the inverse frequencies"),
     ],
     ids=str,
 )

@@ -120,7 +120,7 @@ def test_an_update_that_cannot_end_ends_later(monkeypatch, at, by):
 def test_an_index_that_was_changed_by_others_ends_in_words():
     layer = leaving()[1]
     layer.index.append(*Case(batch=2).tokens(1))
-    with pytest.raises(ValueError, match="append: the index has changed between"):
+    with pytest.raises(ValueError, match="append: the index was changed after start_append"):
         layer.reorder(torch.tensor([1, 0]))
 
 

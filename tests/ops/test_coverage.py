@@ -197,7 +197,7 @@ def test_an_index_that_cannot_tell_says_so():
     index = Silent(q_heads=6, kv_heads=2, head_dim=64, value_dim=16)
     index.append(*CASE.tokens(20))
     with pytest.raises(
-        ValueError, match=r"coverage: got 0\.9, allowed is None: Silent does not know"
+        ValueError, match=r"coverage: got 0\.9, allowed is None: Silent does not estimate"
     ):
         index.search(CASE.queries(), k=5, coverage=0.9)
 

@@ -107,12 +107,12 @@ def test_an_index_without_a_name_is_loaded_into_one_that_is_empty(tmp_path):
         index, folder = make(), tmp_path / str(number)
         index.append(*CASE.tokens(9))
         index.save(folder)
-        with pytest.raises(ValueError, match=r"index: got the class '.*', allowed is one that has"):
+        with pytest.raises(ValueError, match=r"index: got the class '.*', which is not registered"):
             kvindex.load(folder)
         empty = make()
         assert kvindex.load(folder, into=empty) is empty
         assert_same_state(index, empty)
-        with pytest.raises(ValueError, match="state: got an index that holds 9 tokens"):
+        with pytest.raises(ValueError, match="state: got an index with 9 tokens"):
             kvindex.load(folder, into=empty)
 
 
@@ -130,9 +130,11 @@ def test_it_is_not_loaded_into_another(tmp_path):
         with pytest.raises(ValueError, match=match):
             kvindex.load(tmp_path / "saved", into=other)
         assert len(other) == 0
-    with pytest.raises(TypeError, match="into: got int, allowed is one that offers KeepsState"):
+    with pytest.raises(
+        TypeError, match="into: got int, which does not support the protocol KeepsState"
+    ):
         kvindex.load(tmp_path / "saved", into=3)
-    with pytest.raises(ValueError, match="into: got an object and device, store or backend"):
+    with pytest.raises(ValueError, match="into: got an object together with device, store"):
         kvindex.load(tmp_path / "saved", into=made("exact"), store="host")
 
 
@@ -160,7 +162,7 @@ def test_a_layer_of_another_class_is_loaded_into_one(tmp_path):
     layer = OwnLayer(made("exact"), **SIZES)
     Sequence.of(CASE, 20).feed(layer, 0, 20)
     layer.save(tmp_path / "saved")
-    with pytest.raises(ValueError, match=r"a layer '.*:OwnLayer' around an index, allowed is 'kv"):
+    with pytest.raises(ValueError, match=r"a layer of class '.*:OwnLayer' with an index, allowed"):
         kvindex.load(tmp_path / "saved")
     other = kvindex.load(tmp_path / "saved", into=OwnLayer(made("exact"), **SIZES))
     assert_same_state(layer, other)

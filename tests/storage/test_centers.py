@@ -270,10 +270,10 @@ def test_a_center_comes_with_the_first_coded_rows_alone():
         assert isinstance(mine, CenteredRows)
         assert plain.center is None
         mine.append(mine.join(*both))
-        with pytest.raises(ValueError, match="center: got one to a store that holds 20 tokens"):
+        with pytest.raises(ValueError, match="center: got a center for a store that has 20"):
             mine.append_encoded(mine.encoded(), mine.center)
         plain.append(plain.join(*both))
-        with pytest.raises(ValueError, match=r"center: got one .* allowed is one with the first"):
+        with pytest.raises(ValueError, match=r"center: got a center .* allowed is a center with"):
             store_of("plain", place).append_encoded(plain.encoded(), mine.center)
         other = store_of("fp8", place)
         other.append_encoded(mine.encoded(), mine.center)

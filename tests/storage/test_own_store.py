@@ -98,7 +98,7 @@ class Half:
 @pytest.mark.parametrize(
     ("store", "words"),
     [
-        ("disk", "store: got 'disk', allowed is 'device', 'host', 'auto' or your own store"),
+        ("disk", "store: got 'disk', allowed is 'device', 'host', 'auto', or an object"),
         (None, "store: got None, which lacks .*append.* allowed is 'device', 'host'"),
         (Half(), "store: got .*Half.*, which lacks __len__, append, blocks, .*, write, allowed"),
     ],
@@ -111,9 +111,9 @@ def test_what_is_no_store_is_refused(store, words):
 def test_a_store_that_holds_rows_or_has_another_codec_is_refused():
     full = Pages(GEOMETRY)
     full.append(full.join(*TOKENS))
-    with pytest.raises(ValueError, match="store: got one that holds 300 tokens, allowed is"):
+    with pytest.raises(ValueError, match="store: got a store that has 300 tokens, allowed"):
         CASE.index("exact", store=full)
-    with pytest.raises(ValueError, match=r"row_codec: got 'int8' .*, allowed is .*'plain'"):
+    with pytest.raises(ValueError, match=r"row_codec: got 'int8', allowed is .*'plain'"):
         CASE.index("exact", store=Pages(GEOMETRY), row_codec="int8")
 
 

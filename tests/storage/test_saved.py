@@ -51,7 +51,7 @@ def test_a_folder_is_made_anew_and_nothing_is_asked_for_before(tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name in ("there", "link", "no/such/folder", "there/.."):
-        with pytest.raises(OSError, match=r"folder: got .*; allowed is a new name"):
+        with pytest.raises(OSError, match=r"folder: got .*; allowed is a new path"):
             save_folder(tmp_path / name, "index", {}, {"one": pytest.fail})
     assert check_new(tmp_path / "there/../new/") == tmp_path / "new"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "there"]
@@ -99,10 +99,10 @@ DAMAGE = {
     "no folder": (shutil.rmtree, "which has no 'manifest.json'|has no manifest.json"),
     "no manifest": (
         lambda f: (f / MANIFEST).unlink(),
-        "has no manifest.json; allowed is what save",
+        "has no manifest.json; only folders that save",
     ),
-    "no tensors": (lambda f: (f / TENSORS).unlink(), "has no 'state.safetensors'"),
-    "one more": (lambda f: (f / "x").touch(), "has a file that was not saved, 'x'"),
+    "no tensors": (lambda f: (f / TENSORS).unlink(), "lacks the saved file 'state.safetensors'"),
+    "one more": (lambda f: (f / "x").touch(), "has the additional file 'x'"),
     "cut": (lambda f: cut(f / TENSORS, 1), r"safetensors: got \d+ bytes, allowed are \d+"),
     "longer": (lambda f: (f / TENSORS).open("ab").write(b"x"), r"got \d+ bytes, allowed are"),
     "manifest cut": (lambda f: cut(f / MANIFEST, 20), "json: got no manifest of kvindex"),
@@ -111,7 +111,7 @@ DAMAGE = {
     "flipped at the end": (lambda f: flipped(f / TENSORS, -1), "got bytes with SHA-256 .*, allow"),
     "an older version": (
         lambda f: edited(f / MANIFEST, version=VERSION - 1),
-        f"of version {VERSION - 1}, allowed is 'kvindex' of version {VERSION}: make the index",
+        f"of version {VERSION - 1}, allowed is 'kvindex' of version {VERSION}; create the object",
     ),
     "a newer version": (
         lambda f: edited(f / MANIFEST, version=VERSION + 1),
@@ -129,7 +129,7 @@ DAMAGE = {
     ),
     "a pickle for tensors": (
         lambda f: described(f, pickle.dumps(Loaded())),
-        "got no header, allowed is a file of safetensors",
+        "got no header, allowed is a file in safetensors",
     ),
     "torch.save for tensors": (
         lambda f: torch.save(Loaded(), f / TENSORS),

@@ -196,7 +196,9 @@ def test_other_values_are_refused_and_nothing_changes():
     index.append(keys, values)
     wrong = values.clone()
     wrong[1, 0, 3, 15] += 1
-    with pytest.raises(ValueError, match=r"values: got .*, allowed is the beginning of its key"):
+    with pytest.raises(
+        ValueError, match=r"values: got .*, allowed is the same number as in the key"
+    ):
         index.append(keys, wrong)
     assert len(index) == 5
     keys[0, :, 0] = values[0, :, 0] = float("nan")  # padded: may hold anything

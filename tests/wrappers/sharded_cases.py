@@ -275,23 +275,23 @@ def state_goes_on():
         index.save(Path(folder) / "index")
         assert_same_hits(kvindex.load(Path(folder) / "index").search(SHAPE.queries(), k=20), want)
     state, other = index.state_dict(), of(SHAPE, line="sharded:block=16:timeout_s=60")
-    with pytest.raises(ValueError, match="state: got one with block = 8, allowed is 16"):
+    with pytest.raises(ValueError, match="state: got a state with block = 8, allowed is 16"):
         other.load_state_dict(state)
     with pytest.raises(ValueError, match="index: got an index with 43 tokens"):
         index.load_state_dict(state)
     told: list[object] = [None] * ranks
     dist.all_gather_object(told, state)
-    with pytest.raises(ValueError, match=f"state: got one with rank = {(rank + 1) % ranks}"):
+    with pytest.raises(ValueError, match=f"state: got a state with rank = {(rank + 1) % ranks}"):
         of(SHAPE).load_state_dict(told[(rank + 1) % ranks])
 
 
 def differing_ranks_are_refused():
     rank = dist.get_rank()
-    match = "sharded: got block = 8 on rank 1, allowed is what rank 0 has: 9"
+    match = "sharded: got block = 8 on rank 1, allowed is the value of rank 0, 9"
     with pytest.raises(ValueError, match=match):
         Sharded(SHAPE.index("exact"), block=8 if rank else 9, timeout_s=60)
     policy = "union" if rank == 1 else "mean_share"
-    with pytest.raises(ValueError, match=r"got config = .*union.* on rank 1, allowed is what rank"):
+    with pytest.raises(ValueError, match=r"got config = .*union.* on rank 1, allowed is the value"):
         of(SHAPE, group=policy)
     of(SHAPE)  # all ranks can continue
 

@@ -153,5 +153,5 @@ def test_what_it_does_not_do_is_refused():
 
 def test_a_process_of_torchrun_without_a_group_is_refused(monkeypatch):
     monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
-    with pytest.raises(ValueError, match="group: got none in a process of torchrun"):
+    with pytest.raises(ValueError, match="group: got none in a process that torchrun started"):
         Ranks.of()

@@ -1,17 +1,19 @@
-"""The protocol of every index (encode, append, search, fetch), and its optional capabilities.
+"""The protocol of every index (encode, append, search, fetch), and optional protocols
+(capabilities).
 
 These letters are used in all signatures, docstrings and pages: `B` sequences in the batch, `H`
 query heads, `G` KV heads (`H % G == 0`), `N` tokens in the index, `D` head dimension, `M` subspaces
 of `m = D / M` dimensions, `C` candidates after the coarse stage, `K` rows selected per KV head,
 `Dv` value dimension, `T` new tokens.
 
-Invariants, which `kvindex.testing.check_index` tests:
-  - token ids are 0, 1, 2, … in the order in which tokens were appended, and invalid tokens have
-    ids, too;
-  - `search` returns exactly `k` slots for each head: ids are distinct, scores are descending, equal
-    scores are ordered by id, and unused slots have id -1 and score `-inf`;
-  - an id below -1 names a row that is not a token; `fetch` can return it;
-  - a call that raises leaves the index as it was.
+Every index has these invariants, which `kvindex.testing.check_index` tests:
+
+- Token ids are 0, 1, 2, … in the order in which tokens were appended. Padded tokens have ids, too.
+- `search` returns exactly `k` slots for each KV head. The ids of one head are distinct, scores are
+  descending, and equal scores are ordered by id. Unused slots have id -1 and score `-inf`.
+- An id below -1 belongs to a row that is not a token, such as a summary of several tokens. `fetch`
+  can return this row.
+- A call that raises an error leaves the index unchanged.
 
 Import all names from this package, and not from its modules.
 """

@@ -1,7 +1,7 @@
-"""Capabilities: methods that an index may offer in addition to `KVIndex`.
+"""Optional protocols (capabilities) that an index may support in addition to `KVIndex`.
 
-Callers ask for them with `kvindex.core.capability`. Capabilities that compute attention, or a whole
-step, are in `steps.py`.
+Callers ask for them with `kvindex.core.capability`. Protocols for attention and for whole decode
+steps are in `steps.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvindex.core.protocol.results import Hits, Placement
 
 @runtime_checkable
 class ObservesQueries(Protocol):
-    """An index that uses the queries of `observe_queries`.
+    """An index that uses the queries that it receives by `observe_queries`.
 
     Callers need not pass queries to an index without this capability.
     """
@@ -29,212 +29,219 @@ class ObservesQueries(Protocol):
 
 @runtime_checkable
 class ReportsCoverage(Protocol):
-    """An index that may estimate which fraction of the attention weight the found rows have."""
+    """An index that can estimate what fraction of the attention weight the selected rows have."""
 
     def check_coverage(self, coverage: float) -> None:
-        """Raise ValueError if a search does not support this `coverage`."""
+        """Raise ValueError if a search of this index does not support this value of `coverage`."""
         ...
 
 
 @runtime_checkable
 class ReportsRowBytes(Protocol):
-    """An index that reports the size of a row.
+    """An index that reports how many bytes a stored row takes.
 
     For an index without this capability, callers assume the size of an unencoded key and value.
     """
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one stored row: a token's key and value for one head."""
+        """Bytes of one stored row, which is the key and the value of one token for one KV head."""
         ...
 
 
 @runtime_checkable
 class PlacesRows(Protocol):
-    """An index that reports where its rows are."""
+    """An index that reports how many of its rows (keys and values) are on the device and on the
+    host.
+    """
 
     def placement(self) -> Placement:
-        """Return how many rows are in each place, and the use of a cache. Waits for the device."""
+        """Return the number of rows on device and host, and the use of the device cache for host
+        rows.
+
+        This waits for the device.
+        """
         ...
 
 
 @runtime_checkable
 class CountsTokens(Protocol):
-    """An index that reports which tokens of each sequence are real, and how many are real."""
+    """An index that reports which tokens are padding."""
 
     @property
     def counts(self) -> Tensor:
-        """Number of valid tokens of each sequence, int64 `[B]`, on the CPU."""
+        """Number of tokens of each sequence without padding, int64 `[B]`, on the CPU."""
         ...
 
     @property
     def valid(self) -> Tensor | None:
-        """Which tokens are real, bool `[B, N]`, or None if all tokens are real."""
+        """True for tokens that are not padding, bool `[B, N]`; None if no token is padded."""
         ...
 
 
 @runtime_checkable
 class Explains(Protocol):
-    """An index that explains how it runs."""
+    """An index that reports which backend, store and kernels it uses."""
 
     def explain(self) -> str:
-        """Return the backend, the store and the path of execution, with reasons, one per line."""
+        """Return backend, store and execution path with reasons, one per line."""
         ...
 
 
 @runtime_checkable
 class WeighsRows(Protocol):
-    """An index whose searches return a weight for each row (`Hits.log_weight`)."""
+    """An index whose searches return a log weight for each row (`Hits.log_weight`)."""
 
     @property
     def weighted(self) -> bool:
-        """Whether searches return weights: always True."""
+        """True if searches return log weights, which is always the case with this protocol."""
         ...
 
 
 @runtime_checkable
 class RunsOps(Protocol):
-    """An index that computes with the ops of a backend."""
+    """An index that computes with the operations of a backend."""
 
     @property
     def backend(self) -> str:
-        """The backend's name (`kvindex.core.backend`)."""
+        """Name of the backend: "torch", "cuda" or "cpu" (`kvindex.core.backend`)."""
         ...
 
     @property
     def ops(self) -> Any:
-        """The backend's module, with the same functions as `kvindex.ops`."""
+        """Module of the backend, which has the same functions as `kvindex.ops`."""
         ...
 
 
 @runtime_checkable
 class ExpandsBatch(Protocol):
-    """An index whose searches do not depend on earlier queries.
+    """An index whose search results do not depend on earlier queries.
 
-    A caller can therefore run the queries of many steps as one batch.
+    A caller can therefore search for the queries of many decode steps in one call.
     """
 
     def expand_batch(self, count: int) -> KVIndex:
-        """Return a read-only view of one sequence as a batch of `count` sequences."""
+        """Return a read-only view in which the index's only sequence appears `count` times."""
         ...
 
 
 @runtime_checkable
 class SearchesShard(Protocol):
-    """An index that can be one shard of a larger one, because scores are comparable between shards.
+    """An index that can store one shard of a long sequence, whose other shards are on other ranks.
 
-    The best rows of all shards are then the same rows that a search of all tokens would find.
+    Scores are comparable between shards, so the best rows of all shards together are the same rows
+    that a search of the whole sequence would find.
     """
 
     def search_shard(self, queries: Tensor, *, k: int, total: Callable[[Tensor], Tensor]) -> Hits:
-        """Like `search`, with scores that are comparable between shards.
+        """Search this shard, and return scores that are comparable between shards.
 
         Args:
             queries: `[B, H, D]`.
             k: Rows to select per KV head.
-            total: A function from the log-sum-exp of all logits in this shard, float32 `[B, G, g]`,
-                to the log-sum-exp over all shards. All shards must call it equally often.
+            total: A function that all shards must call equally often. Its argument is the
+                log-sum-exp of all logits in this shard, float32 `[B, G, H / G]`. It returns the
+                log-sum-exp over all shards.
 
         Returns:
-            Hits among the tokens of this shard; no hits if the shard is empty.
+            Hits among the tokens of this shard; only unused slots if the shard is empty.
         """
         ...
 
 
 @runtime_checkable
 class KeepsState(Protocol):
-    """An index whose whole state can be exported as named tensors."""
+    """An index whose contents can be saved as named tensors and loaded again."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state as named tensors (`kvindex.bases.state`)."""
+        """Return the contents of the index as named tensors (see `kvindex.bases.state`)."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load the state of another index with the same geometry and configuration.
 
-        Raises TypeError or ValueError for any other state. The index is then unchanged.
+        Raises TypeError or ValueError for any other state, and then leaves the index unchanged.
         """
         ...
 
 
 @runtime_checkable
 class ChecksState(Protocol):
-    """An index, wrapper or layer that can check a state before loading it."""
+    """An index, wrapper or layer that can check a saved state before it loads it."""
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Raise TypeError or ValueError, which names the tensor, for a state that does not fit.
+        """Raise TypeError or ValueError if this object cannot load the saved state `state`.
 
-        Of a tensor on the meta device only shape and dtype are checked, without reading data. The
-        index is not changed.
+        The error names the tensor that does not fit. For a tensor on the meta device, only shape
+        and dtype are checked. The object is not changed.
         """
         ...
 
 
 @runtime_checkable
 class ReportsRecipe(Protocol):
-    """An index that can describe how to make an equal, empty one, for loading saved folders."""
+    """An index that can describe how to create an empty index of its kind, for saved folders."""
 
     def recipe(self) -> dict[str, Any]:
-        """Return the description as JSON (`kvindex.storage.recipe`)."""
+        """Return class, geometry and configuration as JSON (see `kvindex.storage.recipe`)."""
         ...
 
 
 @runtime_checkable
 class ReportsMemory(Protocol):
-    """An index that reports its blocks of memory, so that shared ones are counted once."""
+    """An index that reports the addresses of its memory, so that shared memory is counted once."""
 
     def memory(self) -> dict[int, int]:
-        """Return address -> bytes of each block, or column, of codes and rows."""
+        """Return address -> bytes of each block of memory that contains codes or rows."""
         ...
 
 
 @runtime_checkable
 class EncodesBlocks(Protocol):
-    """An index that encodes tokens in blocks, so that appending whole blocks is cheapest.
+    """An index that encodes tokens in blocks of fixed size. Appends of whole blocks are fastest.
 
-    Tokens of an incomplete block are encoded immediately, and are encoded again when the next
-    tokens are appended to the block.
+    An incomplete block at the end is encoded immediately, and is encoded again when more tokens are
+    appended to it.
     """
 
     @property
     def block_tokens(self) -> int:
-        """Number of tokens in a block."""
+        """Number of tokens that are encoded together as a block."""
         ...
 
 
 @runtime_checkable
 class AppendsAsync(Protocol):
-    """An index whose appends can run concurrently with a layer's steps, on another stream."""
+    """An index whose append can run on another CUDA stream, concurrently with decode steps."""
 
     def start_append(
         self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> Callable[[], None]:
-        """Start an append, and return a function that completes it.
+        """Do the first, long part of an append, and return a function that completes the append.
 
-        `start_append` itself takes most of the time of an append. The arguments are those of
-        `KVIndex.append`.
+        The arguments are those of `KVIndex.append`.
         """
         ...
 
 
 @runtime_checkable
 class Reserves(Protocol):
-    """An index that can allocate memory in advance."""
+    """An index that can allocate memory for tokens before they are appended."""
 
     def reserve(self, tokens: int) -> None:
         """Allocate the memory for codes and rows of `tokens` tokens in total.
 
-        Raises MemoryError. The contents of the index do not change.
+        The contents of the index do not change. Raises MemoryError if the memory is not available.
         """
         ...
 
 
 @runtime_checkable
 class ReservesAhead(Protocol):
-    """An index that can allocate memory in the background, before the first token."""
+    """An index that can allocate memory in the background before the first append."""
 
     def reserve_ahead(self, tokens: int, *, batch: int) -> None:
-        """Start to allocate memory for rows of `tokens` tokens of `batch` sequences.
+        """Start to allocate memory for rows of `tokens` tokens in each of `batch` sequences.
 
         The call returns before the allocation is complete.
         """
@@ -243,8 +250,10 @@ class ReservesAhead(Protocol):
 
 @runtime_checkable
 class WarmsUp(Protocol):
-    """An index whose first search would allocate buffers and compile kernels."""
+    """An index that can compile kernels and allocate buffers before the first search."""
 
     def warm_up(self, *, k: int, tokens: int) -> None:
-        """Allocate and compile now what searches of `k` rows in up to `tokens` tokens need."""
+        """Compile kernels and allocate buffers for searches of `k` rows among up to `tokens`
+        tokens.
+        """
         ...

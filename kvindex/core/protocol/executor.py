@@ -1,4 +1,4 @@
-"""`Executor`: runs a whole index by kernels of a device, in place of ops."""
+"""`Executor`: runs search, attention and appends of an index as compiled kernels of a backend."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from kvindex.core.resident import ResidentRows
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """The contents of an index, which it passes to its executor after every change.
+    """The contents of an index, which the index passes to its executor after every change.
 
     Args:
-        codes: The executor's codes, or a copy or view of them.
-        rows: The index's store.
+        codes: The codes of the executor, or a copy or view of them.
+        rows: The row store of the index.
         length: Number of tokens.
         counts: Number of valid tokens of each sequence, int64 `[B]` on the CPU.
-        valid: Which tokens are valid, bool `[B, N]`, or None if all are.
-        real_from: All tokens from this position on are valid.
-        opened: The last tokens, which do not fill a block: `open_keys` `[B, G, n, D]`, or their
-            codes if the executor does not encode.
+        valid: True for tokens that are not padding, bool `[B, N]`, or None if no token is padded.
+        real_from: Position from which on no token is padded.
+        opened: The last tokens, which do not fill a block: their keys under the name `open_keys`,
+            `[B, G, n, D]`, or their codes if the executor does not encode keys.
         statistics: Learned tensors by name.
-        regression: A function that returns the matrix of the sign regression, float16
-            `[B, G, D, D]`, which it computes at the first call. The function is the same object as
-            long as the matrix is the same. None if the index uses no sign regression.
+        regression: A function that returns the matrix of the sign regression, float16 `[B, G, D,
+            D]`. The first call computes the matrix. While the matrix does not change, this is the
+            same function object. None if the index uses no sign regression.
     """
 
     codes: object
@@ -43,106 +43,118 @@ class Contents:
 
 
 class Executor(Protocol):
-    """Runs an index by kernels, in place of its ops. A backend's `accelerate` makes it.
+    """Runs an index with compiled kernels. The function `accelerate` of a backend creates it.
 
-    The executor owns the codes, and all other data of kernels except the rows. The index checks
-    arguments, and calls `update` after every change.
+    The executor owns the codes and all other data that the kernels read, except the rows. The index
+    checks arguments, and calls `update` after every change.
     """
 
     @property
     def codes(self) -> Any:
-        """The codes, with the interface of `kvindex.storage.columns.Columns`."""
+        """The codes of all tokens, such as quantized keys, with the interface of
+        `storage.columns.Columns`.
+        """
         ...
 
     @property
     def encodes(self) -> bool:
-        """Whether kernels encode keys (`prepare`)."""
+        """True if kernels encode keys (`prepare`)."""
         ...
 
     @property
     def appends_async(self) -> bool:
-        """Whether searches may run concurrently with `prepare` (`AppendsAsync`)."""
+        """True if searches may run concurrently with `prepare` (`AppendsAsync`)."""
         ...
 
     @property
     def searches_at_once(self) -> bool:
-        """Whether several threads may search at the same time, without common buffers."""
+        """True if searches share no buffers, so several threads may search concurrently."""
         ...
 
     @property
     def attends(self) -> bool:
-        """Whether kernels attend to rows where they are stored."""
+        """True if kernels can compute attention directly on the stored rows."""
         ...
 
     @property
     def length(self) -> Tensor | None:
-        """The number of tokens as a device tensor, int64 `[1]`, at a fixed address.
+        """Number of tokens as a device tensor, int64 `[1]`, at a fixed address.
 
-        None before the first search.
+        It is None before the first search.
         """
         ...
 
     def explain(self) -> str:
-        """Return which kernels a step uses, and why."""
+        """Return which kernels a decode step uses, and why."""
         ...
 
     def cache_use(self) -> tuple[int, int, int]:
-        """Return the use of the device cache for rows of the host. Waits for the device.
+        """Return capacity and hits of the device cache for rows that are stored on the host.
+
+        This waits for the device.
 
         Returns:
-            The number of rows per KV head that it has room for (0 without a cache), and the numbers
-            of rows that were looked up and found so far.
+            The capacity in rows per KV head (0 without a cache), the number of rows looked up so
+            far, and the number of these that were in the cache.
         """
         ...
 
     def update(self, contents: Contents) -> Executor:
-        """Return the executor for the index after a change of its tokens or its batch."""
+        """Return the executor to use after a change of the index, such as an append or a
+        truncation.
+        """
         ...
 
     def prepare(
         self, keys: Tensor, valid: Tensor | None, *, beyond: int, wrong: Tensor | None = None
     ) -> Any:
-        """Encode whole blocks, and return the codes for `codes.append`.
+        """Encode the whole blocks of an append, and return the codes to pass to `codes.append`.
 
-        Call this only if `encodes` is True. Codes are written immediately, behind the last token,
-        unless there is an incomplete block.
+        Call this only if `encodes` is True. If the last stored block is complete, the codes are
+        written directly after the existing codes.
 
         Args:
-            keys: `[B, G, N, D]`, the keys that follow the complete blocks of the index.
-            valid: Bool `[B, N]`, or None if all are valid.
-            beyond: Number of tokens after `keys`, which belong to the next, incomplete block.
-            wrong: Int32 `[]`, set to 1 if a valid key is not finite.
+            keys: `[B, G, N, D]`, the keys after the complete blocks of the index.
+            valid: True for tokens that are not padding, bool `[B, N]`, or None if no token is
+                padded.
+            beyond: Number of further tokens after `keys`, which do not fill a block.
+            wrong: An int32 tensor `[]` that is set to 1 if a valid key is not finite.
         """
         ...
 
     def encoded(self, keys: Tensor, valid: Tensor | None) -> Codes | None:
-        """Encode keys. The first key is the first one of a block.
+        """Encode keys, the first of which is the first key of a block.
 
         Args:
-            keys: `[B, G, N, D]`, with zeros for invalid keys.
-            valid: Bool `[B, N]`, or None if all are valid.
+            keys: `[B, G, N, D]`; keys of padded tokens are zero.
+            valid: True for tokens that are not padding, bool `[B, N]`, or None if no token is
+                padded.
 
         Returns:
-            Codes for the columns, or None if ops must encode.
+            Codes by name, or None if the executor has no kernel that encodes keys.
         """
         ...
 
     def discard(self) -> None:
-        """Discard the codes that `prepare` has written, because they will not be appended."""
+        """Discard the codes that `prepare` has written, because the append was canceled."""
         ...
 
     def search(self, queries: Tensor, k: int) -> Hits:
-        """Return the `k` best rows for queries `[B, H, D]`."""
+        """Return the `k` best rows of each KV head for queries `[B, H, D]`."""
         ...
 
     def attend(
         self, queries: Tensor, resident: ResidentRows, k: int, wrong: Tensor | None = None
     ) -> Attended:
-        """Run `Attends.attend`; wrong: int32 `[]`, set to 1 if a query is not finite."""
+        """Search and attend (see `Attends.attend`).
+
+        wrong: an int32 tensor `[]` that kernels set to 1 if a query is not finite; None for no
+        check.
+        """
         ...
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """Run `Attends.attend_hits`."""
+        """Attend to the rows of given hits (see `Attends.attend_hits`)."""
         ...
 
     def decode_step(
@@ -155,13 +167,19 @@ class Executor(Protocol):
         wrong: Tensor | None,
         graphs: bool,
     ) -> Attended:
-        """Run `DecodesStep.decode_step`; wrong: as in `attend`."""
+        """Run the decode step of a layer (see `DecodesStep.decode_step`).
+
+        wrong: an int32 tensor `[]` that kernels set to 1 if a query is not finite; None for no
+        check.
+        """
         ...
 
     def warm_up(self, k: int, tokens: int) -> None:
-        """Allocate and compile everything for searches of `k` rows in up to `tokens` tokens."""
+        """Compile kernels and allocate buffers for searches of `k` rows among up to `tokens`
+        tokens.
+        """
         ...
 
     def reserve(self, tokens: int) -> None:
-        """Allocate memory for codes of `tokens` tokens."""
+        """Allocate the memory for codes of `tokens` tokens in total."""
         ...

@@ -1,4 +1,4 @@
-"""`KVIndex`: the methods of every index."""
+"""`KVIndex`: the protocol with the methods of every index."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class KVIndex(Protocol):
 
     @property
     def geometry(self) -> Geometry:
-        """Shapes, scale, dtype and device."""
+        """Number of heads, dimensions, scale, dtype and device of the layer."""
         ...
 
     @property
     def config(self) -> Any:
-        """The index's own configuration, a frozen dataclass."""
+        """The options of this index, a frozen dataclass."""
         ...
 
     def encode(self, keys: Tensor) -> Codes:
-        """Encode keys, without a change to the index. The result is deterministic.
+        """Encode keys without changing the index. The result is deterministic.
 
         Args:
             keys: `[B, G, N, D]`, after the rotary embedding.
@@ -41,7 +41,8 @@ class KVIndex(Protocol):
         Args:
             keys: `[B, G, N, D]`, after the rotary embedding.
             values: `[B, G, N, Dv]`.
-            valid: Bool `[B, N]`; a search never returns a token with False. None: all are valid.
+            valid: Bool `[B, N]`, False for padded tokens, which a search never returns; None if no
+                token is padded.
 
         Raises:
             ValueError: A shape, dtype or device does not fit, or a valid key is not finite.
@@ -55,8 +56,9 @@ class KVIndex(Protocol):
         Args:
             queries: `[B, H, D]`, after the rotary embedding.
             k: Rows to select per KV head, at least 1.
-            coverage: Select fewer than `k` rows where fewer are estimated to have this fraction of
-                the attention weight, in (0, 1]. Only some indexes support it (`ReportsCoverage`).
+            coverage: Fraction of attention weight to reach, in (0, 1], or None. The search selects
+                fewer than `k` rows if these are estimated to reach it. Only some indexes support it
+                (`ReportsCoverage`).
 
         Returns:
             Token ids, scores and weights, best rows first.
@@ -69,13 +71,13 @@ class KVIndex(Protocol):
         ...
 
     def fetch(self, hits: Hits) -> Rows:
-        """Return keys and values of hits.
+        """Return the keys and values of hits.
 
         Args:
-            hits: Hits with ids `[B, G, K]`.
+            hits: Result of a search, with ids `[B, G, K]`.
 
         Returns:
-            Keys `[B, G, K, D]` and values `[B, G, K, Dv]` on the compute device; zeros for unused
+            Keys `[B, G, K, D]` and values `[B, G, K, Dv]` on the compute device; zero for unused
             slots.
         """
         ...
@@ -88,9 +90,9 @@ class KVIndex(Protocol):
         """Receive the newest queries.
 
         Args:
-            queries: `[B, H, T, D]`. The query of a padded token is zero; no statistic may include
-                it.
-            positions: Int64 `[T]`, the ids of their tokens.
+            queries: `[B, H, T, D]`. The query of a padded token is zero, and statistics must leave
+                it out.
+            positions: Ids of the tokens to which the queries belong, int64 `[T]`.
         """
         ...
 
@@ -99,20 +101,20 @@ class KVIndex(Protocol):
         ...
 
     def observe_tokens(self, tokens: Tensor, *, first: int) -> None:
-        """Receive the text as token ids of the vocabulary.
+        """Receive the vocabulary ids of the text.
 
         Args:
-            tokens: Vocabulary ids, int64 `[B, T]`, or `[T]` for all sequences.
-            first: Position of the first of these tokens.
+            tokens: Vocabulary ids, int64 `[B, T]`, or `[T]` if all sequences have the same text.
+            first: Position in the sequence of the first of these tokens.
         """
         ...
 
     def __len__(self) -> int:
-        """Number of tokens, `N`, invalid ones included."""
+        """Return the number of tokens `N`, including padded tokens."""
         ...
 
     def truncate(self, length: int) -> None:
-        """Remove the tokens with ids from `length` on.
+        """Keep the first `length` tokens and remove the tokens after them.
 
         Args:
             length: Number of tokens to keep.
@@ -120,10 +122,10 @@ class KVIndex(Protocol):
         ...
 
     def reorder(self, batch_indices: Tensor) -> None:
-        """Replace sequence `b` of the batch by sequence `batch_indices[b]`.
+        """Reorder the batch: sequence `b` becomes a copy of the former sequence `batch_indices[b]`.
 
         Args:
-            batch_indices: Int64 `[B']`, where `B'` may differ from `B`.
+            batch_indices: Int64 `[B']`; the new batch size `B'` may differ from `B`.
         """
         ...
 
@@ -132,10 +134,10 @@ class KVIndex(Protocol):
         ...
 
     def nbytes(self) -> dict[str, int]:
-        """Bytes in use per memory tier.
+        """Return the bytes in use per memory tier.
 
         Returns:
-            `codes` on the compute device, and `rows` in the store. A store with rows in both places
-            has `rows_device` and `rows_host` instead.
+            `codes` on the compute device, and `rows` in the store. A store with rows on both device
+            and host has `rows_device` and `rows_host` instead of `rows`.
         """
         ...

@@ -1,4 +1,4 @@
-"""Results of the protocol's methods: codes, hits, rows, attention, places of rows."""
+"""What the methods of an index return: codes, hits, rows, attention outputs, and row placement."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ class Hits:
     """The rows that a search selected, best first.
 
     Args:
-        ids: Int64 `[B, G, K]`; -1 marks an unused slot, and lower ids name rows that are not
-            tokens.
-        scores: Float32 `[B, G, K]`, descending. A score is for the whole group of query heads that
-            share a KV head.
+        ids: Int64 `[B, G, K]`. -1 marks an unused slot, and an id below -1 belongs to a row that is
+            not a token, such as a summary of several tokens.
+        scores: Float32 `[B, G, K]`, descending: one score for the group of query heads that share a
+            KV head.
         log_weight: Float32 `[B, H, K]`, added to the attention logits before the softmax, or None
             for zeros.
-        coverage: Float32 `[B, H]`, an estimate for each query head: the fraction of the attention
-            weight of all tokens in the index that these rows have. None if not requested.
+        coverage: Float32 `[B, H]`, for each query head an estimate of the fraction of attention
+            weight, over all tokens in the index, that the selected rows have. None if not
+            requested.
     """
 
     ids: Tensor
@@ -37,7 +38,7 @@ class Hits:
     coverage: Tensor | None = None
 
     def widened(self, k: int) -> Hits:
-        """Return the same hits with `k` slots. The added slots are unused."""
+        """Return the same hits in `k` slots. The added slots are unused."""
         more = (0, k - self.ids.shape[-1])
         weight = self.log_weight
         return Hits(
@@ -50,7 +51,7 @@ class Hits:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Keys and values of tokens in full precision. Unused slots are zero.
+    """Keys and values of tokens in the layer's dtype. Unused slots are zero.
 
     Args:
         keys: `[B, G, K, D]`.
@@ -63,13 +64,13 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """The result of attention over some rows. It can be merged with the result over other rows.
+    """The output of attention over some rows, which can be merged with the output over other rows.
 
     Args:
         output: `[B, H, Dv]`, in the geometry's dtype.
         lse: Float32 `[B, H]`, the log-sum-exp (natural logarithm) of the logits after scale,
             softcap and weights; `-inf` where no row is visible.
-        found: Int32 `[B, G]`, how many of the rows that were attended to come from a search.
+        found: Int32 `[B, G]`, how many of the rows that were attended to were selected by a search.
     """
 
     output: Tensor
@@ -79,16 +80,18 @@ class Attended:
 
 @dataclass(frozen=True)
 class Placement:
-    """The places of an index's rows, and the use of a device cache for rows of the host.
+    """How many rows of an index are on the device and on the host, and the use of the row cache.
+
+    The row cache is memory on the device for copies of host rows.
 
     Args:
         row_codec: Name of the row codec.
         row_bytes: Bytes of a row.
         device: Number of rows on the device, of all KV heads and sequences.
         host: Number of rows on the host, of all KV heads and sequences.
-        cache_rows: Number of host rows per KV head that the cache has room for; 0 without a cache.
-        looked_up: Number of host rows that steps have looked up so far.
-        found: How many of the looked-up rows were in the cache.
+        cache_rows: Capacity of the cache in rows per KV head; 0 without a cache.
+        looked_up: Number of host rows that decode steps have looked up in the cache so far.
+        found: Number of looked-up rows that were in the cache.
     """
 
     row_codec: str
@@ -101,7 +104,7 @@ class Placement:
 
     @property
     def hit_rate(self) -> float:
-        """Fraction of the looked-up rows that were in the cache; 0 before the first look-up."""
+        """Fraction of the looked-up host rows that were in the cache; 0 without look-ups."""
         return self.found / self.looked_up if self.looked_up else 0.0
 
     def __add__(self, other: Placement) -> Placement:
@@ -117,8 +120,8 @@ class Placement:
 
     def __str__(self) -> str:
         size = f"{self.row_bytes} bytes each, row_codec {self.row_codec!r}"
-        told = f"{self.device:,} on the device, {self.host:,} on the host ({size})"
+        places = f"{self.device:,} on the device, {self.host:,} on the host ({size})"
         if not self.cache_rows:
-            return told
+            return places
         had = f"had {self.hit_rate:.1%} of {self.looked_up:,} host rows"
-        return f"{told}; a cache of {self.cache_rows:,} per KV head {had}"
+        return f"{places}; a cache of {self.cache_rows:,} per KV head {had}"

@@ -1,7 +1,7 @@
-"""Capabilities of an index that computes attention itself.
+"""Optional protocols of an index that computes attention itself.
 
-Such an index may attend to rows, run a whole decode step, run it in a CUDA graph, or run it
-together with other indexes.
+Such an index may attend to rows, run the whole decode step of a layer, let the caller capture the
+decode step in a CUDA graph, or run the decode step together with other indexes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from kvindex.core.resident import ResidentRows
 
 @runtime_checkable
 class Attends(Protocol):
-    """An index that attends to rows where they are stored.
+    """An index that computes attention directly on the stored rows, without copying them first.
 
-    With other indexes, the caller searches, fetches and attends.
+    For other indexes, the caller searches, fetches the rows and computes attention.
     """
 
     def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> Attended:
@@ -27,31 +27,32 @@ class Attends(Protocol):
 
         Args:
             queries: `[B, H, D]`, after the rotary embedding.
-            resident: Further rows to attend to. In total, each head must attend to at least one
-                row.
+            resident: Additional rows to attend to. Each head must attend to at least one row in
+                total.
             k: Rows to select per KV head.
 
         Returns:
             Attention over the `k` best rows and the rows of `resident`.
 
         Raises:
-            ValueError: As in `KVIndex.search`.
+            ValueError: An argument is not allowed (see `KVIndex.search`).
         """
         ...
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """Attend from queries `[B, H, D]` to the rows of `hits`, with their weights.
+        """Attend from queries `[B, H, D]` to the rows of `hits`, with their weights, and of
+        `resident`.
 
-        Also attend to the rows of `resident`. Raises the errors of `KVIndex.fetch`.
+        Raises ValueError or TypeError if the hits are not valid (see `KVIndex.fetch`).
         """
         ...
 
 
 @runtime_checkable
 class DecodesStep(Attends, Protocol):
-    """An index that computes the whole decode step of a layer.
+    """An index that runs the whole decode step of a layer.
 
-    With other indexes, the caller copies the token's rows and calls `attend`.
+    For other indexes, the caller copies the key and value of the new token and calls `attend`.
     """
 
     def decode_step(
@@ -64,75 +65,83 @@ class DecodesStep(Attends, Protocol):
         k: int,
         graphs: bool = True,
     ) -> Attended:
-        """Write a token's rows to `resident` and `window`, and then attend as `attend` does.
+        """Write the key and value of the new token to `resident` and `window`, then search and
+        attend.
 
         Args:
             queries: `[B, H, D]`, after the rotary embedding.
-            token: Keys `[B, G, 1, D]` and values `[B, G, 1, Dv]`.
-            resident: Rows to attend to, with room for one more.
-            window: Memory for the token, with the same shapes as `token`.
+            token: Keys `[B, G, 1, D]` and values `[B, G, 1, Dv]` of the new token.
+            resident: Rows to attend to in addition to the selected rows, with room for the new
+                token.
+            window: Memory to which the key and value are also copied, with the same shapes as
+                `token`.
             k: Rows to select per KV head.
-            graphs: Whether the index may capture a step in a CUDA graph, and replay the graph for
-                later steps that launch the same kernels.
+            graphs: True if the index may capture the decode step in a CUDA graph, and replay the
+                graph in later decode steps that launch the same kernels.
 
         Raises:
-            ValueError: As in `attend`, or the shapes of `token`, `resident` and `window` do not
-                fit. The token's rows in `resident` and `window` are then undefined.
+            ValueError: An argument is not allowed (see `attend`), or the shapes of `token`,
+                `resident` and `window` do not fit. What `resident` and `window` contain for the new
+                token is then undefined.
         """
         ...
 
 
 @runtime_checkable
 class CapturesStep(Protocol):
-    """An index whose step a caller can capture in a CUDA graph, and replay for each token.
+    """An index whose decode step a caller can capture in a CUDA graph, to replay it for each token.
 
-    Between decode steps, only updates of the window change such an index. The caller does not call
-    `observe_tokens`.
+    Such an index does not change during these decode steps, except when tokens that leave the
+    window are appended to it. The caller does not call `observe_tokens`.
     """
 
     def prepare_replay(self, resident: ResidentRows, *, k: int) -> object:
         """Prepare a capture or a replay on the current stream.
 
         Returns:
-            An object that represents the addresses that the step reads. A graph may be replayed for
-            as long as this is the same object.
+            An object that stands for the memory addresses that the decode step reads. A graph may
+            be replayed as long as this method returns the same object.
 
         Raises:
-            ValueError: As in `Attends.attend`.
+            ValueError: An argument is not allowed (see `Attends.attend`).
         """
         ...
 
     def captured_step(
         self, queries: Tensor, token: Rows, resident: ResidentRows, *, k: int
     ) -> Attended:
-        """Like `DecodesStep.decode_step` without a window, with all counts read on the device.
+        """Run a decode step that the caller can capture in a CUDA graph.
 
-        The token is written at the position `resident.count` on the device, which is then
-        increased. The caller makes room before each replay, and calls `resident.claim(1)` for it.
-        The same step must have run once before, outside of a capture.
+        This is like `DecodesStep.decode_step` without a window, but kernels read all counts from
+        device memory. The new token is written at the position `resident.count`, which is then
+        increased on the device. Before each replay, the caller makes room for the token and calls
+        `resident.claim(1)`. The same decode step must have run once before the capture.
 
         Returns:
-            Attention in tensors that the next replay overwrites. `found` is int64, and adds up over
-            all replays until the caller sets it to 0.
+            Attention in tensors that the next replay overwrites. `found` is int64, and is added up
+            over all replays until the caller sets it to 0.
         """
         ...
 
 
 class IndexBatch(Protocol):
-    """Runs one step for several indexes of batch size 1, which may have different lengths.
+    """Runs the decode step of several indexes in one batch.
 
-    In all methods, `rows` are the results of `JoinsBatch.batch_row` of each index, made for this
-    call.
+    Each index has batch size 1, and they may have different lengths. In all methods, the argument
+    `rows` contains the result of `JoinsBatch.batch_row` for each index, computed for this call.
     """
 
     def search(self, rows: Sequence[object], queries: Tensor, *, k: int) -> Hits:
-        """Run `KVIndex.search` of each index, for queries `[B, H, D]`."""
+        """Search each index for its query. The queries are `[B, H, D]` for `B` indexes."""
         ...
 
     def attend(
         self, rows: Sequence[object], queries: Tensor, resident: ResidentRows, *, k: int
     ) -> Attended:
-        """Run `Attends.attend` of each index; resident: ragged, with an entry for each index."""
+        """Search each index, and attend to its selected rows and to its rows of `resident`.
+
+        resident: ragged rows, with one sequence for each index.
+        """
         ...
 
     def decode_step(
@@ -145,43 +154,47 @@ class IndexBatch(Protocol):
         k: int,
         graphs: bool = True,
     ) -> Attended:
-        """Write a token of each sequence to `resident`, and then attend as `attend` does.
+        """Write the new token of each sequence to `resident`, then search and attend as `attend`
+        does.
 
-        The token comes behind the rows of its sequence. The caller makes room for it in `resident`,
-        and counts the tokens on the host.
+        The token is written after the existing rows of its sequence. The caller makes room for it
+        in `resident`, and updates the count on the host.
 
         Args:
-            rows: None for an empty index. At least one index must not be empty.
+            rows: One entry for each index, None for an empty index. At least one index must not be
+                empty.
             queries: `[B, H, D]`, after the rotary embedding.
-            token: Keys `[B, G, 1, D]` and values `[B, G, 1, Dv]`.
-            resident: Ragged rows of sink and window, with an entry for each index.
+            token: Keys `[B, G, 1, D]` and values `[B, G, 1, Dv]` of the new tokens.
+            resident: Ragged rows of the attention sink and the local window, with one sequence for
+                each index.
             k: Rows to select per KV head.
-            graphs: As in `DecodesStep.decode_step`.
+            graphs: True if the decode step may be captured in a CUDA graph, to replay it later.
         """
         ...
 
 
 @runtime_checkable
 class JoinsBatch(Protocol):
-    """An index that can run a step together with other indexes of the same class.
+    """An index that can run its decode step in one batch with other indexes of the same class.
 
     The indexes may have different lengths.
     """
 
     def new_batch(self) -> IndexBatch:
-        """Return an object that runs steps of lists of such indexes."""
+        """Return an object that runs decode steps of several such indexes."""
         ...
 
     def batch_row(self, queries: Tensor, *, k: int) -> object:
-        """Return the data of this index that a joint step reads. Valid until the index changes.
+        """Return the data of this index that a decode step of several indexes reads.
 
-        The index must have batch size 1 and at least one token.
+        The data is valid until the index changes. The index must have batch size 1 and at least one
+        token.
 
         Args:
             queries: The queries of this sequence, `[1, H, D]`.
             k: Rows to select per KV head.
 
         Raises:
-            ValueError: As in `Attends.attend`.
+            ValueError: An argument is not allowed (see `Attends.attend`).
         """
         ...

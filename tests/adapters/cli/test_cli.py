@@ -138,8 +138,11 @@ def test_indexes_lists_all():
         (("--prompt-file", "TEXT", "--index", "exact:scale=2"), "got scale, which the model"),
         (("--prompt-file", "TEXT", "--index", "pariskv:preset=1"), "preset: got 1"),
         (("--prompt-file", "TEXT", "--json", "no/such/folder.json"), "json: got 'no/such/folder"),
-        (("--prompt", "Hi", "--save-cache", "no/such/folder"), "which is in no folder that exists"),
-        (("--prompt", "Hi", "--save-cache", "/tmp"), "folder: got '/tmp', which is there already"),
+        (
+            ("--prompt", "Hi", "--save-cache", "no/such/folder"),
+            "which has no existing parent folder",
+        ),
+        (("--prompt", "Hi", "--save-cache", "/tmp"), "folder: got '/tmp', which already exists"),
         (("--prompt", "Hi", "--load-cache", "nowhere"), "folder: got 'nowhere', which has no man"),
         (
             ("--prompt", "Hi", "--save-cache", "x", "--index", "none"),

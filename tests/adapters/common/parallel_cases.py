@@ -191,7 +191,7 @@ def what_a_decoder_of_heads_lacks_is_refused():
     with pytest.raises(UnsupportedError, match="got 2 ranks for 95 rows of the perceptron"):
         Decoder.of(odd, ranks=ranks)
     other = model_of("llama", num_hidden_layers=1 + dist.get_rank())
-    with pytest.raises(ValueError, match="heads: got layers = 2 on rank 1, allowed is what rank 0"):
+    with pytest.raises(ValueError, match="heads: got layers = 2 on rank 1, allowed is the value"):
         Decoder.of(other, ranks=ranks)
     shared = decoders("llama")[1]
     with pytest.raises(

@@ -104,7 +104,7 @@ def what_is_uneven_is_refused():
     with pytest.raises(UnsupportedError, match="got 2 ranks for 95 rows of the perceptron"):
         Decoder.of(odd, ranks=here())
     rank = dist.get_rank()
-    with pytest.raises(ValueError, match="heads: got kv_heads = 1 on rank 1, allowed is what rank"):
+    with pytest.raises(ValueError, match="heads: got kv_heads = 1 on rank 1, allowed is the value"):
         Decoder.of(model_of("llama", num_key_value_heads=2 - rank), ranks=here())
     with pytest.raises(ValueError, match=r"heads: got dtype = 'torch\.float16' on rank 1"):
         Decoder.of(model_of("llama").to((torch.float32, torch.float16)[rank]), ranks=here())

@@ -154,7 +154,7 @@ def test_folders_of_others_are_refused_and_the_session_stays_empty(decoder, tmp_
         session.save(folder)
     decoder.read(ids_of(60), session)
     session.save(folder)
-    with pytest.raises(OSError, match="which is there already"):
+    with pytest.raises(OSError, match="which already exists"):
         session.save(folder)
     with pytest.raises(ValueError, match="session: got one that holds 60 tokens, allowed is an"):
         session.load(folder)

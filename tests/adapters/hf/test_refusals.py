@@ -99,7 +99,7 @@ def test_what_is_no_model_is_refused():
         ({"layer_options": {0: 1}}, r"layer_options\[0\]: got 1, allowed is a mapping"),
         (
             {"index": "quest", "coverage": 0.9},
-            "coverage: got 0.9, allowed is None: Quest does not know",
+            "coverage: got 0.9, allowed is None: Quest does not estimate",
         ),
         (
             {"index": "quest+reuse", "coverage": 0.9},

@@ -190,7 +190,7 @@ def test_a_share_is_above_0_and_up_to_1(device, share):
 def test_options_of_a_line():
     case = Case()
     with pytest.raises(
-        ValueError, match=r"device_fraction: got 0.5 with store='host', allowed with"
+        ValueError, match=r"device_fraction: got 0.5 with store='host', allowed only"
     ):
         case.index("exact", store="host", device_fraction=0.5)
     with pytest.raises(ValueError, match="device_fraction: got 2"):
@@ -205,7 +205,9 @@ def test_options_of_a_line():
 
 
 def test_one_tensor_is_in_one_place(device):
-    with pytest.raises(ValueError, match="store: got 'auto' for one tensor on cuda:7, allowed is"):
+    with pytest.raises(
+        ValueError, match="store: got 'auto' for a TensorStore on cuda:7, allowed is"
+    ):
         TensorStore(replace(GEOMETRY, device=device), "auto")
 
 
@@ -414,7 +416,7 @@ def test_wrappers_tell_where_rows_are(place):
     assert (index.placement().device, index.placement().host) == (1200, 0)
     plain = CASE.index("exact", backend="torch", device=place)
     assert capability(plain, PlacesRows) is None
-    with pytest.raises(TypeError, match="store: got a TensorStore, allowed for a placement is"):
+    with pytest.raises(TypeError, match="store: got a TensorStore, which cannot report where"):
         plain.placement()
 
 

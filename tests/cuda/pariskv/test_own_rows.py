@@ -78,6 +78,6 @@ def test_of_others_a_search_is_fused_and_rows_are_fetched(store, why):
     assert_same_hits(hits, theirs.search(queries, k=20))
     assert torch.equal(index.fetch(hits).values, theirs.fetch(hits).values)
     assert not index.attends
-    with pytest.raises(ValueError, match="attend: got an index with backend='cuda' whose rows"):
+    with pytest.raises(ValueError, match="attend: got an index with backend='cuda', but no"):
         index.attend(queries, ResidentRows(GEOMETRY, 2, 1), k=20)
     assert re.search(why, index.explain())

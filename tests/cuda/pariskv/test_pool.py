@@ -290,7 +290,7 @@ def test_only_indexes_that_can_are_rows_of_a_batch(device):
     case = Case(q_heads=4, head_dim=32, value_dim=32, batch=2, device=device)
     index = case.index("pariskv", backend="cuda", store="device")
     index.append(*case.tokens(5))
-    with pytest.raises(ValueError, match="batch_row: got a batch of 2, allowed is 1"):
+    with pytest.raises(ValueError, match="batch_row: got an index with 2 sequences, allowed is 1"):
         index.batch_row(case.queries(), k=3)
     with pytest.raises(ValueError, match="queries: got shape"):
         index.batch_row(case.queries()[:1], k=3)

@@ -68,10 +68,10 @@ def test_a_replay_is_a_call(setup, name):
 def test_ids_that_a_graph_would_hold_to_the_hosts_length_are_refused(setup, monkeypatch):
     index, *_, hits = setup("pariskv")
     monkeypatch.setattr(DeferredChecks, "_captured", lambda self: True)
-    with pytest.raises(RuntimeError, match="graph: got ids that are checked against"):
+    with pytest.raises(RuntimeError, match="graph: got a call, such as fetch, that checks"):
         index.fetch(hits)
     monkeypatch.setattr(ParisKVExecutor, "length", None)
-    with pytest.raises(RuntimeError, match="graph: got ids that are checked against"):
+    with pytest.raises(RuntimeError, match="graph: got a call, such as fetch, that checks"):
         index.attend_hits(CASE.queries(), hits, ResidentRows(index.geometry, 1, 1))
 
 

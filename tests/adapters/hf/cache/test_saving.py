@@ -179,7 +179,7 @@ def test_what_cannot_be_saved_or_loaded_is_said_in_words(model, folder, tmp_path
         cache.load(folder)
         with pytest.raises(ValueError, match="cache: got one that holds 40 tokens, allowed is an"):
             cache.load(folder)
-        with pytest.raises(OSError, match=r"folder: got .* which is there already"):
+        with pytest.raises(OSError, match=r"folder: got .* which already exists"):
             cache.save(folder)
         cache.layers.append(SimpleNamespace(keys=[1]))
         with pytest.raises(ValueError, match="allowed to be saved are tensors and numbers"):

@@ -119,7 +119,7 @@ def test_an_index_that_needs_it_is_refused_without_it():
         needs_rope = True
 
     geometry = dict(q_heads=2, kv_heads=2, head_dim=16)
-    with pytest.raises(ValueError, match=r"rope: got None, allowed are the inverse .* Needs needs"):
+    with pytest.raises(ValueError, match=r"rope: got None, but Needs needs the inverse freq"):
         Needs(**geometry)
     assert len(Needs(**geometry, rope=torch.ones(8)).geometry.rope) == 8
     with pytest.raises(ValueError, match="rope: got None"), kvhf.attach(build("glm4"), index=Needs):
