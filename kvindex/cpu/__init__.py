@@ -1,6 +1,7 @@
-"""The backend for CPUs: compiled versions of `kvindex.ops`, and executors for ParisKV.
+"""The backend for CPUs: compiled versions of the functions in `kvindex.ops`, and of ParisKV.
 
-It needs Numba. Kernels are compiled when they first run, and the compiled code is stored on disk.
+The backend needs Numba. Kernels are compiled when they first run, and the compiled code is stored
+on disk.
 """
 
 from __future__ import annotations
@@ -40,7 +41,11 @@ __all__ = [
 
 
 def ready(device: torch.device) -> None:
-    """Raise ValueError for a device that is not a CPU."""
+    """Check that the backend can run on `device`.
+
+    Raises:
+        ValueError: The device is not a CPU.
+    """
     if device.type != "cpu":
         raise ValueError(f"device: got {device} with backend='cpu', allowed is 'cpu'")
 
@@ -48,19 +53,29 @@ def ready(device: torch.device) -> None:
 def store(
     geometry: Geometry, place: str, row_codec: str = "plain", device_fraction: float | None = None
 ) -> CompiledStore:
-    """Create a store for rows: tensors on the CPU, as in plain torch."""
+    """Create a store for rows (keys and values of tokens), which keeps them in tensors on the CPU.
+
+    Args:
+        geometry: Sizes of heads and vectors.
+        place: Memory of the rows, "device" or "host"; both are the CPU's memory here.
+        row_codec: Codec that compresses the rows, or "plain".
+        device_fraction: Ignored, because all rows are in the CPU's memory.
+    """
     return CompiledStore(geometry, place, row_codec)
 
 
 def accelerate(
     geometry: Geometry, config: object, constants: Mapping[str, Tensor]
 ) -> Executor | None:
-    """Create the executor that runs an index with kernels; None if they do not support the index.
+    """Create an executor, which runs an index with compiled kernels.
 
     Args:
         geometry: Sizes of heads and vectors.
         config: Configuration of the index; only ParisKV's is supported.
         constants: Rotation and magnitude levels of a ParisKV index.
+
+    Returns:
+        The executor, or None if the kernels do not support the index.
     """
     if not isinstance(config, ParisKVConfig) or supported.refusal(config, geometry):
         return None
@@ -70,7 +85,7 @@ def accelerate(
 
 
 def refusal(geometry: Geometry, config: object) -> str:
-    """Return why `accelerate` returns None, or "none"."""
+    """Return why the kernels do not support an index, or "none" if they support it."""
     if not isinstance(config, ParisKVConfig):
         return f"config: got {type(config).__name__}, allowed is ParisKVConfig"
     return supported.refusal(config, geometry) or "none"

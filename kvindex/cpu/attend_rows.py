@@ -1,4 +1,4 @@
-"""Attend to selected rows and to resident rows (sink and window), with one kernel."""
+"""Attend to selected rows and to resident rows (sink and local window), with one kernel."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ def attending(
     resident: ResidentRows,
     resident_state: ResidentState,
 ) -> tuple[np.ndarray, np.ndarray, threads.Part]:
-    """Allocate the output, and return a function that computes attention for a part of the groups.
+    """Prepare attention: allocate the output, and return a function that computes it.
 
-    A group is one KV head of one sequence with its query heads. There are `B·G` groups.
+    A group is one KV head of one sequence with its query heads. There are `B·G` groups. Each thread
+    calls the returned function for some of the groups (`threads.run`).
 
     Args:
         geometry: Sizes of heads and vectors.
-        rows: Addresses of each group's rows, int64 `[B·G]`.
+        rows: Address of each group's first row, int64 `[B·G]`.
         row_bytes: Bytes of a row.
-        most: Largest number of parts into which the groups are divided, one part per thread.
+        most: Largest number of threads among which the groups are divided.
         queries: Float32 `[B·G, g, D]`.
-        ids: Int64 `[B·G, K]`.
-        log_weight: Float32 `[B, H, K]`, or None.
+        ids: Token ids of the selected rows, int64 `[B·G, K]`; negative ids are unused.
+        log_weight: Log weights of the selected rows, float32 `[B, H, K]`, or None if all are zero.
         resident: Rows in the sink and the window.
         resident_state: Addresses of `resident`.
 

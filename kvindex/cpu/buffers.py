@@ -1,4 +1,4 @@
-"""Buffers for intermediate results, allocated once per thread and shared by all indexes."""
+"""Buffers for intermediate results. Each thread has its own, which all indexes share."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ import numpy as np
 Room = TypeVar("Room")
 
 MOST_ROOMS = 64
-"""Number of keys for which `Buffers.room` stores arrays. Layers differ in few shapes."""
+"""Largest number of keys for which `Buffers.room` stores arrays.
+
+A key is a tuple of sizes, and the layers of a model have few different sizes.
+"""
 
 
 class Buffers(threading.local):
-    """Named arrays that keep their memory between calls. The next caller overwrites them."""
+    """Arrays that are reused between calls, so that their memory is allocated once per thread.
+
+    An array is identified by a name. The next caller that asks for the same name overwrites it.
+    """
 
     def __init__(self) -> None:
         self._memory: dict[str, np.ndarray] = {}
@@ -24,7 +30,10 @@ class Buffers(threading.local):
         self._rooms: dict[Any, Any] = {}
 
     def array(self, name: str, dtype: Any, *shape: int) -> np.ndarray:
-        """Return an array of this shape with undefined contents; a name always has one dtype."""
+        """Return the array `name` in the given shape, with undefined contents.
+
+        All calls with the same name must have the same dtype.
+        """
         last = self._last.get(name)
         if last is not None and last.shape == shape:
             return last
@@ -37,7 +46,7 @@ class Buffers(threading.local):
         return made
 
     def room(self, key: Any, make: Callable[[], Room]) -> Room:
-        """Return the arrays that `make` creates. `make` is called once per thread and key."""
+        """Return the arrays that `make()` has created for `key`; call `make` if there are none."""
         made: Room | None = self._rooms.get(key)
         if made is None:
             made = make()

@@ -1,4 +1,4 @@
-"""Fetch: gather full-precision rows by id, compiled."""
+"""Compiled version of `kvindex.ops.fetch`: gather rows (keys and values) by their token ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvindex.ops import fetch as reference
 
 
 def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
-    """Compiled version of `ops.fetch.gather_rows`.
+    """Gather rows by their ids; compiled version of `ops.fetch.gather_rows`.
 
     Raises:
         IndexError: An id is not below the number of rows.
@@ -22,7 +22,9 @@ def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
     (B, G, K), shape = ids.shape, table.shape[3:]
     wanted = views.array(ids, B * G, K)
     if wanted.size and wanted.max() >= table.shape[2]:
-        raise IndexError(f"ids: got {wanted.max()}, allowed is below {table.shape[2]}")
+        raise IndexError(
+            f"ids: got {wanted.max()}, allowed is below {table.shape[2]}, the number of rows"
+        )
     found = torch.empty((B, G, K, *shape), dtype=table.dtype)
     if not found.numel():
         return found

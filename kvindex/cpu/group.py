@@ -1,4 +1,4 @@
-"""Group policy, compiled: how the query heads that share a KV head agree on one list of rows."""
+"""Compiled version of `kvindex.ops.group`: one score per row for all query heads of a KV head."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def agree(
     softcap: float | None,
     sizes: Tensor | None = None,
 ) -> Tensor:
-    """Compiled version of `ops.group.agree`."""
+    """Compute one score of each row for the whole group; compiled version of `ops.group.agree`."""
     B, G, heads, C = estimates.shape
     plain = estimates.dtype == torch.float32 and views.on_cpu(estimates)
     if heads == 1 or C == 0 or policy not in COMPILED or not plain:

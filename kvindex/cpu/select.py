@@ -1,4 +1,7 @@
-"""Top-k selection and candidates by score, compiled. Equal scores go to the lower id."""
+"""Compiled version of `kvindex.ops.select`: select the keys or rows with the largest scores.
+
+Of equal scores, the one with the lower id is selected.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from kvindex.ops import select as reference
 
 
 def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Compiled version of `ops.select.top_k`."""
+    """Select the `k` largest scores and their positions; compiled version of `ops.select.top_k`."""
     if scores.dtype != torch.float32 or not views.on_cpu(scores):
         return reference.top_k(scores, k)
     outer = scores.shape[:-1]
@@ -28,7 +31,7 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def candidates(votes: Tensor, limits: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Compiled version of `ops.select.candidates`."""
+    """Select candidates by their votes; compiled version of `ops.select.candidates`."""
     if votes.dtype != torch.int32 or not views.on_cpu(votes):
         return reference.candidates(votes, limits, valid)
     B, G, g, n = votes.shape
@@ -54,7 +57,7 @@ def candidates(votes: Tensor, limits: Tensor, valid: Tensor | None = None) -> Te
 
 
 def compact(chosen: Tensor) -> Tensor:
-    """Compiled version of `ops.select.compact`."""
+    """List the positions of True elements; compiled version of `ops.select.compact`."""
     if not views.on_cpu(chosen):
         return reference.compact(chosen)
     outer = chosen.shape[:-1]

@@ -1,4 +1,4 @@
-"""Addresses of an index's codes and rows, which kernels read in a decode step."""
+"""Memory addresses of an index's codes and rows, from which the kernels of a search read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CODES = "signs", "magnitudes", "weights", "fractions", "centers"
 
 
 def addresses(tensor: Tensor) -> np.ndarray:
-    """Return the address of each `[b, g]` of a tensor `[B, G, …]`, int64 `[B·G]`."""
+    """Return the memory address of each `tensor[b, g]` of a tensor `[B, G, …]`, int64 `[B·G]`."""
     batch, heads = places(*tensor.shape[:2])
     steps = batch * tensor.stride(0) + heads * tensor.stride(1)
     at: np.ndarray = tensor.data_ptr() + steps * tensor.element_size()
@@ -30,13 +30,16 @@ def addresses(tensor: Tensor) -> np.ndarray:
 
 @lru_cache
 def places(batch: int, heads: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return `b` and `g` of each of the `B·G` groups, int64."""
+    """Return the indices `b` and `g` of all `B·G` pairs of sequence and KV head, int64 `[B·G]`."""
     pairs = np.indices((batch, heads), dtype=np.int64).reshape(2, -1)
     return pairs[0], pairs[1]
 
 
 def compact(tensor: Tensor) -> Tensor:
-    """Return the tensor `[B, G, N, …]`, or a copy without gaps in the axes from `N` on."""
+    """Return a tensor `[B, G, N, …]` whose last axes, from `N` on, are contiguous in memory.
+
+    The result is a copy only if they are not contiguous in `tensor`.
+    """
     shape = tensor.shape[2:]
     if tensor.stride()[2:] == tuple(prod(shape[i + 1 :]) for i in range(len(shape))):
         return tensor
@@ -45,22 +48,24 @@ def compact(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class State:
-    """Addresses of codes, each int64 `[2, B·G]`.
+    """Addresses of an index's codes and rows, and statistics that the kernels read.
 
-    Entry 0 has the addresses of full blocks. Entry 1 has those of the open block, or 0 if no block
-    is open.
+    `signs`, `magnitudes`, `weights`, `fractions` and `centers` are addresses, int64 `[2, B·G]`:
+    `[0]` in the full blocks, and `[1]` in the last, partly filled block, or 0 if all are full.
 
     Attributes:
-        valid: Addresses of flags, int64 `[B·G]`, or 0.
+        valid: Addresses of the masks of valid tokens, int64 `[B·G]`; 0 if all tokens are valid.
         length: Number of tokens.
         full: Number of tokens in full blocks.
-        scales: Scales of weights, float64 `[B·G]`.
-        factors: Integer factor of each weight code (a byte), int32 `[B·G, 256]`.
+        scales: Powers of two above all weights of a group, float64 `[B·G]`.
+        factors: Integer that votes are multiplied by, for each upper byte of a logarithmic weight,
+            int32 `[B·G, 256]`.
         regression: Matrices of the sign regression, float32 `[B·G, D, D]`, or `[B·G, 0, 0]` without
             a regression.
-        rows: Addresses of the store's rows, int64 `[B·G]`.
+        rows: Address of each group's first row in the store, int64 `[B·G]`.
         row_bytes: Bytes of a row.
-        held: The tensors whose addresses these are, so that they are not freed.
+        held: Tensors to which the addresses belong. They are referenced here so that their memory
+            is not freed.
     """
 
     signs: np.ndarray
@@ -80,14 +85,18 @@ class State:
 
     @lazy
     def limits(self) -> dict[int, np.ndarray]:
-        """Cache of the number of candidates of each group, int64 `[B·G]`, by `k`."""
+        """Cache: number of rows `k` -> number of candidates of each group, int64 `[B·G]`."""
         return {}
 
     @staticmethod
     def of(contents: Contents, codes: BlockColumns, heads: int, factors: Tensor | None) -> State:
-        """Collect the addresses for the contents of an index.
+        """Collect the addresses of an index's codes and rows.
 
-        `factors` is the result of `ops.codes.log_factors`, or None where votes ignore weights.
+        Args:
+            contents: Contents of the index.
+            codes: Codes of full blocks.
+            heads: Number of KV heads.
+            factors: Result of `ops.codes.log_factors`, or None if votes ignore weights.
         """
         batch = len(contents.counts)
         full: Codes = {name: codes[name] for name in codes} if len(codes) else {}
@@ -126,14 +135,14 @@ class State:
 
 
 def regressions(contents: Contents, groups: int) -> np.ndarray:
-    """Return `State.regression` for the contents of an index."""
+    """Return the matrices of the sign regression, float32 `[B·G, D, D]` (`State.regression`)."""
     if contents.regression is None:
         return np.empty((groups, 0, 0), np.float32)
     return contents.regression().float().contiguous().flatten(0, 1).numpy()
 
 
 def weighed(parts: list[Codes], groups: int, factors: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return weight scales float64 `[B·G]` and integer factors int32 `[B·G, 256]`."""
+    """Compute the numbers by which weights multiply votes: `State.scales` and `State.factors`."""
     some = [part["weights"].flatten(2).amax(2) for part in parts if part]
     largest = torch.stack(some).amax(0).flatten()
     scale = coding.weight_scale(largest)
@@ -144,9 +153,10 @@ def weighed(parts: list[Codes], groups: int, factors: Tensor) -> tuple[np.ndarra
 
 @dataclass(frozen=True)
 class ResidentState:
-    """Addresses of resident rows and of their mask, int64 `[B·G]`.
+    """Addresses of the resident rows (sink and window) and of their mask, int64 `[B·G]` each.
 
-    `made_of` contains the tensors with these addresses, so that they are not freed.
+    `made_of` references the tensors to which the addresses belong, so that their memory is not
+    freed.
     """
 
     rows: np.ndarray
@@ -156,7 +166,10 @@ class ResidentState:
 
     @staticmethod
     def of(resident: ResidentRows, before: ResidentState | None) -> ResidentState:
-        """Return the addresses for `resident`; reuse them if the tensors are the same."""
+        """Return the addresses of the tensors in `resident`.
+
+        `before` is the result of the previous call, which is returned if the tensors are the same.
+        """
         rows, mask = resident.rows, resident.mask
         if before is not None and before.made_of[0] is rows and before.made_of[1] is mask:
             return before

@@ -1,4 +1,4 @@
-"""A row store with torch tensors, from which kernels gather rows and to which they attend."""
+"""A store for rows (keys and values) in torch tensors, which compiled kernels read."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ from kvindex.storage.store import TensorStore
 
 
 class CompiledStore(TensorStore):
-    """A `TensorStore` that attends to its rows (`AttendsToRows`), unless they are quantized."""
+    """A `TensorStore` whose rows are gathered by a compiled kernel.
+
+    If rows are not quantized, another kernel computes attention over the rows directly
+    (`AttendsToRows`).
+    """
 
     _resident_state: ResidentState | None = None
 
     @property
     def attends(self) -> bool:
-        """True if rows are stored unquantized."""
+        """True if `attend` is supported: rows are not quantized."""
         return self.row_codec == "plain"
 
     def gather(self, ids: Tensor) -> Rows:
-        """Gather rows by id, as `TensorStore.gather`."""
+        """Return the keys and values of the tokens `ids`."""
         return (
             self._decoded(gather_rows(self._columns["rows"], ids), ids)
             if len(self)
@@ -34,7 +38,7 @@ class CompiledStore(TensorStore):
         )
 
     def attend(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """Attend to rows by id, as `AttendsToRows.attend`."""
+        """Compute attention over the rows that a search selected and over the resident rows."""
         g, (batch, heads, D) = self._geometry, queries.shape
         folded = views.array(queries.float(), batch * g.kv_heads, g.group_size, D)
         ids = views.array(hits.ids, len(folded), hits.ids.shape[-1])

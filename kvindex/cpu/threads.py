@@ -1,8 +1,8 @@
-"""Run the parts of a kernel in parallel, on a pool of threads.
+"""Run a kernel on several threads, each of which does a part of the work.
 
-The pool has as many threads as torch uses. Numba's own parallel regions are not used, because they
-terminate the process in two cases: in a forked child, and (with Numba's layer `workqueue`) if two
-threads enter them at the same time.
+The pool has as many threads as torch uses. Numba's `parallel=True` is not used, because it
+terminates the process in two cases: in a forked child, and (with the threading layer `workqueue`)
+if two threads run parallel code at the same time.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ _lock = Lock()
 
 
 def parts_of(most: int) -> int:
-    """Return how many parts `run` makes: the number of torch's threads, at most `most`."""
+    """Return how many threads `run` uses: the number of torch's threads, at most `most`."""
     return max(1, min(torch.get_num_threads(), most))
 
 
 def run(part: Part, most: int) -> None:
-    """Call `part(i, parts)` for each `i` below `parts`, in parallel."""
+    """Call `part(i, parts)` in parallel for `i` from 0 to `parts - 1`, and wait for all calls.
+
+    `parts` is the number of torch's threads, at most `most`. An error in a call is raised again.
+    """
     parts = parts_of(most)
     if parts == 1:
         part(0, 1)
@@ -64,7 +67,7 @@ def _serve(work: SimpleQueue[tuple[Part, int, int, SimpleQueue[BaseException | N
 
 
 def _forget() -> None:
-    """Forget the parent's threads in a forked child process; the child starts its own."""
+    """Empty the pool in a forked child process, which has none of the parent's threads."""
     global _work, _lock
     _work, _lock = SimpleQueue(), Lock()  # another thread of the parent may hold the lock
     _threads.clear()

@@ -1,4 +1,4 @@
-"""Compiled versions of `ops.units`: rows of the best units (clusters, segments or pages)."""
+"""Compiled version of `kvindex.ops.units`: rows of the best clusters, segments or pages (units)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def best_rows(
     k: int,
     singles: Tensor | None = None,
 ) -> Hits:
-    """Compiled version of `ops.units.best_rows`."""
+    """Return `k` rows of the best units, such as clusters; compiled `ops.units.best_rows`."""
     if scores.dtype != torch.float32 or not views.on_cpu(scores, members):
         return reference.best_rows(scores, starts, sizes, members, k, singles)
     (B, G, U), S = scores.shape, starts.shape[-1]
@@ -43,7 +43,7 @@ def best_rows(
 
 
 def walk(sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Compiled version of `ops.units.walk`."""
+    """Find the unit (such as a cluster) of each row; compiled version of `ops.units.walk`."""
     if not views.on_cpu(sizes):
         return reference.walk(sizes, k)
     outer = sizes.shape[:-1]

@@ -1,4 +1,4 @@
-"""Convert tensors to arrays that kernels accept: contiguous, on a CPU, of one dtype."""
+"""Convert tensors to contiguous numpy arrays, which kernels accept."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import numpy as np
 from torch import Tensor
 
 PARTS_FROM = 2**16
-"""Amount of work, in numbers, above which several threads are faster than one."""
+"""Number of tensor elements to process above which several threads are faster than one."""
 
 
 def array(tensor: Tensor, *shape: int) -> np.ndarray:
-    """Return a tensor's numbers as an array of this shape, which may be a copy."""
+    """Return the tensor as a numpy array of the given shape, copied only if not contiguous."""
     plain = tensor.detach() if tensor.requires_grad else tensor
     made: np.ndarray = plain.contiguous().numpy()
     return made.reshape(shape)
 
 
 def dense_rows(tensor: Tensor) -> bool:
-    """Return True if each entry `[...]` of a tensor `[B, G, N, ...]` is contiguous in memory."""
+    """Return True if each `tensor[b, g, n]` of a tensor `[B, G, N, ...]` is contiguous."""
     shape, steps = tensor.shape[3:], tensor.stride()[3:]
     return all(
         size == 1 or step == prod(shape[i + 1 :])
@@ -28,10 +28,10 @@ def dense_rows(tensor: Tensor) -> bool:
 
 
 def on_cpu(*tensors: Tensor) -> bool:
-    """Return True if kernels can read the memory of all tensors."""
+    """Return True if all tensors are in the CPU's memory."""
     return all(tensor.is_cpu for tensor in tensors)
 
 
 def parts(work: int, most: int) -> int:
-    """Return how many threads are worthwhile for an amount of work, at most `most`."""
+    """Return the largest useful number of threads for `work` tensor elements: `most` or 1."""
     return most if work > PARTS_FROM else 1

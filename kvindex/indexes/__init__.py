@@ -1,1 +1,1 @@
-"""The indexes, one per file. `kvindex.names()` lists their names."""
+"""The index classes, one per file. `kvindex.names()` returns the names of all indexes."""

@@ -1,7 +1,7 @@
-"""ActQKV: selects pages by a probe query, a weighted mean of the latest queries.
+"""ActQKV: selects pages of tokens with a probe query, which is a weighted mean of recent queries.
 
 Xiao et al., Activation-aware Probe-Query: Effective Key-Value Retrieval for Long-Context LLMs
-Inference (arXiv 2502.13542). docs/indexes/actqkv.md says what is simplified.
+Inference (arXiv 2502.13542). docs/indexes/actqkv.md lists the differences from the paper.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ class ActQKVConfig:
 
     Args:
         page: Tokens per page.
-        window: Number of queries that make up the probe, including the one that `search` gets.
-        group: How the query heads of a group agree (`kvindex.ops.group`).
+        window: Number of queries from which the probe is computed: the query that is passed to
+            `search`, and the newest queries before it.
+        group: Rule by which the query heads that share a KV head agree on rows
+            (`kvindex.ops.group`).
     """
 
     page: int = 16
@@ -42,11 +44,12 @@ class ActQKVConfig:
 
 
 class ActQKV(PagedIndex, PromptQueriesIndex):
-    """Selects whole pages by the inner product of a probe query with their mean key.
+    """Selects whole pages by the inner product of a probe query and the page's mean key.
 
-    The probe is the mean of the latest queries, weighted by how far each is from their plain mean.
-    The query that `search` gets replaces the newest observed one. If no query was observed, the
-    probe is the query that `search` gets. In `Hits.scores`, each row has the score of its page.
+    The probe is the mean of the latest queries, where a query has more weight the farther it is
+    from their unweighted mean. The query that is passed to `search` replaces the newest query that
+    was passed to `observe_queries`. If none was observed, it is the probe. In `Hits.scores`, each
+    row has the score of its page.
 
     Source: Xiao et al., Activation-aware Probe-Query (arXiv 2502.13542).
     """
@@ -57,19 +60,19 @@ class ActQKV(PagedIndex, PromptQueriesIndex):
 
     @property
     def depends_on_queries(self) -> bool:
-        """Always True, because a search uses the queries that were observed before it."""
+        """True, because the result of a search depends on the queries that were observed before."""
         return True
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """Store the newest queries `[B, H, T, D]` of the tokens `positions`, for the next probe.
+        """Store the newest queries `[B, H, T, D]` of the tokens `positions`, for later searches.
 
-        Numbers that are not finite count as 0.
+        NaN and infinite coordinates count as 0.
         """
         queries = self._checked_queries(queries, positions)
         self._sample_queries(queries, positions, self.config.window)
 
     def _probes(self, queries: Tensor) -> Tensor:
-        """Return the probe of each head, float32 `[B, H, D]`, for queries `[B, H, D]`."""
+        """Return the probe of each query head, float32 `[B, H, D]`, for a search with `queries`."""
         observed, window = self._observed, queries[:, :, None].float()
         if observed is None:
             return window[:, :, 0]
@@ -107,14 +110,14 @@ class ActQKV(PagedIndex, PromptQueriesIndex):
 
 
 def probe(window: Tensor, counted: Tensor) -> Tensor:
-    """Return the mean of a window's queries, weighted by their activation bias.
+    """Compute the probe: the mean of the latest queries, weighted by their activation bias.
 
-    The activation bias of a query is its squared distance from the plain mean, divided by the sum
-    of these distances over all queries. If all queries are equal, they get equal weights.
+    The activation bias of a query is its squared distance from the unweighted mean, divided by the
+    sum of these distances over all queries. If all queries are equal, they get equal weights.
 
     Args:
-        window: Float32 `[B, H, W, D]`.
-        counted: Bool `[B, W]`, which queries to include, at least one.
+        window: The latest `W` queries, float32 `[B, H, W, D]`.
+        counted: Bool `[B, W]`, True for queries to include, at least one in each sequence.
 
     Returns:
         Float32 `[B, H, D]`.

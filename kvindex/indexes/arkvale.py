@@ -1,7 +1,7 @@
-"""ArkVale: selects pages by a bounding volume of their keys, a cuboid or a ball.
+"""ArkVale: selects pages of tokens by a volume around their keys, a cuboid or a ball.
 
 Chen et al., ArkVale: Efficient Generative LLM Inference with Recallable Key-Value Eviction
-(NeurIPS 2024). The paper calls the center and radius of a page its digest.
+(NeurIPS 2024). The paper calls the center and the radius of the volume the page's digest.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ class ArkValeConfig:
 
     Args:
         page: Tokens per page (published: 32).
-        volume: Shape around the center of a page: "cuboid" has a radius for each coordinate
-            (published code), "ball" one radius, and "center" none. The center is halfway between
-            the minimum and the maximum of each coordinate.
-        radius: "mean": the mean distance of the keys from the center (published code), so some keys
-            are outside the volume. "max": the maximum, so the score of a page is an upper bound of
-            the inner products with its keys.
-        group: How the query heads of a group agree (`kvindex.ops.group`).
+        volume: Shape of the volume around the keys of a page: a "cuboid" with a radius for each
+            coordinate (as in the authors' code), a "ball" with one radius, or the "center" alone.
+            The center is halfway between the minimum and the maximum of each coordinate.
+        radius: "mean": the mean distance of the keys from the center (as in the authors' code), so
+            that some keys are outside the volume. "max": the maximum distance, so that the score of
+            a page is an upper bound of the inner products with its keys.
+        group: Rule by which the query heads that share a KV head agree on rows
+            (`kvindex.ops.group`).
     """
 
     page: int = 32
@@ -50,9 +51,10 @@ class ArkValeConfig:
 
 
 class ArkVale(PagedIndex):
-    """Selects whole pages by the query's largest inner product with any point of their volumes.
+    """Selects whole pages. A page's score is the query's largest inner product with a point in it.
 
-    In `Hits.scores`, each row has the score of its page.
+    The points are those of the volume around the page's keys (option `volume`). In `Hits.scores`,
+    each row has the score of its page.
 
     Source: Chen et al., ArkVale (NeurIPS 2024).
     """

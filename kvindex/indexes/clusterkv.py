@@ -1,4 +1,4 @@
-"""ClusterKV: selects whole k-means clusters of keys with similar directions.
+"""ClusterKV: selects whole clusters of keys with similar directions, which k-means finds.
 
 Liu et al., ClusterKV: Manipulating LLM KV Cache in Semantic Space for Recallable Compression
 (arXiv 2412.03213).
@@ -18,14 +18,15 @@ from kvindex.ops import group
 
 @dataclass(frozen=True)
 class ClusterKVConfig:
-    """Options of ClusterKV. The defaults are the published ones.
+    """Options of ClusterKV. The defaults are those of the paper.
 
     Args:
-        per_cluster: Average keys per cluster of the prompt.
-        block: Number of later tokens that are clustered together.
-        block_clusters: Clusters per block.
+        per_cluster: Average number of keys in a cluster of the prompt.
+        block: Number of tokens after the prompt that are clustered together.
+        block_clusters: Number of clusters into which such a block is divided.
         iterations: Maximum number of k-means iterations.
-        group: How the query heads of a group agree (`kvindex.ops.group`).
+        group: Rule by which the query heads that share a KV head agree on rows
+            (`kvindex.ops.group`).
         seed: Seed for the starting points of k-means.
     """
 
@@ -41,7 +42,8 @@ class ClusterKVConfig:
         check.at_least("block", self.block, 1)
         if check.at_least("block_clusters", self.block_clusters, 1) > self.block:
             raise ValueError(
-                f"block_clusters: got {self.block_clusters}, allowed is 1 to block = {self.block}"
+                f"block_clusters: got {self.block_clusters}, allowed is 1 to {self.block}, the "
+                "value of block"
             )
         check.at_least("iterations", self.iterations, 0)
         check.one_of("group", self.group, group.POLICIES)
@@ -49,7 +51,7 @@ class ClusterKVConfig:
 
 
 class ClusterKV(ClusteredIndex):
-    """Selects whole clusters by `q·c`, where `c` is the mean of a cluster's keys.
+    """Selects whole clusters by the inner product of the query and the mean of a cluster's keys.
 
     In `Hits.scores`, all rows of a cluster have the cluster's score.
 

@@ -1,7 +1,9 @@
-"""CTkvr: uses prompt queries as centroids, each with a list of the keys it attends to most.
+"""CTkvr: uses queries of the prompt as centroids, and stores which keys each attends to most.
+
+A search finds the centroids that are most similar to its query, and ranks the keys in their lists.
 
 Lu et al., CTkvr: Efficient KV Cache Retrieval for Long-Context LLMs via Centroid-then-Token
-Indexing (2025), Algorithms 1 and 2. A search ranks the keys in the lists of similar centroids.
+Indexing (2025), Algorithms 1 and 2.
 """
 
 from __future__ import annotations
@@ -34,17 +36,19 @@ class CTkvrConfig:
     Args:
         most: Maximum number of centroids. A prompt of `n` queries gives `min(most, n / every)`
             centroids, at least one (paper: 2048).
-        every: Queries of the prompt per centroid (paper: 16).
-        choice: Which queries become centroids: "last" (paper), "first", "random" or "evenly"
-            (paper, Table 4).
-        probes: Centroids whose lists a search joins (paper: C' = 4).
-        rho: Keys per list (paper: 2.5 times the number of rows to retrieve, 512 or 1024).
-        update: Whether the query of each search replaces the oldest centroid (paper, section
-            3.1.3).
-        stale: Whether keys that are appended after the centroids were built stay out of the lists.
-        group: How the query heads of a group agree on the scored keys (`kvindex.ops.group`; paper:
-            "max_share").
-        seed: Seed for the choice of queries with `choice="random"`.
+        every: Number of queries of the prompt per centroid (paper: 16).
+        choice: Which queries of the prompt become centroids: the "last" ones (paper), the "first"
+            ones, "random" ones, or ones that are spread "evenly" (paper, Table 4).
+        probes: Number of centroids whose keys a search ranks (paper: C' = 4).
+        rho: Number of keys in the list of a centroid (paper: 2.5 times the number of rows to
+            retrieve, which is 512 or 1024).
+        update: True if the query of each search becomes a centroid and replaces the oldest one
+            (paper, section 3.1.3).
+        stale: True if keys that are appended after the centroids were built are not added to their
+            lists.
+        group: Rule by which the query heads that share a KV head agree on the ranked keys
+            (`kvindex.ops.group`; paper: "max_share").
+        seed: Seed for `choice="random"`.
     """
 
     most: int = 2048
@@ -69,13 +73,13 @@ class CTkvrConfig:
 
 @dataclass(frozen=True)
 class _State:
-    """State in addition to the learned tensors.
+    """Queries that are not yet centroids, and the order in which centroids are replaced.
 
     Args:
-        observed: The prompt's queries, until they become centroids.
-        pending: Arguments of `QueryLists.from_search` from the last search, until it becomes a
-            centroid.
-        oldest: The centroid to replace next.
+        observed: Queries of the prompt, until centroids are built from them.
+        pending: Arguments of `QueryLists.from_search` for the query of the last search, until this
+            query becomes a centroid.
+        oldest: Number of the centroid to replace next.
     """
 
     observed: PromptQueries | None = None
@@ -84,9 +88,9 @@ class _State:
 
 
 class CTkvr(BaseIndex):
-    """Finds the best keys of similar prompt queries and scores those keys exactly.
+    """Computes exact scores for the keys that similar queries of the prompt attend to most.
 
-    Without centroids (before `end_prompt`, or if no query was observed), a search scores all keys.
+    Before `end_prompt`, or if no query was observed, a search computes exact scores for all keys.
     `Hits.scores` contains the scores that the group policy computes from the exact `q·k`.
 
     Source: Lu et al., CTkvr (2025), Algorithms 1 and 2.
@@ -106,7 +110,7 @@ class CTkvr(BaseIndex):
 
     @property
     def depends_on_queries(self) -> bool:
-        """True if the queries of searches become centroids."""
+        """True if the query of a search becomes a centroid, so that it affects later searches."""
         return bool(self.config.update)
 
     def _undone(self, name: str) -> bool:
@@ -120,10 +124,10 @@ class CTkvr(BaseIndex):
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         """Receive the newest queries `[B, H, T, D]` of the tokens `positions`.
 
-        Until the prompt ends, the queries are candidates for centroids. Once there are centroids,
-        the query of the last search becomes one. If a call has several queries (a further prompt),
-        these become centroids too, with lists over all keys. Numbers that are not finite count as
-        0.
+        Until `end_prompt`, these queries are stored, and some of them become centroids. After it,
+        the query of the last search becomes a centroid. If a call then has several queries, as for
+        another prompt, they become centroids, too, with lists chosen from all keys. NaN and
+        infinite coordinates count as 0.
         """
         g, observed = self.geometry, self._state.observed
         batch = observed.queries.shape[0] if self._batch is None and observed else self._batch
@@ -144,14 +148,17 @@ class CTkvr(BaseIndex):
             self._state = replace(self._state, observed=updated)
 
     def end_prompt(self) -> None:
-        """End the prompt: build centroids now, or at the next append if the index is empty."""
+        """End the prompt: build the centroids.
+
+        If the index is empty, the next append builds them.
+        """
         if len(self) and self._state.observed:
             self._learned = self._build(self._state.observed, self.valid, self._blocks)
             self._state = replace(self._state, observed=None)
         self._prompt_ended = True
 
     def reorder(self, batch_indices: Tensor) -> None:
-        """Reorder the batch, including queries that were observed before the first append."""
+        """Reorder the sequences of the batch, and the queries observed before the first append."""
         observed = self._state.observed
         if self._batch is None and observed:
             rows = check.rows("batch_indices", batch_indices, observed.queries.shape[0])
@@ -162,7 +169,13 @@ class CTkvr(BaseIndex):
     # Centroids and their lists
 
     def _build(self, observed: PromptQueries, valid: Tensor | None, blocks: Blocks) -> Codes:
-        """Build centroids from the chosen queries (Algorithm 1); `valid` flags all tokens."""
+        """Choose centroids from the observed queries, and build their lists (Algorithm 1).
+
+        Args:
+            observed: Queries of the prompt.
+            valid: Mask of valid tokens, bool `[B, N]`, or None if all are valid.
+            blocks: Function that yields the keys of all tokens in blocks.
+        """
         queries, positions, config = observed.queries, observed.positions, self.config
         usable = are_real(queries)
         padded = torch.zeros(len(queries), dtype=torch.int64, device=queries.device)
@@ -180,7 +193,7 @@ class CTkvr(BaseIndex):
         }
 
     def _blocks(self, length: int | None = None) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """Yield the stored keys of the first `length` tokens in blocks."""
+        """Yield the stored keys of the first `length` tokens, in blocks of up to `BLOCK` tokens."""
         length = len(self) if length is None else length
         for start, rows in self._store.blocks(BLOCK):
             keys = rows.keys[:, :, : max(length - start, 0)]
@@ -190,7 +203,7 @@ class CTkvr(BaseIndex):
     # First in, first out
 
     def _enqueue(self, new: Codes) -> None:
-        """Replace the oldest centroids with new ones."""
+        """Replace the oldest centroids and their lists with new ones."""
         self._learned = replace_oldest(self._learned, new, self._state.oldest)
         oldest = self._oldest_after(new["known"].shape[1])
         self._state = replace(self._state, pending=None, oldest=oldest)
@@ -319,7 +332,7 @@ class CTkvr(BaseIndex):
         return Hits(ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, UNUSED), best)
 
     def _all_ids(self, batch: int) -> Tensor:
-        """Return all valid ids, int64 `[B, G, N]`, with -1 for invalid tokens."""
+        """Return the ids of all tokens, int64 `[B, G, N]`, with -1 in place of invalid tokens."""
         ids = torch.arange(len(self), device=self.geometry.device)
         ids = ids.expand(batch, self.geometry.kv_heads, -1)
         return ids if self.valid is None else ids.masked_fill(~self.valid[:, None], UNUSED)

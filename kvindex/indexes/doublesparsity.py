@@ -1,8 +1,9 @@
-"""Double Sparsity: ranks keys by a few of their coordinates, the label channels, stored in 4 bits.
+"""Double Sparsity: ranks all keys by a few of their coordinates, which are stored in 4 bits each.
+
+The paper calls these coordinates label channels, and chooses them by calibration.
 
 Yang et al., Post-Training Sparse Attention with Double Sparsity (arXiv 2408.07092, section 3).
-Calibration chooses the channels. docs/indexes/doublesparsity.md lists the differences from the
-published code.
+docs/indexes/doublesparsity.md lists the differences from the authors' code.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ class DoubleSparsityConfig:
     """Options of Double Sparsity.
 
     Args:
-        channels: Label channels per key; all channels if `head_dim` is smaller.
-        bits: Bits per label: 2, 4 (published) or 8. None stores labels in the layer's dtype.
-        queries: Number of the prompt's queries, evenly spread, that calibrate the channels.
-        group: How the query heads of a group agree (`kvindex.ops.group`).
+        channels: Number of coordinates that are stored per key, at most `head_dim`.
+        bits: Bits per stored coordinate: 2, 4 (published) or 8. None stores coordinates in the
+            layer's dtype.
+        queries: Number of queries, spread evenly over the prompt, by which the coordinates are
+            chosen.
+        group: Rule by which the query heads that share a KV head agree on rows
+            (`kvindex.ops.group`).
     """
 
     channels: int = 16
@@ -46,13 +50,14 @@ class DoubleSparsityConfig:
 
 
 class DoubleSparsity(PromptQueriesIndex):
-    """Ranks all keys by `Σ_{j in channels} q_j k_j`, with channels chosen for each KV head.
+    """Ranks all keys by the inner product `Σ_j q_j k_j` over a few channels `j` of each KV head.
 
-    Each sequence learns its channels once, from the first append that contains a valid token of it.
-    `channels`, int64 `[B, G, R]`, are those with the largest `mean |q_j| · mean |k_j|`, summed over
-    the heads of the group. If no query was observed before, the largest `mean |k_j|` decides.
-    `known`, bool `[B]`, flags the sequences that have learned their channels. `Hits.scores`
-    contains the scores that the group policy computes from the estimated `q·k`.
+    Channels are chosen once for each sequence, at the first append that contains a valid token of
+    the sequence. They are those with the largest `mean |q_j| · mean |k_j|`, summed over the query
+    heads of the group, or with the largest `mean |k_j|` if no query was observed before. The
+    learned tensors are `channels`, int64 `[B, G, R]`, and `known`, bool `[B]`, which is True for
+    sequences whose channels are chosen. `Hits.scores` contains the scores that the group policy
+    computes from the estimated `q·k`.
 
     Source: Yang et al., Double Sparsity (arXiv 2408.07092), section 3.
     """
@@ -62,9 +67,9 @@ class DoubleSparsity(PromptQueriesIndex):
     # Calibration
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """Keep a sample of the prompt's queries `[B, H, T, D]` to calibrate the channels.
+        """Store a sample of the prompt's queries `[B, H, T, D]`, from which channels are chosen.
 
-        Queries after `end_prompt` are ignored. Numbers that are not finite count as 0.
+        Queries after `end_prompt` are ignored. NaN and infinite coordinates count as 0.
         """
         queries = self._checked_queries(queries, positions)
         if not self._prompt_ended and len(positions):
@@ -73,7 +78,7 @@ class DoubleSparsity(PromptQueriesIndex):
             )
 
     def end_prompt(self) -> None:
-        """End the prompt: later queries do not calibrate."""
+        """End the prompt: queries that are observed later do not affect the choice of channels."""
         self._prompt_ended = True
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
@@ -91,10 +96,14 @@ class DoubleSparsity(PromptQueriesIndex):
         return {"channels": kept, "known": known | seen}
 
     def _activity(self, valid: Tensor | None, batch: int) -> Tensor:
-        """Return the summed absolute coordinates of the observed queries, float64 `[B, G, D]`.
+        """Sum the absolute values of each coordinate over the observed queries of a group.
 
-        Without observed queries, all entries are one. `valid`, bool `[B, N]` or None, flags the
-        valid tokens.
+        Args:
+            valid: Mask of valid tokens, bool `[B, N]`, or None if all are valid.
+            batch: Number of sequences `B`.
+
+        Returns:
+            Float64 `[B, G, D]`; ones if no query was observed.
         """
         g, observed = self.geometry, self._observed
         ones = torch.ones((batch, g.kv_heads, g.head_dim), dtype=torch.float64, device=g.device)
@@ -130,7 +139,7 @@ class DoubleSparsity(PromptQueriesIndex):
         return {"labels": codes, "scales": scales}
 
     def _labels(self) -> Tensor:
-        """Return the labels as float32 `[B, G, N, R]`."""
+        """Decode the stored coordinates of all keys, float32 `[B, G, N, R]`."""
         labels, bits = self._codes["labels"], self.config.bits
         if bits is None:
             return labels.float()

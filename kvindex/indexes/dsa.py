@@ -1,8 +1,9 @@
-"""DSA: the lightning indexer of DeepSeek Sparse Attention, whose small heads choose rows.
+"""DSA: the lightning indexer of DeepSeek Sparse Attention, which ranks tokens with small heads.
 
-DeepSeek-AI, DeepSeek-V3.2 (arXiv 2512.02556, section 2.1, equation 1). The keys and queries of
-this index are not those of attention, but those that the trained model computes for its indexer
-(docs/indexes/dsa.md).
+The keys and queries of this index are not those of attention. The model is trained to compute
+separate, smaller ones for its indexer (docs/indexes/dsa.md).
+
+DeepSeek-AI, DeepSeek-V3.2 (arXiv 2512.02556, section 2.1, equation 1).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class DSAConfig:
     """Options of DSA.
 
     Args:
-        key_codec: "fp8" (published: rotated, one byte per number and a scale per key) or "plain".
+        key_codec: How keys are stored. "fp8" (published): rotated, one byte per coordinate, and a
+            scale per key. "plain": in the layer's dtype.
     """
 
     key_codec: str = "fp8"
@@ -41,10 +43,10 @@ class DSAConfig:
 
 
 class DSA(BaseIndex):
-    """Ranks all keys by `I_s = Σ_j w_j ReLU(q_j · k_s)` over the heads of a group.
+    """Ranks each key `k_s` by `I_s = Σ_j w_j ReLU(q_j · k_s)`, a sum over the heads of a group.
 
-    `search` uses weight 1 for all heads; to use other weights of at least 0, multiply the queries
-    with them. `choose` takes weights of either sign. `Hits.scores` contains `I`, without a scale.
+    `search` uses the weight `w_j = 1` for all heads. For other weights of at least 0, multiply the
+    queries by them. `choose` takes weights of either sign. `Hits.scores` contains `I_s`.
 
     Source: DeepSeek-AI, DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
     """
@@ -73,7 +75,10 @@ class DSA(BaseIndex):
         return {"codes.keys": keys, "codes.scales": TensorSpec("B G N 1", torch.float32, least=0)}
 
     def _keys(self, start: int) -> Tensor:
-        """Return keys of the block at `start`, float32 `[B, G, n, D]`, rotated if encoded."""
+        """Decode the keys of `BLOCK` tokens from `start` on, float32 `[B, G, n, D]`.
+
+        With `key_codec="fp8"` the keys are rotated, and queries must be rotated in the same way.
+        """
         keys = self._codes["keys"][:, :, start : start + BLOCK]
         if self.config.key_codec == "plain":
             return keys.float()
@@ -89,21 +94,21 @@ class DSA(BaseIndex):
         return Hits(ids, best)
 
     def choose(self, queries: Tensor, weights: Tensor, *, k: int) -> Tensor:
-        """Choose the best `k` rows for each of the newest `T` tokens among the tokens up to it.
+        """Select `k` rows for each of the newest `T` tokens, from this token and all earlier ones.
 
         Args:
-            queries: `[B, H, T, D]`.
+            queries: Queries of the newest `T` tokens, `[B, H, T, D]`.
             weights: Weights of the heads, float32 `[B, H, T]`.
-            k: Rows per token, at least 1.
+            k: Rows to select per token, at least 1.
 
         Returns:
-            Token ids int64 `[B, G, T, K]`, best first, -1 where there are fewer. Pass them as `ids`
-            to `AttentionLayer.step`.
+            Token ids int64 `[B, G, T, k]`, best first, padded with -1. Pass them as `ids` to
+            `AttentionLayer.step`.
 
         Raises:
-            ValueError: A shape, dtype or device does not fit, a number is not finite, there are
-                fewer than `T` tokens, or `k` is not positive.
-            TypeError: An argument is not a tensor.
+            ValueError: A shape, dtype or device does not fit, a number is NaN or infinite, the
+                index has fewer than `T` tokens, or `k` is not positive.
+            TypeError: `queries` or `weights` is not a tensor.
         """
         g = self.geometry
         check.wanted_rows(k)
@@ -111,7 +116,11 @@ class DSA(BaseIndex):
         self._check_tensor("queries", queries, shape)
         B, H, T, D = queries.shape
         if not 1 <= T <= len(self):
-            raise ValueError(f"queries.shape[2] (tokens): got {T}, allowed is 1 to {len(self)}")
+            stored = len(self)
+            raise ValueError(
+                f"queries.shape[2] (tokens): got {T}, allowed is 1 to {stored}, the number of "
+                "tokens in the index"
+            )
         check.tensor("weights", weights, {"B": B, "H": H, "T": T}, torch.float32, g.device)
         self._check_finite("queries", queries)
         self._check_finite("weights", weights)
@@ -129,11 +138,14 @@ class DSA(BaseIndex):
         return torch.cat(parts, dim=2)
 
     def _scores(self, queries: Tensor, weights: Tensor) -> Tensor:
-        """Return the indexer's score `I` of every token, float32 `[B, G, T, N]`, `-inf` if invalid.
+        """Compute the indexer's score of every token for each of `T` queries.
 
         Args:
             queries: Float32 `[B, G, g, T, D]`.
-            weights: Float32 `[B, G, g, T]`.
+            weights: Weights of the heads, float32 `[B, G, g, T]`.
+
+        Returns:
+            Float32 `[B, G, T, N]`; `-inf` for invalid tokens.
         """
         if self.config.key_codec != "plain":
             queries = rotated(queries)

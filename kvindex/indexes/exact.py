@@ -1,4 +1,4 @@
-"""Exact search: ranks rows by their true scores. It is the reference for every other index."""
+"""Exact search: computes the inner product with every key. Other indexes are compared with it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class ExactConfig:
     """Options of exact search.
 
     Args:
-        group: How the query heads of a group agree (`kvindex.ops.group`).
+        group: Rule by which the query heads that share a KV head agree on rows
+            (`kvindex.ops.group`).
     """
 
     group: str = "mean_share"
@@ -34,9 +35,10 @@ class ExactConfig:
 
 
 class Exact(BaseIndex):
-    """Scores every key in float32. It reads the keys from the store and has no codes.
+    """Ranks all keys by their exact inner products with the query, computed in float32.
 
-    `Hits.scores` contains the scores that the group policy computes from the exact `q·k`.
+    The keys are read from the row store, so the index stores no codes. `Hits.scores` contains the
+    scores that the group policy computes from the exact `q·k`.
 
     Source: Qi et al., ParisKV (ICML 2026), equation 1.
     """
@@ -55,7 +57,10 @@ class Exact(BaseIndex):
         return self._ranked(queries, k)[0]
 
     def search_shard(self, queries: Tensor, *, k: int, total: Callable[[Tensor], Tensor]) -> Hits:
-        """Search one shard of the tokens, as `protocol.SearchesShard.search_shard` describes."""
+        """Search this index as one shard of a larger one, with scores comparable between shards.
+
+        `kvindex.core.protocol.SearchesShard.search_shard` describes the arguments.
+        """
         check.wanted_rows(k)
         g, policy = self.geometry, self.config.group
         self._check_tensor("queries", queries, {"B": self._batch, "H": g.q_heads, "D": g.head_dim})
@@ -75,7 +80,7 @@ class Exact(BaseIndex):
         return within(hits, hits.ids, known, known.logsumexp(-1), coverage)
 
     def _ranked(self, queries: Tensor, k: int) -> tuple[Hits, Tensor]:
-        """Return the hits and the scores of all tokens."""
+        """Return the `k` best rows, and the inner products `q·k` of all tokens."""
         g, policy = self.geometry, self.config.group
         scores = self.scores(group.fold(queries, g.kv_heads, policy))
         agreed = self.ops.group.agree(scores, policy, scale=g.scale, softcap=g.softcap)

@@ -1,4 +1,7 @@
-"""FAISS flat: brute-force search by `IndexFlatIP`; each query head's best keys are candidates.
+"""FAISS flat: brute-force search with FAISS's `IndexFlatIP`.
+
+The best keys of each query head are candidates, which the query heads of a group then rank
+together.
 
 Douze et al., The Faiss library (2024), section 4. Details: docs/indexes/faiss_flat.md.
 """
@@ -11,10 +14,10 @@ from kvindex.bases.faiss import FaissConfig, FaissIndex
 
 
 class FaissFlat(FaissIndex):
-    """One `IndexFlatIP` per sequence and KV head, which stores a float32 copy of the keys.
+    """Searches by brute force with one FAISS `IndexFlatIP` for each sequence and KV head.
 
-    `Hits.scores` contains the scores that the group policy computes from `q·k`, for the candidates
-    of all heads.
+    FAISS stores a float32 copy of the keys. `Hits.scores` contains the scores that the group policy
+    computes from the candidates' `q·k`.
 
     Source: Douze et al., The Faiss library (2024), section 4.
     """

@@ -22,11 +22,12 @@ class FaissHNSWConfig(FaissConfig):
     """Options of FAISS HNSW, in addition to those of `FaissConfig`.
 
     Args:
-        where: "cpu" only, because FAISS has no HNSW on a GPU.
-        neighbors: Links per key, FAISS's `M` (twice as many on the lowest level).
-        ef_construction: Size of the candidate list while a key is linked.
-        ef_search: Size of the candidate list of a search, or the number of requested rows if that
-            is larger.
+        where: Only "cpu" is supported, because FAISS has no HNSW on a GPU.
+        neighbors: Links per key on each level of the graph (FAISS: `M`). The lowest level has twice
+            as many.
+        ef_construction: Size of the candidate list when a key is added (FAISS: `efConstruction`).
+        ef_search: Minimum size of the candidate list of a search (FAISS: `efSearch`). It is at
+            least the number of requested rows.
     """
 
     neighbors: int = 32
@@ -42,11 +43,11 @@ class FaissHNSWConfig(FaissConfig):
 
 
 class FaissHNSW(FaissIndex):
-    """One `IndexHNSWFlat` per sequence and KV head, with a float32 copy of the keys.
+    """Searches a graph of keys with one FAISS `IndexHNSWFlat` for each sequence and KV head.
 
-    Keys are linked one after the other, so the graph does not depend on how they were divided into
-    appends. `Hits.scores` contains the scores that the group policy computes from `q·k`, for the
-    candidates of all heads.
+    FAISS stores a float32 copy of the keys. Keys are added one at a time, so that the graph does
+    not depend on how they were divided into appends. `Hits.scores` contains the scores that the
+    group policy computes from the candidates' `q·k`.
 
     Source: Malkov and Yashunin, HNSW (2016).
     """
@@ -66,28 +67,35 @@ class FaissHNSW(FaissIndex):
             faiss_index.add_c(1, self._floats(keys[i]))
 
     def _candidate_count(self, k: int) -> int:
-        """Return the size of FAISS's candidate list: to return all of its keys costs no more."""
+        """Return how many keys to request from FAISS: at least `ef_search`.
+
+        A smaller request would not be faster, because FAISS's candidate list has `ef_search` keys.
+        """
         least: int = self.config.ef_search
         return max(super()._candidate_count(k), least)
 
     def _query_faiss(
         self, faiss_index: Any, queries: Tensor, count: int
     ) -> tuple[Tensor, Tensor | None]:
-        # FAISS stops a graph walk by efSearch alone, whatever the number of requested rows
+        # FAISS stops its graph walk by efSearch alone, so efSearch must be at least `count`
         faiss_index.hnsw.efSearch = max(self.config.ef_search, count)
         return super()._query_faiss(faiss_index, queries, count)
 
     def _token_bytes(self) -> float:
-        """Return the bytes of a key, its level, the offset of its links, and its links.
+        """Return the bytes that FAISS stores per key: the key, its level, an offset, and its links.
 
-        Above the lowest level, the expected number of links counts: a key has `M` links on the next
-        level with probability `1/M`, on the one above with probability `1/M²`, and so on.
+        A key has `2 M` links on the lowest level. It also has `M` links on the next level with
+        probability `1/M`, on the level above that with probability `1/M²`, and so on; the expected
+        number of these links is counted.
         """
         M: int = self.config.neighbors
         return 4 * self.geometry.head_dim + 4 + 8 + 4 * (2 * M + M / (M - 1))
 
     def _scanned_bytes(self) -> float:
-        """Return the bytes of keys and links that a query head reads, measured with 16 searches."""
+        """Return the bytes that a query head's search reads per stored key, from 16 test searches.
+
+        These are bytes of keys and of links.
+        """
         row = next((row for row in self._faiss_indexes if row[0]), None)
         if row is None:
             return 0.0

@@ -1,4 +1,4 @@
-"""FAISS IVF: stores keys in lists by their nearest centroid; a search scans the best few lists.
+"""FAISS IVF: an inverted file. Each centroid has a list of keys, and a search scans a few lists.
 
 Douze et al., The Faiss library (2024), section 5.1: `IndexIVFFlat`. Details:
 docs/indexes/faiss_ivf.md.
@@ -28,10 +28,10 @@ class FaissIVFConfig(FaissConfig):
     """Options of FAISS IVF, in addition to those of `FaissConfig`.
 
     Args:
-        lists: Number of centroids, FAISS's `nlist`, at most the number `n` of training keys. None
-            uses `4 √n`, with at least 39 keys per list.
-        probes: Lists that a search scans, FAISS's `nprobe`.
-        iterations: Iterations of k-means.
+        lists: Number of centroids (FAISS: `nlist`), at most the number `n` of training keys. None:
+            `4 √n`, or fewer so that a list has at least 39 training keys on average.
+        probes: Number of lists that a search scans (FAISS: `nprobe`).
+        iterations: Number of k-means iterations.
         seed: Seed of k-means.
     """
 
@@ -50,10 +50,10 @@ class FaissIVFConfig(FaissConfig):
 
 
 class FaissIVF(FaissIndex):
-    """One `IndexIVFFlat` per sequence and KV head, with a float32 copy of the keys.
+    """Searches an inverted file with one FAISS `IndexIVFFlat` for each sequence and KV head.
 
-    `Hits.scores` contains the scores that the group policy computes from `q·k`, for the candidates
-    of all heads.
+    FAISS stores a float32 copy of the keys. `Hits.scores` contains the scores that the group policy
+    computes from the candidates' `q·k`.
 
     Source: Douze et al., The Faiss library (2024), section 5.1.
     """
@@ -61,9 +61,11 @@ class FaissIVF(FaissIndex):
     Config = FaissIVFConfig
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        """Learn the number of lists, int64 `[B]`, and centroids, float32 `[B, G, L, D]`.
+        """Train the centroids of each sequence on the first append that has valid keys of it.
 
-        A sequence learns once, from the valid keys of the first append that contains one.
+        Returns:
+            `lists`: Number of centroids of each sequence, int64 `[B]`; 0 before the training.
+            `centroids`: Float32 `[B, G, L, D]`.
         """
         B, learned = len(keys), self._learned
         known = learned["lists"].tolist() if learned else [0] * B
@@ -81,7 +83,7 @@ class FaissIVF(FaissIndex):
         return self._stacked(rows, keys.device)
 
     def _lists(self, count: int) -> int:
-        """Return the number of lists for `count` keys."""
+        """Return the number of centroids to train on `count` keys."""
         lists: int | None = self.config.lists
         if lists is None:
             lists = max(min(round(4 * count**0.5), count // PER_LIST), 1)
@@ -90,7 +92,9 @@ class FaissIVF(FaissIndex):
     def _trained(self, keys: Tensor, lists: int) -> dict[str, Tensor]:
         """Train `lists` centroids on the keys `[G, n, D]` of one sequence.
 
-        Return `lists` int64 `[]` and `centroids` float32 `[G, L, D]`.
+        Returns:
+            `lists`: The number of centroids, int64 `[]`.
+            `centroids`: Float32 `[G, lists, D]`.
         """
         faiss, D = self._faiss, self.geometry.head_dim
 
@@ -108,7 +112,10 @@ class FaissIVF(FaissIndex):
         return keys.to("cpu", torch.float32).contiguous()
 
     def _stacked(self, rows: list[Codes], device: torch.device) -> Codes:
-        """Stack the learned tensors of all sequences, with zeros where one has fewer lists."""
+        """Stack the learned tensors of all sequences.
+
+        If a sequence has fewer centroids than others, zeros are appended.
+        """
         full = next(row for row in rows if row and int(row["lists"]))
         most = max(row["centroids"].shape[1] for row in rows if row)
         batch: dict[str, list[Tensor]] = {name: [] for name in full}
@@ -134,7 +141,7 @@ class FaissIVF(FaissIndex):
         return layout
 
     def _quantizer(self, b: int, g: int) -> tuple[Any, int]:
-        """Return the centroids of one sequence and KV head as a FAISS index, and their number."""
+        """Return a FAISS index of the centroids for sequence `b`, KV head `g`, and their number."""
         quantizer = self._faiss.IndexFlatIP(self.geometry.head_dim)
         lists = int(self._learned["lists"][b])
         quantizer.add(self._learned["centroids"][b, g, :lists].cpu().numpy())
@@ -154,7 +161,10 @@ class FaissIVF(FaissIndex):
         return 4 * self.geometry.head_dim + 8  # a float32 key and its 8-byte id
 
     def _scanned_bytes(self) -> float:
-        """Return the bytes that a query head reads if all lists have the same length."""
+        """Return the bytes that a query head's search reads, per stored key.
+
+        All lists are assumed to have equally many keys.
+        """
         if not self._learned:
             return 0.0
         lists, tokens = self._learned["lists"].clamp_min(1), self.counts.clamp_min(1)

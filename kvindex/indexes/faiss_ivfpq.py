@@ -1,4 +1,6 @@
-"""FAISS IVF-PQ: stores keys in lists, as product-quantized residuals from the list's centroid.
+"""FAISS IVF-PQ: an inverted file of product-quantized keys.
+
+The list of a centroid stores the quantized differences (residuals) of its keys from the centroid.
 
 Jégou et al., Product Quantization for Nearest Neighbor Search (2011), section IV; Douze et al.,
 The Faiss library (2024): `IndexIVFPQ`. Details: docs/indexes/faiss_ivfpq.md.
@@ -27,10 +29,10 @@ class FaissIVFPQConfig(FaissIVFConfig):
     """Options of FAISS IVF-PQ, in addition to those of `FaissIVFConfig`.
 
     Args:
-        subspaces: Parts of a residual, FAISS's `M`; must divide `head_dim`. None uses
-            `head_dim / 4`.
-        bits: Bits of the code of a part, 1 to 8.
-        code_iterations: k-means iterations for the codebooks.
+        subspaces: Number of subspaces into which a residual is divided (FAISS: `M`), a divisor of
+            `head_dim`. None: `head_dim / 4`.
+        bits: Bits of the code of a subspace, 1 to 8.
+        code_iterations: Number of k-means iterations for the codebooks.
     """
 
     subspaces: int | None = None
@@ -47,10 +49,10 @@ class FaissIVFPQConfig(FaissIVFConfig):
 
 
 class FaissIVFPQ(FaissIVF):
-    """One `IndexIVFPQ` per sequence and KV head, on residuals.
+    """Searches quantized keys with one FAISS `IndexIVFPQ` for each sequence and KV head.
 
-    `Hits.scores` contains the scores that the group policy computes from inner products with
-    decoded keys, for the candidates of all heads.
+    `Hits.scores` contains the scores that the group policy computes from the inner products of the
+    query with the decoded keys of the candidates.
 
     Source: Jégou et al., Product Quantization for Nearest Neighbor Search (2011), section IV.
     """
@@ -67,10 +69,10 @@ class FaissIVFPQ(FaissIVF):
             )
 
     def _trained(self, keys: Tensor, lists: int) -> dict[str, Tensor]:
-        """Train centroids and, on their residuals, `codebooks` float32 `[G, M, 2^bits, m]`.
+        """Train centroids on the keys, and codebooks float32 `[G, M, 2^bits, m]` on the residuals.
 
-        The codebooks equal, to the bit, those of FAISS's product quantizer, which trains them one
-        after the other.
+        The codebooks are bitwise equal to those that FAISS's product quantizer would train, but
+        several are trained at the same time.
         """
         learned, points = super()._trained(keys, lists), self._points(keys)
         residuals = points - _nearest(points, learned["centroids"])
@@ -83,9 +85,9 @@ class FaissIVFPQ(FaissIVF):
         return {**learned, "codebooks": torch.stack(books).view(G, M, -1, D // M)}
 
     def _codebook(self, part: Tensor) -> Tensor:
-        """Return the centroids `[2^bits, m]` of one subspace of the residuals `[n, m]`.
+        """Train the codebook of one subspace, `[2^bits, m]`, on its residuals `[n, m]`.
 
-        If there are no more residuals than centroids, the residuals are the centroids.
+        If there are at most `2^bits` residuals, the codebook consists of the residuals.
         """
         (n, m), size = part.shape, 2**self.config.bits
         if n <= size:
@@ -114,7 +116,10 @@ class FaissIVFPQ(FaissIVF):
         return self._ready(index)
 
     def _reconstructed(self, keys: Tensor, ids: Tensor) -> Tensor:
-        """Encode keys `[B, G, C, D]` again, and return the vectors that FAISS's codes represent."""
+        """Return the decoded codes of the keys `[B, G, C, D]`.
+
+        The codes are computed again from the keys, instead of being read from FAISS.
+        """
         B, G, C, _ = keys.shape
         represented = torch.empty_like(keys)
         books = self._learned["codebooks"]  # [B, G, M, 2^bits, m]
@@ -137,6 +142,6 @@ class FaissIVFPQ(FaissIVF):
 
 
 def _nearest(points: Tensor, centroids: Tensor) -> Tensor:
-    """For each point `[G, n, D]`, return the centroid with the largest inner product."""
+    """Return the centroid with the largest inner product for each point, `[G, n, D]`."""
     best = (points @ centroids.mT).argmax(-1)[..., None]
     return centroids.gather(1, best.expand(-1, -1, points.shape[-1]))

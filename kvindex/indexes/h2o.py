@@ -1,4 +1,4 @@
-"""H2O: keeps the rows that have received the most attention so far, and the latest rows.
+"""H2O: retains the rows that have received the most attention so far, and the latest rows.
 
 Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models
 (NeurIPS 2023), Algorithm 1. The paper calls the most attended rows heavy hitters.
@@ -25,9 +25,11 @@ class H2OConfig:
 
     Args:
         budget: Rows to retain per KV head (published: 1024 heavy hitters and 1024 recent rows).
-        recent: Fraction of the budget for the latest rows (published: half).
-        most: Number of the prompt's last queries whose attention counts; None for all (published).
-        group: How the query heads of a group rank the retained rows (`kvindex.ops.group`).
+        recent: Fraction of the budget that is reserved for the latest rows (published: half).
+        most: Number of the prompt's last queries whose attention weights are added up. None: all
+            queries of the prompt (published).
+        group: Rule by which the query heads that share a KV head rank the retained rows
+            (`kvindex.ops.group`).
     """
 
     budget: int = 2048
@@ -44,15 +46,19 @@ class H2OConfig:
 
 
 class H2O(ObservingEvictionIndex):
-    """Evicts, for good, the row with the least accumulated attention among all but the latest.
+    """Permanently evicts the rows that have received the least attention, except the latest rows.
 
-    The attention of queries is counted at `end_prompt` for the prompt's queries, and then whenever
-    a query is observed. If there are more than `budget` rows at that time, rows are evicted.
+    The score of a row is the sum of the attention weights that it has received: from the queries of
+    the prompt, which are added at `end_prompt`, and from each query that is observed later. Rows
+    are evicted whenever scores have been updated and there are more than `budget` rows.
 
-    The learned tensors are `ids` and `scores`. `ids`, int64 `[B, G, C]`, are the rows retained
-    after the last count, ascending; unused places come first and are -1. `scores`, float32 `[B, G,
-    C]`, are the sums of the attention weights that each row has received. Rows from `_scored` on
-    have received none yet.
+    The learned tensors are:
+
+    - `ids` int64 `[B, G, C]`: token ids of the rows that were retained after the last update,
+      ascending, with -1 in unused places, which come first.
+    - `scores` float32 `[B, G, C]`: scores of these rows.
+
+    Rows from the token `_scored` on were appended after the last update.
 
     Source: Zhang et al., H2O (NeurIPS 2023), Algorithm 1.
     """
@@ -65,16 +71,16 @@ class H2O(ObservingEvictionIndex):
 
     @property
     def depends_on_queries(self) -> bool:
-        """Always True, because the attention of each step changes the scores for the next step."""
+        """True, because the queries of each decode step change which rows later steps can find."""
         return True
 
     # Signals
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """Count the attention weights of queries `[B, H, T, D]` of the newest tokens.
+        """Add the attention weights of queries `[B, H, T, D]` to the scores of the rows.
 
-        Queries of the prompt are stored and counted at `end_prompt`. Numbers that are not finite
-        count as 0.
+        Queries of the prompt are stored first, and their weights are added at `end_prompt`. NaN and
+        infinite coordinates count as 0.
         """
         queries = self._checked_queries(queries, positions)
         if not self._prompt_ended:
@@ -83,20 +89,26 @@ class H2O(ObservingEvictionIndex):
             self._accumulate(queries, positions)
 
     def end_prompt(self) -> None:
-        """End the prompt: count the attention weights of its queries, and evict rows."""
+        """End the prompt: add the attention weights of its queries to the scores, then evict rows.
+
+        If no query was observed, no row is evicted.
+        """
         if len(self) and self._observed:
             self._accumulate(self._observed.queries, self._observed.positions)
         self._observed, self._prompt_ended = None, True
 
     def truncate(self, length: int) -> None:
-        """Truncate the index. Evicted rows stay evicted, and counted attention stays counted."""
+        """Remove the tokens from `length` on.
+
+        Rows stay evicted, and scores keep the attention weights of removed queries.
+        """
         super().truncate(length)
         self._scored = min(self._scored, len(self))
 
     # Heavy hitters
 
     def _accumulate(self, queries: Tensor, positions: Tensor) -> None:
-        """Add the attention weights of queries `[B, H, T, D]` to the retained rows, and evict."""
+        """Add the attention weights of queries `[B, H, T, D]` to the scores, and evict rows."""
         ids, scores = self._rows()
         keys, counted = self._store.gather(ids).keys, are_valid(queries, positions, self.valid)
         scores = scores + attention_received(self.geometry, queries, positions, counted, keys, ids)
@@ -104,7 +116,7 @@ class H2O(ObservingEvictionIndex):
         self._learned, self._scored = {"ids": ids, "scores": scores}, len(self)
 
     def _rows(self) -> tuple[Tensor, Tensor]:
-        """Return the ids `[B, G, C]` of the retained and the newer rows, and their scores."""
+        """Return the ids `[B, G, C]` and the scores of the retained rows and of all newer rows."""
         new = self._ids_from(self._scored)
         scores = torch.zeros(new.shape, device=new.device)
         if "ids" not in self._learned:
@@ -113,7 +125,7 @@ class H2O(ObservingEvictionIndex):
         return torch.cat(parts[0], dim=-1), torch.cat(parts[1], dim=-1)
 
     def _evict(self, ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the `budget` rows of ids `[B, G, C]` that remain, and their scores."""
+        """Choose the `budget` rows to retain from rows with ids `[B, G, C]` and their scores."""
         budget = self.config.budget
         if ids.shape[-1] <= budget:
             return ids, scores

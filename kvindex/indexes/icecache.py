@@ -1,6 +1,7 @@
-"""IceCache: selects pages of similar keys, which anchor keys lead to.
+"""IceCache: selects pages of similar keys. A search finds the pages with the help of anchor keys.
 
-Appended tokens are added to the existing anchors and pages.
+A random sample of the keys are anchors. Each token belongs to the nearest anchor, and the tokens of
+an anchor are divided into pages. Appended tokens are added to the existing anchors and pages.
 
 Mao et al., IceCache: Memory-Efficient KV-cache Management for Long-Sequence LLMs (ICLR 2026, arXiv
 2604.10539), with multi-level dynamic continuous indexing (M-DCI), on which it is based.
@@ -36,15 +37,16 @@ NEVER = float("-inf")
 
 @dataclass(frozen=True)
 class IceCacheConfig:
-    """Options of IceCache. The defaults are those of the published code.
+    """Options of IceCache. The defaults are those of the authors' code.
 
     Args:
         page: Maximum number of tokens per page.
         ratio: Probability that a token becomes an anchor.
-        view: Minimum number of anchors whose keys a search reads for each query head.
-        view_share: The same minimum as a fraction of the number of tokens. The larger of the two
-            applies.
-        group: How the query heads of a group agree (`kvindex.ops.group`).
+        view: Minimum number of anchors whose tokens a search reads for each query head.
+        view_share: Minimum number of these anchors, as a fraction of the number of tokens. The
+            larger of the two minima applies.
+        group: Rule by which the query heads that share a KV head agree on rows
+            (`kvindex.ops.group`).
         seed: Seed for the choice of anchors, and for the direction along which an anchor's tokens
             are sorted before they are cut into pages.
     """
@@ -66,19 +68,20 @@ class IceCacheConfig:
 
 
 class IceCache(BaseIndex):
-    """Selects whole pages by the largest `q·k` in them, among the pages of the best anchors.
+    """Selects whole pages by the largest inner product `q·k` in each page of the best anchors.
 
-    Learned tensors, for `A` anchors and `N` tokens:
+    The learned tensors, for `A` anchors and `N` tokens, are:
 
-    - `first` int64 `[B]`: tokens in the index after the append that fixed `radius`.
+    - `first` int64 `[B]`: number of tokens after the append from which `radius` was computed.
     - `radius` float32 `[B, G]`: the largest `‖k‖²` of these tokens.
     - `anchor_ids` int64 `[B, A]`: ids of the anchors, ascending, padded with -1.
     - `anchors` `[B, G, A, D]`: keys of the anchors.
     - `parents` int32 `[B, G, N]`: the anchor of each token, -1 if the token is invalid.
-    - `likeness` float32 `[B, G, N]`: how similar each token is to its anchor.
-    - `places` float32 `[B, G, N]`: coordinates of the tokens along the line that pages are cut on.
+    - `likeness` float32 `[B, G, N]`: similarity of each token to its anchor.
+    - `places` float32 `[B, G, N]`: projections of the keys onto a random direction. Pages contain
+      tokens with adjacent projections.
     - `members` int32 `[B, G, n]`: token ids in the order of pages.
-    - `sizes` int32 `[B, G, A]`: tokens of each anchor.
+    - `sizes` int32 `[B, G, A]`: number of tokens of each anchor.
 
     In `Hits.scores`, each row has the score of its page.
 
@@ -131,9 +134,13 @@ class IceCache(BaseIndex):
         return self._grown({**remaining, "first": first}, keys, flags)
 
     def _grown(self, learned: Codes, keys: Tensor, flags: Tensor | None) -> Codes:
-        """Return the learned tensors after adding keys `[B, G, T, D]`, zero where invalid.
+        """Add keys to the anchors and pages, and return the new learned tensors.
 
-        `flags`, bool `[B, N + T]` or None, marks the valid tokens, including earlier ones.
+        Args:
+            learned: Learned tensors for the `N` earlier tokens.
+            keys: New keys, `[B, G, T, D]`; invalid keys must be zero.
+            flags: Mask of the valid earlier and new tokens, bool `[B, N + T]`, or None if all are
+                valid.
         """
         (B, _, T, _), past = keys.shape, learned["parents"].shape[2]
         if flags is None:
@@ -162,7 +169,11 @@ class IceCache(BaseIndex):
     def _with_anchors(
         self, learned: Codes, keys: Tensor, chosen: Tensor
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Add the chosen keys, bool `[B, T]`, as anchors; return flags of new anchors, `[B, A]`."""
+        """Add the keys where `chosen`, bool `[B, T]`, is True to the anchors.
+
+        Returns:
+            The new learned tensors, and a mask of the anchors that are new, bool `[B, A]`.
+        """
         past, heads = learned["parents"].shape[2], (-1, keys.shape[1], -1)
         positions = _compact(chosen)
         gather = self.ops.fetch.gather_rows
@@ -176,13 +187,20 @@ class IceCache(BaseIndex):
         return anchored, slots >= learned["anchor_ids"].shape[1]
 
     def _promoted(self, rank: Tensor) -> Tensor:
-        """Return flags of tokens that become anchors, from ranks `[B, T]` among valid tokens."""
+        """Choose the tokens that become anchors: the first token, and a random sample of the rest.
+
+        Args:
+            rank: Position of each token among the valid tokens of its sequence, int64 `[B, T]`.
+
+        Returns:
+            True for tokens that become anchors, bool `[B, T]`.
+        """
         drawn = priority(rank.clamp_min(0), "random", self.config.seed)  # 0 to 2^63 - 1
         promoted: Tensor = (rank == 0) | (drawn <= min(int(self.config.ratio * 2**63), 2**63 - 1))
         return promoted
 
     def _places(self, keys: Tensor, radius: Tensor) -> Tensor:
-        """Project keys `[B, G, T, D]` onto the direction along which pages are cut, `[B, G, T]`."""
+        """Project keys `[B, G, T, D]` onto the direction by which tokens are divided into pages."""
         projections: Tensor = keys.float() @ self._line[:-1] + _lift(keys, radius) * self._line[-1]
         return projections
 
@@ -235,15 +253,18 @@ class IceCache(BaseIndex):
         return hits
 
     def _viewed(self, products: Tensor, sizes: Tensor, k: int) -> Tensor:
-        """Return flags of the anchors whose keys a search reads, bool `[B, G, A]`.
+        """Choose the anchors whose tokens a search reads.
 
-        Each head takes its best anchors: as many as the options require, or more until their tokens
-        number at least `k`.
+        Each query head chooses its best anchors: at least as many as the options `view` and
+        `view_share` require, and more if the chosen anchors have fewer than `k` tokens.
 
         Args:
-            products: `q·k` of the anchors, float32 `[B, G, g, A]`.
-            sizes: Tokens of each anchor, int64 `[B, G, A]`.
-            k: Requested rows.
+            products: Inner products `q·k` of the queries and the anchors, float32 `[B, G, g, A]`.
+            sizes: Number of tokens of each anchor, int64 `[B, G, A]`.
+            k: Number of requested rows.
+
+        Returns:
+            True for anchors that any query head chooses, bool `[B, G, A]`.
         """
         products = products.masked_fill((sizes == 0)[:, :, None], NEVER)
         order = self.ops.select.top_k(products, sizes.shape[-1])[1]  # -1 for none
@@ -258,10 +279,14 @@ class IceCache(BaseIndex):
         return viewed.scatter_(-1, torch.where(taken, order, last), True)[..., :last].any(2)
 
     def _pages(self, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Cut the tokens of each anchor evenly into pages, in the order of their places.
+        """Divide the tokens of each anchor, as ordered in `members`, into pages of similar size.
 
-        `sizes`, int64 `[B, G, A]`, has the number of tokens of each anchor. Returns the anchor of
-        each page (-1 for none), its first member and its size, int64 `[B, G, P]` each.
+        Args:
+            sizes: Number of tokens of each anchor, int64 `[B, G, A]`.
+
+        Returns:
+            Three tensors int64 `[B, G, P]`: the anchor of each page, or -1 in an unused place; the
+            position of the page's first token in `members`; and the number of tokens in the page.
         """
         pages = -(-sizes // self.config.page)
         anchor, number = self.ops.units.walk(pages, int(pages.sum(-1).max()))
@@ -270,7 +295,10 @@ class IceCache(BaseIndex):
         return anchor, at(sizes.cumsum(-1) - sizes, anchor, 0) + start, stop - start
 
     def _scanned(self) -> list[Tensor]:
-        """Return the anchors and the bytes that one head reads, if anchors have equal sizes."""
+        """Return tensors whose bytes add up to those that one query head reads in a search.
+
+        All anchors are assumed to have equally many tokens.
+        """
         learned = self._learned
         view = max(self.config.view, int(self.config.view_share * len(self)))
         share = min(view / max(learned["sizes"].shape[2], 1), 1)
@@ -295,7 +323,7 @@ def _empty(keys: Tensor) -> dict[str, Tensor]:
 
 
 def _compact(chosen: Tensor) -> Tensor:
-    """Return `compact(chosen)`, or an empty tensor if there are no entries."""
+    """Return the positions of True elements (`compact`); `chosen` may also have no columns."""
     return compact(chosen) if chosen.shape[1] else chosen.long()
 
 
@@ -304,10 +332,10 @@ def _squares(keys: Tensor) -> Tensor:
 
 
 def _lift(keys: Tensor, radius: Tensor) -> Tensor:
-    """Return an additional coordinate that moves keys `[B, G, n, D]` onto one sphere, `[B, G, n]`.
+    """Return an additional coordinate for keys `[B, G, n, D]`, which moves them onto one sphere.
 
-    With this coordinate (and 0 in the query), the largest inner product becomes the smallest
-    distance. A key that is longer than the radius gets 0.
+    With this coordinate in the keys, and 0 in the query, the key with the largest inner product is
+    the nearest key. The coordinate, `[B, G, n]`, is 0 for keys outside the sphere.
     """
     return (radius[..., None] - _squares(keys)).clamp_min(0).sqrt()
 
@@ -315,16 +343,19 @@ def _lift(keys: Tensor, radius: Tensor) -> Tensor:
 def _nearest(
     keys: Tensor, anchors: Tensor, radius: Tensor, allowed: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the nearest anchor of each key after the lift, int64 `[B, G, n]`, and its likeness.
+    """Find the nearest anchor of each key, with the additional coordinate of `_lift`.
 
-    Likeness is `½ (R + ‖k‖²)`, or less for long anchors, minus half the squared distance. If
-    several anchors are equally near, the first one is taken.
+    If several anchors are equally near, the first one is chosen.
 
     Args:
         keys: `[B, G, n, D]`.
         anchors: `[B, G, A, D]`.
-        radius: Float32 `[B, G]`.
-        allowed: Bool `[B, A]`, anchors that may be chosen.
+        radius: Squared radius of the sphere, float32 `[B, G]`.
+        allowed: True for anchors that may be chosen, bool `[B, A]`.
+
+    Returns:
+        The anchor of each key, int64 `[B, G, n]`, and the key's similarity to this anchor, float32
+        `[B, G, n]`. The similarity is the larger, the smaller the distance.
     """
     B, G, n, _ = keys.shape
     if not anchors.shape[2]:
@@ -343,7 +374,10 @@ def _nearest(
 
 
 def _paged(learned: Codes) -> dict[str, Tensor]:
-    """Add `members` and `sizes` from `parents`: tokens ordered by anchor, then place, then id."""
+    """Compute `members` and `sizes` from the anchor of each token (`parents`).
+
+    `members` is sorted by the anchor, then by the projection (`places`), then by the token id.
+    """
     parents, anchors = learned["parents"].long(), learned["anchor_ids"].shape[1]
     order = learned["places"].argsort(dim=-1, stable=True)
     last = parents.masked_fill(parents < 0, anchors)
@@ -358,9 +392,9 @@ def _paged(learned: Codes) -> dict[str, Tensor]:
 
 
 def _is_paged(learned: Codes, counts: Tensor | None) -> bool:
-    """Return True if each valid token has an anchor and pages contain the anchors' tokens.
+    """Return True if each valid token has an anchor, and `members` and `sizes` fit the anchors.
 
-    `counts`, int64 `[B]` or None, has the number of valid tokens of each sequence.
+    `counts` is the number of valid tokens of each sequence, int64 `[B]`, or None for no tokens.
     """
     parents, anchors = learned["parents"], (learned["anchor_ids"] >= 0).sum(1)  # -1 comes last
     known = 0 if counts is None else counts[:, None]

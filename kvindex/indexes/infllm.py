@@ -1,8 +1,10 @@
-"""InfLLM: selects blocks by their representative keys: those that later queries attend to most.
+"""InfLLM: selects blocks of tokens by a few representative keys of each block.
+
+The representative keys of a block are those with the largest representative scores. This score is
+the mean inner product of a key with the queries of the tokens that follow it.
 
 Xiao et al., InfLLM: Training-Free Long-Context Extrapolation for LLMs with an Efficient Context
-Memory (NeurIPS 2024). The representative score of a token is the mean inner product of its key with
-the queries of the local window after it.
+Memory (NeurIPS 2024).
 """
 
 from __future__ import annotations
@@ -36,10 +38,11 @@ class InfLLMConfig:
 
     Args:
         page: Tokens per block (published: 128).
-        representatives: Keys that represent a block for each query head (published: 4).
-        span: Number of queries after a key that count for its representative score (published:
-            4096, the local window).
-        group: How the query heads of a group agree (`kvindex.ops.group`).
+        representatives: Number of keys that represent a block for each query head (published: 4).
+        span: Number of queries after a key over which its representative score is averaged
+            (published: 4096, the size of the local window).
+        group: Rule by which the query heads that share a KV head agree on rows
+            (`kvindex.ops.group`).
     """
 
     page: int = 128
@@ -54,12 +57,13 @@ class InfLLMConfig:
 
 
 class InfLLM(PagedIndex):
-    """Selects whole blocks by the mean inner product with their representative keys.
+    """Selects whole blocks by the query's mean inner product with their representative keys.
 
-    The index needs `observe_queries`. A key without a later observed query has no representative
-    score, and represents its block only if fewer than `representatives` other keys have one. If no
-    key of a block has a score, the keys with the largest norm represent it. In `Hits.scores`, each
-    row has the score of its block.
+    Representative scores are computed from the queries that the caller passes to
+    `observe_queries`. A key that no observed query follows has no score, and represents its block
+    only if fewer than `representatives` keys of the block have a score. If no key of a block has a
+    score, the keys with the largest norms represent the block. In `Hits.scores`, each row has the
+    score of its block.
 
     Source: Xiao et al., InfLLM (NeurIPS 2024).
     """
@@ -74,10 +78,10 @@ class InfLLM(PagedIndex):
         self._queries, self._positions = Columns(), torch.zeros(0, dtype=torch.int64)
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """Store queries `[B, H, T, D]` of the tokens `positions` until their keys are appended.
+        """Store queries `[B, H, T, D]` of the tokens `positions`, for scores of keys before them.
 
-        Stored queries from the first of these positions on are dropped: they belonged to a sequence
-        that was truncated.
+        Queries that were stored for the first of these positions or a later one are dropped,
+        because their tokens have been replaced.
         """
         g = self.geometry
         shape = {"B": self._batch, "H": g.q_heads, "T": None, "D": g.head_dim}
@@ -99,13 +103,13 @@ class InfLLM(PagedIndex):
         self._positions = torch.cat([self._positions[past:kept], new])
 
     def truncate(self, length: int) -> None:
-        """Truncate the index, and drop the queries of the removed tokens."""
+        """Remove the tokens from `length` on, and their observed queries."""
         super().truncate(length)
         self._positions = self._positions[self._positions < length]
         self._queries.truncate(len(self._positions))
 
     def reorder(self, batch_indices: Tensor) -> None:
-        """Reorder the batch; before the first append, only the observed queries."""
+        """Reorder the sequences of the batch, and their observed queries."""
         observed = self._batch is None and len(self._queries) > 0
         if observed:
             check.rows("batch_indices", batch_indices, self._queries["queries"].shape[0])
@@ -128,9 +132,9 @@ class InfLLM(PagedIndex):
     # Blocks
 
     def _marks(self, keys: Tensor) -> Tensor:
-        """Return the representative score of each key per query head, float32 `[B, G, T, g]`.
+        """Return the representative score of each key for each query head, float32 `[B, G, T, g]`.
 
-        It is `NONE` for a key that no observed query follows.
+        The score is `NONE` for a key that no observed query follows.
         """
         g, (B, G, T, D) = self.geometry, keys.shape
         marks = torch.full((B, G, T, g.group_size), NONE, device=g.device)
@@ -139,7 +143,8 @@ class InfLLM(PagedIndex):
         observed = self._queries["queries"]
         if observed.shape[0] != B:
             raise ValueError(
-                f"keys: got a batch of {B}, allowed is {observed.shape[0]}, that of the queries"
+                f"keys: got a batch of {B}, allowed is {observed.shape[0]}, the batch of the "
+                "observed queries"
             )
         if int(self._positions[-1]) <= len(self):
             return marks

@@ -1,7 +1,9 @@
-"""LeoAM: selects chunks of adaptive size, which are split where attention may be high.
+"""LeoAM: selects chunks of tokens by a search from large chunks to small ones.
+
+A search splits the large chunks that may receive much attention into halves, and scores the halves.
 
 Sun et al., Breaking the Boundaries of Long-Context LLM Inference: Adaptive KV Management on a
-Single Commodity GPU (arXiv 2506.20187). docs/indexes/leoam.md says what is simplified.
+Single Commodity GPU (arXiv 2506.20187). docs/indexes/leoam.md lists the simplifications.
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ class LeoAMConfig:
     """Options of LeoAM.
 
     Args:
-        page: Tokens of the largest chunk.
-        leaf: Tokens of the smallest chunk, `page` divided by a power of two.
-        spread: At each chunk size, split the best chunks until those chosen contain `spread · k`
-            tokens.
-        group: How the query heads of a group agree (`kvindex.ops.group`).
+        page: Number of tokens in a chunk of the largest size.
+        leaf: Number of tokens in a chunk of the smallest size, `page` divided by a power of two.
+        spread: Number of tokens in the chunks that a search splits at each size, as a multiple of
+            the number of requested rows `k`, at least 1.
+        group: Rule by which the query heads that share a KV head agree on rows
+            (`kvindex.ops.group`).
     """
 
     page: int = 128
@@ -42,25 +45,26 @@ class LeoAMConfig:
         halves, rest = divmod(self.page, check.at_least("leaf", self.leaf, 1))
         if rest or halves & (halves - 1):
             raise ValueError(
-                f"leaf: got {self.leaf}, allowed is page = {self.page} divided by a power of two"
+                f"leaf: got {self.leaf}, allowed is the page of {self.page} tokens divided by a "
+                "power of two"
             )
         if check.positive("spread", self.spread) < 1:
-            raise ValueError(f"spread: got {self.spread}, allowed is a number of at least 1")
+            raise ValueError(f"spread: got {self.spread}, allowed is at least 1")
         check.one_of("group", self.group, group.POLICIES)
 
     @property
     def sizes(self) -> list[int]:
-        """Tokens per chunk at each level, the largest first."""
+        """Number of tokens in a chunk, for each chunk size from the largest to the smallest."""
         levels = (self.page // self.leaf).bit_length()
         return [self.page >> level for level in range(levels)]
 
 
 class LeoAM(PagedIndex):
-    """Selects whole chunks of the smallest size from the larger chunks that were split.
+    """Selects whole chunks of the smallest size by a search from large chunks to small ones.
 
-    A chunk is scored by the minimum and maximum of each coordinate of its keys, as in `Quest`. The
-    score is an upper bound of the inner products with its keys. In `Hits.scores`, each row
-    has the score of its smallest chunk.
+    The score of a chunk is an upper bound of the query's inner products with its keys, computed
+    from the minimum and maximum of each coordinate of the keys, as in `Quest`. In `Hits.scores`,
+    each row has the score of its chunk of the smallest size.
 
     Source: Sun et al., Adaptive KV Management on a Single Commodity GPU (arXiv 2506.20187).
     """
@@ -69,13 +73,16 @@ class LeoAM(PagedIndex):
 
     @property
     def unit(self) -> int:
-        """Tokens of the smallest chunk."""
+        """Number of tokens in a chunk of the smallest size."""
         return int(self.config.leaf)
 
-    # Chunks: node `2^l - 1 + c` of a page is chunk `c` at level `l`
+    # Chunks of a page are stored as a binary tree: chunk `c` at level `l` is node `2^l - 1 + c`
 
     def _summaries_of(self, keys: Tensor, present: Tensor, marks: Tensor | None) -> Codes:
-        """Return `low` and `high` of all chunks, `[B, G, pages, nodes, D]`."""
+        """Return minimum and maximum of each coordinate, for the chunks of all sizes.
+
+        `low` and `high` are `[B, G, pages, nodes, D]`.
+        """
         (B, G, pages, P, D), nodes = keys.shape, []
         for size in self.config.sizes:
             chunks = pages * P // size
@@ -115,12 +122,24 @@ class LeoAM(PagedIndex):
         return hits
 
     def _sizes(self, chunks: Tensor, size: int) -> Tensor:
-        """Return the number of tokens of chunks int64 `[B, G, M]`; chunk -1 has none."""
+        """Return the number of tokens in each of `chunks`, int64 `[B, G, M]`; 0 for chunk -1.
+
+        A full chunk has `size` tokens.
+        """
         tokens = (self.counts.to(chunks.device)[:, None, None] - chunks * size).clamp(0, size)
         return tokens.masked_fill(chunks < 0, 0)
 
     def _bounds(self, queries: Tensor, chunks: Tensor, level: int) -> Tensor:
-        """Return the largest product with a point of each chunk's box, `[B, G, g, M]`."""
+        """Return upper bounds of the queries' inner products with the keys of `chunks`.
+
+        Args:
+            queries: Float32 `[B, G, g, D]`.
+            chunks: Numbers of the chunks, int64 `[B, G, M]`.
+            level: Number of times that a chunk of the largest size was halved to this size.
+
+        Returns:
+            Float32 `[B, G, g, M]`.
+        """
         per, known, held = 1 << level, chunks.clamp_min(0), self._codes["low"].shape[3]
         nodes = known // per * held + per - 1 + known % per
         boxes = (
@@ -130,7 +149,7 @@ class LeoAM(PagedIndex):
         return box_scores(queries, *boxes)
 
     def _agreed(self, bounds: Tensor, chunks: Tensor, size: int) -> Tensor:
-        """Return the score of each chunk that the heads of a group agree on, `[B, G, M]`."""
+        """Combine the query heads' scores of each chunk of `size` tokens, float32 `[B, G, M]`."""
         g, sizes = self.geometry, self._sizes(chunks, size)
         bounds = bounds.masked_fill((sizes == 0)[:, :, None], float("-inf"))
         agreed: Tensor = self.ops.group.agree(

@@ -1,7 +1,10 @@
-"""LOCKS: selects pages by the attention that low-rank approximations of their keys would receive.
+"""LOCKS: selects pages of tokens by the estimated attention weights of their keys.
+
+The estimates are computed from a low-rank approximation of the keys of each page.
 
 LOCKS: Page-Local Compact Key Summaries for efficient long-context decoding (documentation of the
-package locks-kv 0.1.4). Written from that description; docs/indexes/locks.md says what is ours.
+package locks-kv 0.1.4). The code here was written from that text; docs/indexes/locks.md lists the
+differences.
 """
 
 from __future__ import annotations
@@ -34,8 +37,9 @@ class LocksConfig:
 
     Args:
         page: Tokens per page (published: 16).
-        rank: Rank of a page's summary (published: 8).
-        group: How the query heads of a group agree (`kvindex.ops.group`).
+        rank: Rank of the approximation of a page's keys (published: 8).
+        group: Rule by which the query heads that share a KV head agree on rows
+            (`kvindex.ops.group`).
     """
 
     page: int = 16
@@ -49,11 +53,11 @@ class LocksConfig:
 
 
 class Locks(PagedIndex):
-    """Selects whole pages by the mean of `exp(scale q·k)` over their approximated keys.
+    """Selects whole pages by the mean of `exp(scale · q·k)` over a page's approximated keys `k`.
 
     `Hits.scores` contains the scores that the group policy computes from the logarithms of these
-    means. With `mean_share`, the score of a page is the attention weight that its approximated keys
-    would receive.
+    means. With `group="mean_share"`, the score of a page corresponds to the attention weight that
+    its approximated keys would receive.
 
     Source: LOCKS (documentation of the package locks-kv 0.1.4).
     """
@@ -67,17 +71,20 @@ class Locks(PagedIndex):
     # Summaries
 
     def _summaries_of(self, keys: Tensor, present: Tensor, marks: Tensor | None) -> Codes:
-        """Quantize the summary of each page: codes and scales of three parts.
+        """Approximate the keys of each page (`factors`), and quantize the three resulting tensors.
 
-        The parts are `basis` `[B, G, pages, r, D]`, `coefficients` `[B, G, pages, r, P]` and
-        `center` `[B, G, pages, D]`.
+        They are `basis` `[B, G, pages, r, D]`, `coefficients` `[B, G, pages, r, P]` and `center`
+        `[B, G, pages, D]`. The result has codes and scales of each.
         """
         parts = zip(torch.split(keys, PAGES, 2), torch.split(present, PAGES, 2), strict=True)
         made = [_quantized(factors(*part, self._rank)) for part in parts]
         return {name: torch.cat([codes[name] for codes in made], dim=2) for name in made[0]}
 
     def _rebuilt(self, name: str, pages: slice, count: int) -> Tensor:
-        """Dequantize one part of the pages' summaries, float32 `[B, G, pages, …, count]`."""
+        """Dequantize the tensor `name` ("basis", "coefficients" or "center") of some pages.
+
+        The result is float32 `[B, G, pages, …, count]`.
+        """
         codes, scales = self._codes[name], self._codes[f"{name}_scales"]
         return dequantize(codes[:, :, pages], scales[:, :, pages], count, BITS[name])
 
@@ -100,7 +107,10 @@ class Locks(PagedIndex):
         return torch.cat([self._mean_logits(queries, block) for block in blocks], dim=-1)
 
     def _mean_logits(self, queries: Tensor, pages: slice) -> Tensor:
-        """Score pages by `log(mean exp(scale q·k)) / scale` of their keys, `[B, G, g, pages]`."""
+        """Compute `log(mean exp(scale · q·k)) / scale` over the keys of each page.
+
+        The result is float32 `[B, G, g, pages]`.
+        """
         g, P = self.geometry, self.config.page
         center, basis = (self._rebuilt(name, pages, g.head_dim) for name in ("center", "basis"))
         coefficients = self._rebuilt("coefficients", pages, P)
@@ -117,19 +127,21 @@ class Locks(PagedIndex):
 
 
 def factors(keys: Tensor, present: Tensor, rank: int) -> dict[str, Tensor]:
-    """Compute the best approximation `center + Σ_r coefficients_r basis_r` of each page's keys.
+    """Approximate the keys of each page by `center + Σ_r coefficients_r basis_r`.
 
-    No approximation of this rank has a smaller squared error (Eckart and Young). It is computed in
-    float64.
+    No approximation of the same rank has a smaller squared error (Eckart and Young). The
+    computation is in float64.
 
     Args:
-        keys: `[B, G, pages, P, D]`.
-        present: Bool `[B, 1, pages, P, 1]`, True for keys that exist.
-        rank: Maximum number of directions.
+        keys: Keys of the pages, `[B, G, pages, P, D]`.
+        present: True for positions that have a key, bool `[B, 1, pages, P, 1]`.
+        rank: Maximum rank `r` of the approximation.
 
     Returns:
-        `basis` `[B, G, pages, r, D]`, orthonormal rows, or zeros where fewer rows suffice;
-        `coefficients` `[B, G, pages, r, P]`; `center` `[B, G, pages, D]`, the mean key.
+        `basis`: `[B, G, pages, r, D]`, orthonormal vectors. If fewer than `r` vectors suffice, the
+        others are zero.
+        `coefficients`: `[B, G, pages, r, P]`.
+        `center`: Mean key of each page, `[B, G, pages, D]`.
     """
     real = keys.double().masked_fill(~present, 0)
     center = real.sum(3) / present.sum(3).clamp_min(1)
@@ -149,7 +161,7 @@ def factors(keys: Tensor, present: Tensor, rank: int) -> dict[str, Tensor]:
 
 
 def _quantized(parts: dict[str, Tensor]) -> Codes:
-    """Return codes and scales of all parts of the summaries."""
+    """Quantize each of the tensors `parts`, and return their codes and scales."""
     codes = {}
     for name, part in parts.items():
         codes[name], codes[f"{name}_scales"] = quantize(part, BITS[name])

@@ -1,7 +1,9 @@
-"""LouisKV: selects whole clusters of the prompt's keys, and segments of generated tokens.
+"""LouisKV: selects whole clusters of the prompt's tokens, and whole segments of generated tokens.
 
-LouisKV: Efficient KV Cache Retrieval for Long Input-Output Sequences (ICLR 2026). The wrapper
-`kvindex.wrappers.Reuse` decides when to search, and marks the boundaries of the segments.
+A segment is a run of consecutive tokens. The wrapper `kvindex.wrappers.Reuse` decides when to
+search, and marks where segments end.
+
+LouisKV: Efficient KV Cache Retrieval for Long Input-Output Sequences (ICLR 2026).
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ class LouisKVConfig:
     """Options of LouisKV.
 
     Args:
-        per_cluster: Average keys per cluster of the prompt.
-        iterations: Iterations of k-means.
-        longest: Maximum number of tokens per segment; a longer one is cut.
-        group: How the query heads of a group agree on units (`kvindex.ops.group`).
+        per_cluster: Average number of keys in a cluster of the prompt.
+        iterations: Number of k-means iterations.
+        longest: Maximum number of tokens per segment. Longer segments are divided.
+        group: Rule by which the query heads that share a KV head agree on clusters and segments
+            (`kvindex.ops.group`).
         seed: Seed for the starting points of k-means.
     """
 
@@ -54,12 +57,12 @@ class LouisKVConfig:
 
 @dataclass(frozen=True)
 class _Sequence:
-    """State of the sequence that the caller's signals have set.
+    """Where the prompt and the segments end, as the caller has signaled.
 
     Args:
-        prompt: Tokens of the prompt, None before `end_prompt`.
-        cuts: Positions where a segment begins, ascending.
-        newest: Position of the newest query, int64 `[1]`.
+        prompt: Number of tokens of the prompt, None before `end_prompt`.
+        cuts: Positions at which the caller has marked the beginning of a segment, ascending.
+        newest: Position of the newest query, int64 `[1]`, or None before the first query.
     """
 
     prompt: int | None = None
@@ -67,9 +70,9 @@ class _Sequence:
     newest: Tensor | None = None
 
     def starts(self, stop: int, longest: int) -> list[int]:
-        """Return the first tokens of the segments up to `stop`.
+        """Return the first token of each segment, for the tokens before `stop`.
 
-        A larger `stop` does not change earlier segments.
+        A larger `stop` adds segments or extends the last one.
         """
         prompt = self.prompt or 0
         if stop <= prompt:
@@ -79,12 +82,10 @@ class _Sequence:
 
 
 class LouisKV(BaseIndex):
-    """Ranks clusters and segments by their mean keys, and returns the rows of the best ones.
+    """Selects whole clusters and segments by the inner product of the query and their mean key.
 
-    The query heads of a group use one ranking.
-
-    Before `end_prompt`, each key is a unit of its own. In `Hits.scores`, all rows of a unit have
-    the score of the unit, from `q·k` with its mean key.
+    All query heads of a group use the same ranking. Before `end_prompt`, all keys are ranked one by
+    one. In `Hits.scores`, all rows of a cluster or segment have its score.
 
     Source: LouisKV (ICLR 2026).
     """
@@ -102,20 +103,20 @@ class LouisKV(BaseIndex):
     # Signals
 
     def end_prompt(self) -> None:
-        """End the prompt and cluster its keys. Later calls do nothing until `reset`."""
+        """End the prompt and cluster its keys. Further calls have no effect until `reset`."""
         if self._sequence.prompt is None:
             if len(self):
                 self._learned = self._clustered(len(self))
             self._sequence = replace(self._sequence, prompt=len(self))
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """Store the position of the newest query; the next boundary ends a segment there."""
+        """Store the position of the newest query, at which `mark_boundary` ends a segment."""
         check.tensor("positions", positions, {"T": None}, torch.int64)
         if len(positions):
             self._sequence = replace(self._sequence, newest=positions[-1:])
 
     def mark_boundary(self) -> None:
-        """End a segment with the newest token whose query or key has arrived."""
+        """End a segment at the newest token whose query or key the index has received."""
         sequence = self._sequence
         if sequence.prompt is None:
             return
@@ -188,7 +189,7 @@ class LouisKV(BaseIndex):
         return layout | {f"learned.{name}": spec for name, spec in learned.items()}
 
     def _in_segments(self, state: Mapping[str, Tensor], length: int) -> bool:
-        """Return True if a state has as many segments as its signals require."""
+        """Return True if a loaded state has the segments that its prompt and cuts require."""
         prompt = state.get("statistics.sequence.prompt")
         if prompt is None:
             return False
@@ -200,13 +201,14 @@ class LouisKV(BaseIndex):
     # Units
 
     def _clustered(self, length: int) -> Codes:
-        """Cluster the first `length` tokens; the result has no segments.
+        """Cluster the first `length` tokens.
 
         Returns:
-            `members` int32 `[B, G, N]`: ids of the prompt, cluster by cluster, then -1.
-            `sizes` int32 `[B, G, C]`: number of valid tokens of each cluster.
-            `centroids` `[B, G, C, D]`: mean keys of the clusters, in the layer's dtype.
-            `means` `[B, G, 0, D]` and `counts` int32 `[B, 0]`: mean keys and sizes of segments.
+            `members`: Token ids, sorted by cluster and padded with -1, int32 `[B, G, N]`.
+            `sizes`: Number of valid tokens in each cluster, int32 `[B, G, C]`.
+            `centroids`: Mean key of each cluster, `[B, G, C, D]`, in the layer's dtype.
+            `means`: Mean keys of segments, of which there are none yet, `[B, G, 0, D]`.
+            `counts`: Numbers of tokens in segments, int32 `[B, 0]`.
         """
         g, B, device = self.geometry, len(self.counts), self.geometry.device
         counts, per = [length] * B, self.config.per_cluster
@@ -242,15 +244,15 @@ class LouisKV(BaseIndex):
         }
 
     def _segmented(self, learned: Codes, stop: int, keys: Tensor, valid: Tensor | None) -> Codes:
-        """Return the learned tensors with segments up to `stop`.
+        """Divide the tokens after the prompt into segments, and add these to the learned tensors.
 
-        Segments that end before the first of `keys` do not change.
+        Segments that end before the first token of `keys` do not change.
 
         Args:
-            learned: The learned tensors so far.
+            learned: Learned tensors before the append.
             stop: Number of tokens after the append.
-            keys: Keys of the newest tokens up to `stop`, `[B, G, n, D]`.
-            valid: Bool `[B, stop]`, or None if all tokens are valid.
+            keys: Keys of the last tokens before `stop`, `[B, G, n, D]`.
+            valid: Mask of valid tokens, bool `[B, stop]`, or None if all are valid.
         """
         prompt, first, device = self._sequence.prompt or 0, stop - keys.shape[2], keys.device
         starts = self._sequence.starts(stop, self.config.longest)
@@ -277,7 +279,7 @@ class LouisKV(BaseIndex):
         }
 
     def _open_segment(self, length: int) -> Tensor:
-        """Return the keys of the last segment of the first `length` tokens, `[B, G, n, D]`."""
+        """Return the keys of the last segment that begins before `length`, `[B, G, n, D]`."""
         g, starts = self.geometry, self._sequence.starts(length, self.config.longest)
         ids = torch.arange(starts[-1] if starts else length, length, device=g.device)
         return self._store.gather(ids.expand(len(self.counts), g.kv_heads, -1)).keys
@@ -326,9 +328,9 @@ class LouisKV(BaseIndex):
 
 
 def _once_each(learned: Codes, counts: Tensor | None) -> bool:
-    """Return True if the units have as many distinct members as there are valid tokens.
+    """Return True if each valid token is in exactly one cluster or segment.
 
-    `counts`, int64 `[B]` or None, has the number of valid tokens of each sequence.
+    `counts` is the number of valid tokens of each sequence, int64 `[B]`, or None if unknown.
     """
     members = learned["members"]
     found = (members >= 0).sum(-1)
@@ -338,9 +340,16 @@ def _once_each(learned: Codes, counts: Tensor | None) -> bool:
 
 
 def _renumbered(labels: Tensor, clusters: int) -> Tensor:
-    """Renumber the labels int64 `[R, n]` so that clusters are in the order of their first tokens.
+    """Renumber clusters in the order of their first tokens.
 
-    If scores are equal, the cluster that begins first is then taken first.
+    If scores are equal, a search then prefers the cluster that begins first.
+
+    Args:
+        labels: Cluster of each token, int64 `[R, n]`.
+        clusters: Number of clusters.
+
+    Returns:
+        New cluster of each token, int64 `[R, n]`.
     """
     R, n = labels.shape
     first = torch.full((R, clusters), n, device=labels.device)
@@ -351,7 +360,7 @@ def _renumbered(labels: Tensor, clusters: int) -> Tensor:
 
 
 def _empty(keys: Tensor) -> dict[str, Tensor]:
-    """Return the learned tensors of a prompt without tokens; keys are `[B, G, n, D]`."""
+    """Return the learned tensors of an empty prompt, for an append of `keys` `[B, G, n, D]`."""
     B, G, _, D = keys.shape
     return {
         "members": keys.new_empty((B, G, 0), dtype=torch.int32),

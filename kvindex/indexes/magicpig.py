@@ -1,7 +1,9 @@
-"""MagicPIG: samples keys by LSH and corrects attention by the sampling probability.
+"""MagicPIG: samples keys by locality-sensitive hashing (LSH), and corrects attention for it.
+
+Attention divides the weight of a key by the probability with which the key was sampled.
 
 Chen et al., MagicPIG: LSH Sampling for Efficient LLM Generation (ICLR 2025).
-docs/indexes/magicpig.md lists the differences from the published code.
+docs/indexes/magicpig.md lists the differences from the authors' code.
 """
 
 from __future__ import annotations
@@ -44,14 +46,15 @@ class MagicPIGConfig:
     """Options of MagicPIG.
 
     Args:
-        bits: Bits per hash, with one random direction each (the paper's K), 1 to 15.
-        tables: Hashes per key (the paper's L), at least 2.
-        sure: Each search returns this many of the first valid tokens, in at most half of its `k`
-            slots.
-        seed: Seed for the random directions, and for sampling if there are more candidates than
-            free slots.
-        stale: If True, tokens appended after `end_prompt` are never returned (the published code
-            does not hash them).
+        bits: Bits per hash (the paper's K), 1 to 15. Each bit is the sign of an inner product with
+            a random direction.
+        tables: Number of hashes per key (the paper's L), at least 2.
+        sure: Number of tokens at the beginning of the sequence that every search returns, at most
+            half of the `k` requested rows.
+        seed: Seed for the random directions, and for the random choice among the candidates if
+            there are more than `k`.
+        stale: If True, tokens that are appended after `end_prompt` are never returned (as in the
+            authors' code, which does not hash them).
     """
 
     bits: int = 10
@@ -71,12 +74,13 @@ class MagicPIGConfig:
 
 
 class MagicPIG(BaseIndex):
-    """Samples the keys that collide with the query in at least two tables of SimHash.
+    """Samples the keys whose hashes (SimHash) equal the query's in at least two hash tables.
 
-    A query head attends only to its own candidates, with the log weight `-log w`, where `w` is the
-    probability of being a candidate. The softmax's numerator and denominator are therefore unbiased
-    estimates of those of full attention. `Hits.scores` contains the mean attention weight of each
-    row among the returned rows; it only determines their order.
+    These keys are the candidates of a query head. The head attends to its candidates and to the
+    first `sure` tokens. The log weight of a candidate is `-log w`, where `w` is the probability
+    that the key is a candidate. Numerator and denominator of the softmax are therefore unbiased
+    estimates of those of full attention. `Hits.scores` contains attention weights within the
+    returned rows, averaged over the heads. They only determine the order of the rows.
 
     Source: Chen et al., MagicPIG (ICLR 2025).
     """
@@ -97,11 +101,14 @@ class MagicPIG(BaseIndex):
     # Encoding
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        """Learn `center` float32 `[B, G, D]`, the mean key, and `known` bool `[B]`.
+        """Compute the mean key of each sequence, which is subtracted from keys before hashing.
 
-        A sequence learns its center from the first append that contains a valid token of it; then
-        `known` is True. To subtract the center changes all logits of a query by the same number, so
-        it does not change the softmax.
+        The mean is that of the first append that contains a valid token of the sequence. To
+        subtract it changes all logits of a query by the same number, and not the softmax.
+
+        Returns:
+            `center`: Mean key, float32 `[B, G, D]`.
+            `known`: True for sequences whose mean key is known, bool `[B]`.
         """
         all_valid = keys.new_ones(keys.shape[:1] + keys.shape[2:3], dtype=torch.bool)
         counts = (all_valid if valid is None else valid).sum(1)
@@ -116,9 +123,9 @@ class MagicPIG(BaseIndex):
         return {"hashes": self._hashes(keys.float() - learned["center"][:, :, None])}
 
     def _hashes(self, vectors: Tensor) -> Tensor:
-        """Hash vectors float32 `[..., N, D]` once per table, into int16 `[..., N, tables]`.
+        """Compute the hashes of vectors: from float32 `[..., N, D]` to int16 `[..., N, tables]`.
 
-        A bit is 1 if the inner product with its direction is at least 0.
+        Each bit of a hash is 1 if the inner product with the bit's direction is at least 0.
         """
         bits, tables = self.config.bits, self.config.tables
         powers = 2 ** torch.arange(bits, device=vectors.device, dtype=torch.float32)
@@ -162,10 +169,13 @@ class MagicPIG(BaseIndex):
         return Hits(best_ids, scores, weights.flatten(1, 2))
 
     def _drawn(self, hashes: Tensor) -> Tensor:
-        """Return the candidates of each query head: keys that collide in two tables or more.
+        """Find the candidates: keys whose hashes equal the query's in at least two tables.
 
-        `hashes`, int16 `[B, G, g, tables]`, are those of the queries. The result is bool
-        `[B, G, g, N]`.
+        Args:
+            hashes: Hashes of the queries, int16 `[B, G, g, tables]`.
+
+        Returns:
+            True for the candidates of each query head, bool `[B, G, g, N]`.
         """
         codes, parts = self._codes["hashes"], []
         step = max(BLOCK // hashes.numel(), 1)
@@ -175,27 +185,30 @@ class MagicPIG(BaseIndex):
         return torch.cat(parts, dim=-1) & self._known()[:, None, None]
 
     def _known(self) -> Tensor:
-        """Return flags of the tokens that a search may return, bool `[B, N]`."""
+        """Return a mask of the tokens that a search may return, bool `[B, N]`."""
         ids = torch.arange(len(self), device=self.geometry.device).expand(len(self.counts), -1)
         known: Tensor = ids < (len(self) if self._prompt_ended is None else self._prompt_ended)
         return known if self.valid is None else known.logical_and(self.valid)
 
     def _sure(self, k: int) -> Tensor:
-        """Return flags of the first tokens, which every search returns, bool `[B, N]`."""
+        """Return a mask of the first tokens, which every search for `k` rows returns, `[B, N]`."""
         known = self._known()
         return known.logical_and(known.cumsum(-1) <= min(self.config.sure, max(k // 2, 1)))
 
     def _thinned(self, drawn_by_any: Tensor, room: Tensor, hashes: Tensor) -> Tensor:
-        """Sample candidates uniformly, as many as there are free slots.
+        """Choose at most `room` candidates at random, all with the same probability.
 
         A token's random number is a hash of its rank among the valid tokens and of the queries'
-        hashes. So different queries get different samples, runs are repeatable, and padding changes
-        nothing.
+        hashes. Therefore different queries get different samples, runs are repeatable, and padding
+        changes nothing.
 
         Args:
-            drawn_by_any: The candidates of any head, bool `[B, G, N]`.
-            room: Free slots, int64 `[B, 1]`.
+            drawn_by_any: True for the candidates of any query head, bool `[B, G, N]`.
+            room: Maximum number of candidates to choose, int64 `[B, 1]`.
             hashes: Hashes of the queries, int16 `[B, G, g, tables]`.
+
+        Returns:
+            True for the chosen candidates, bool `[B, G, N]`.
         """
         valid = self._known()
         rank = valid.cumsum(-1)[:, None]  # [B, 1, N]
@@ -210,7 +223,10 @@ class MagicPIG(BaseIndex):
         return drawn & drawn_by_any
 
     def _log_chances(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Return `log_chance` `[B, G, g, C]` for keys `[B, G, C, D]` and queries `[B, G, g, D]`."""
+        """Return the log probability that a key is a candidate, float64 `[B, G, g, C]`.
+
+        Queries are `[B, G, g, D]`, and keys are `[B, G, C, D]`.
+        """
         centered = keys.float() - self._learned["center"][:, :, None]
         normalize = self.ops.transform.normalize
         heads, rows = (normalize(x)[0].double() for x in (queries, centered))
@@ -233,7 +249,7 @@ class MagicPIG(BaseIndex):
     # End of the prompt, if the index is stale
 
     def end_prompt(self) -> None:
-        """End the prompt. If the index is stale, later tokens are never returned."""
+        """End the prompt. With the option `stale`, tokens appended later are never returned."""
         if self.config.stale and self._prompt_ended is None:
             self._prompt_ended = len(self)
 
@@ -257,14 +273,17 @@ class MagicPIG(BaseIndex):
 
 
 def log_chance(cosines: Tensor, bits: int, tables: int) -> Tensor:
-    """Return the logarithm of the probability of colliding in at least two tables, float64.
+    """Return `log w`, where `w` is the probability that hashes are equal in at least two tables.
 
     `w = 1 - (1 - p^K)^L - L p^K (1 - p^K)^(L-1)` with `p = 1 - θ/π`.
 
     Args:
         cosines: Cosine of the angle `θ` between query and key.
-        bits: The paper's K.
-        tables: The paper's L.
+        bits: Bits per hash, the paper's K.
+        tables: Number of hash tables, the paper's L.
+
+    Returns:
+        Float64, of the shape of `cosines`.
 
     Source: Chen et al., MagicPIG (ICLR 2025), section 4.2.
     """
@@ -272,14 +291,14 @@ def log_chance(cosines: Tensor, bits: int, tables: int) -> Tensor:
     meet = p.clamp_min(1e-8) ** bits  # angles near π are accurate to 1e-8
     missed = torch.log1p(-meet)
     closed = -torch.expm1(tables * missed) - tables * meet * ((tables - 1) * missed).exp()
-    # the first two terms of the series for the probability of at least 2 collisions
+    # for small `w`: the logarithm of the first two terms of the series of `w` in powers of `p^K`
     pairs = math.log(tables * (tables - 1) / 2)
     series = pairs + 2 * meet.log() + torch.log1p(-2 * (tables - 2) / 3 * meet.clamp_max(RARE))
     return torch.where(tables * meet < RARE, series, closed.log())
 
 
 def _mixed(numbers: Tensor) -> Tensor:
-    """Hash each int64 to another int64, by xor-shifts and multiplication with odd numbers."""
+    """Hash int64 numbers to pseudorandom int64 numbers, by xor-shifts and multiplications."""
     for factor in (0x2545F4914F6CDD1D, 0x369DEA0F31A53F85):
         numbers = (numbers ^ (numbers >> 29 & 2**35 - 1)) * factor
     return numbers ^ (numbers >> 32 & 2**32 - 1)

@@ -1,4 +1,4 @@
-"""ParisKV, whose class, configuration and reference stages are in `kvindex.pariskv`."""
+"""ParisKV. This module only imports the class; its code is in the package `kvindex.pariskv`."""
 
 from kvindex.pariskv.index import ParisKV
 

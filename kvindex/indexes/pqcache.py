@@ -1,7 +1,9 @@
-"""PQCache: product quantization of the keys, with codebooks trained on the prompt.
+"""PQCache: ranks all keys by inner products with product-quantized keys.
+
+The codebooks are trained on the keys of the prompt.
 
 Zhang et al., PQCache: Product Quantization-based KVCache for Long Context LLM Inference
-(SIGMOD 2025). docs/indexes/pqcache.md lists the differences from the published code.
+(SIGMOD 2025). docs/indexes/pqcache.md lists the differences from the authors' code.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ class PQCacheConfig:
     """Options of PQCache.
 
     Args:
-        subspaces: Parts of a key, `M`; must divide `head_dim`.
-        bits: Bits per code, 1 to 8; a subspace has `2^bits` centroids.
-        iterations: Iterations of Lloyd's algorithm; 0 keeps the starting points.
-        group: How the query heads of a group agree (`kvindex.ops.group`).
-        seed: Seed for the starting points.
+        subspaces: Number of subspaces `M` into which a key is divided, a divisor of `head_dim`.
+        bits: Bits per code, 1 to 8. A subspace has `2^bits` centroids.
+        iterations: Number of k-means iterations (Lloyd's algorithm). With 0, the starting points
+            are the centroids.
+        group: Rule by which the query heads that share a KV head agree on rows
+            (`kvindex.ops.group`).
+        seed: Seed for the starting points of k-means.
     """
 
     subspaces: int = 2
@@ -51,11 +55,11 @@ class PQCacheConfig:
 
 
 class PQCache(BaseIndex):
-    """Stores one byte per subspace: the nearest of the centroids trained on the first append.
+    """Ranks all keys by the inner product of the query with the product-quantized key.
 
-    `Hits.scores` contains the scores that the group policy computes from `Σ_b ⟨q_b, c_b⟩`, the
-    inner product of the query with the decoded key. The query is not quantized (asymmetric
-    distances).
+    For each subspace of a key, the index stores the number of the nearest centroid in one byte. The
+    centroids are trained on the first append. The query is not quantized. `Hits.scores` contains
+    the scores that the group policy computes from these inner products.
 
     Source: Zhang et al., PQCache (SIGMOD 2025).
     """
@@ -72,9 +76,11 @@ class PQCache(BaseIndex):
     # Encoding
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        """Learn `codebooks` float32 `[B, G, M, 2^bits, m]`, and `known` bool `[B]`.
+        """Train the codebooks of each sequence on the first append that has valid keys of it.
 
-        A sequence learns once, from the valid keys of the first append that contains one.
+        Returns:
+            `codebooks`: Float32 `[B, G, M, 2^bits, m]`.
+            `known`: True for sequences whose codebooks are trained, bool `[B]`.
         """
         B, counts = len(keys), [keys.shape[2]] * len(keys)
         known = self._learned["known"].tolist() if self._learned else [False] * B
@@ -92,7 +98,7 @@ class PQCache(BaseIndex):
             rows = [b for b in missing if counts[b] == count]
             chosen = parts[rows]
             if valid is not None:
-                # stable: valid keys stay in order, so that padding does not change the result
+                # a stable sort keeps the order of valid keys, so padding does not change the result
                 order = (~valid[rows]).byte().argsort(dim=1, stable=True)[:, :count]
                 index = order[:, None, None, :, None].expand(
                     *chosen.shape[:3], -1, chosen.shape[-1]
@@ -103,10 +109,10 @@ class PQCache(BaseIndex):
         return {"codebooks": books, "known": torch.tensor(flags, device=keys.device)}
 
     def _trained(self, points: Tensor) -> Tensor:
-        """Train centroids `[P, 2^bits, m]` on points `[P, n, m]`, independently for each of `P`.
+        """Train `P` independent codebooks `[P, 2^bits, m]` on points `[P, n, m]`.
 
-        If there are no more points than centroids, the points are the centroids. Spare centroids
-        repeat the first point, so no key is assigned to them.
+        If there are at most `2^bits` points, the points are the centroids. The other centroids
+        repeat the first point, so that no key is assigned to them.
         """
         clusters, config = 2**self.config.bits, self.config
         if points.shape[1] > clusters:

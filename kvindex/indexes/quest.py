@@ -1,7 +1,9 @@
-"""Quest: selects pages by the minimum and maximum of each coordinate of their keys.
+"""Quest: selects pages of tokens by an upper bound of the inner products with their keys.
+
+The bound is computed from the minimum and maximum of each coordinate of a page's keys.
 
 Tang et al., Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference (ICML 2024,
-section 3). The score of a page is an upper bound of the inner products with all its keys.
+section 3).
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ class QuestConfig:
 
     Args:
         page: Tokens per page (published: 16).
-        group: How the query heads of a group agree (`kvindex.ops.group`).
+        group: Rule by which the query heads that share a KV head agree on rows
+            (`kvindex.ops.group`).
     """
 
     page: int = 16
@@ -35,9 +38,10 @@ class QuestConfig:
 
 
 class Quest(PagedIndex):
-    """Selects whole pages by `Σ_i max(q_i low_i, q_i high_i)`.
+    """Selects whole pages by `Σ_i max(q_i low_i, q_i high_i)`, an upper bound of `q·k`.
 
-    In `Hits.scores`, each row has the score of its page.
+    `low_i` and `high_i` are minimum and maximum of coordinate `i` of a page's keys. In
+    `Hits.scores`, each row has the score of its page.
 
     Source: Tang et al., Quest (ICML 2024), section 3.
     """

@@ -1,4 +1,7 @@
-"""RetroInfer: returns the tokens of the best clusters, and one weighted row for each next cluster.
+"""RetroInfer: selects the tokens of the best clusters, and summaries of the next best clusters.
+
+A summary is one row, with the mean key and the mean value of the cluster. Attention weights it by
+the number of tokens in the cluster.
 
 Chen et al., RetroInfer: A Vector-Storage Approach for Scalable Long-Context LLM Inference
 (arXiv 2505.02922): the wave index and its three zones.
@@ -18,25 +21,26 @@ from kvindex.ops import group
 from kvindex.ops import units as unit_rows
 
 ESTIMATED = 0.446
-"""Fraction of the returned rows that represent clusters: `.232 / (.018 · 16 + .232)`.
+"""Fraction of the returned rows that are summaries of clusters: `.232 / (.018 · 16 + .232)`.
 
-The paper returns 1.8% of the clusters token by token (16 rows each), and 23.2% as one row each.
+The paper returns all tokens of 1.8% of the clusters (16 rows each), and summaries of 23.2%.
 """
 
 
 @dataclass(frozen=True)
 class RetroInferConfig:
-    """Options of RetroInfer. The defaults are the published ones.
+    """Options of RetroInfer. The defaults are those of the paper.
 
     Args:
-        per_cluster: Average keys per cluster.
-        segment: Tokens of the prompt that are clustered together.
-        block: Number of later tokens that are clustered together.
-        estimated: Fraction of the `k` slots that represent whole clusters, in [0, 1).
-        centered: Whether to subtract, before clustering, the mean of the keys that are clustered
-            together.
+        per_cluster: Average number of keys in a cluster.
+        segment: Number of tokens of the prompt that are clustered together.
+        block: Number of tokens after the prompt that are clustered together.
+        estimated: Fraction of the `k` returned rows that are summaries of clusters, in [0, 1).
+        centered: True if the mean of the keys that are clustered together is subtracted from them
+            before clustering.
         iterations: Maximum number of k-means iterations.
-        group: How the query heads of a group agree (`kvindex.ops.group`).
+        group: Rule by which the query heads that share a KV head agree on rows
+            (`kvindex.ops.group`).
         seed: Seed for the starting points of k-means.
     """
 
@@ -60,11 +64,12 @@ class RetroInferConfig:
 
 
 class RetroInfer(ClusteredIndex):
-    """Ranks clusters by `q·c`; returns the best ones token by token, and the next as one row each.
+    """Selects all tokens of the best clusters, and a summary of each of the next best clusters.
 
-    Here `c` is the mean key of a cluster. A cluster that is one row has the key `c`, the mean
-    value, and `log_weight = log(size)`. No cluster is in both parts, and none is cut. In
-    `Hits.scores`, all rows of a cluster have the cluster's score.
+    Clusters are ranked by the inner product of the query and the cluster's mean key. A summary is
+    one row with the mean key, the mean value, and the log weight `log(n)` for a cluster of `n`
+    tokens. A cluster is returned either completely or as a summary. In `Hits.scores`, all rows of a
+    cluster have the cluster's score.
 
     Source: Chen et al., RetroInfer (arXiv 2505.02922).
     """
@@ -99,17 +104,21 @@ class RetroInfer(ClusteredIndex):
         return hits
 
     def _exact(self, sizes: Tensor, units: Tensor, k: int) -> Tensor:
-        """Return flags of the best units that are returned token by token, bool `[B, G, W]`.
+        """Choose how many of the best units to return completely, instead of as summaries.
 
-        They are a prefix of the units. The last of them may take more slots than are reserved for
-        single tokens, if `k` allows. Otherwise a large best cluster, which has most of the
-        attention weight, would become a single row. If the remaining clusters, at one row each,
-        would leave slots unused, more units are returned token by token.
+        A unit is a cluster or a token that is not clustered yet. Units are returned completely
+        while they fit into the rows that are not reserved for summaries. The last of them may take
+        rows reserved for summaries, because otherwise a large best cluster, which has most of the
+        attention weight, would become a summary. If summaries of all remaining units would leave
+        rows unused, more units are returned completely.
 
         Args:
-            sizes: Tokens of the units, best first, int64 `[B, G, W]`.
+            sizes: Number of tokens of the units, best first, int64 `[B, G, W]`.
             units: Total number of units, `[B, G, 1]`.
-            k: Slots.
+            k: Number of requested rows.
+
+        Returns:
+            True for units that are returned completely, bool `[B, G, W]`.
         """
         ends = sizes.cumsum(-1)
         after = units - torch.arange(1, sizes.shape[-1] + 1, device=sizes.device)

@@ -1,7 +1,10 @@
-"""SentenceKV: selects sentences by their mean key, with the mean query of the current sentence.
+"""SentenceKV: selects whole sentences by the inner product of a mean query and their mean keys.
+
+The mean query is the mean over the sentence that is being generated. The caller marks where
+sentences end, or passes the token ids of the text.
 
 Zhu et al., SentenceKV: Efficient LLM Inference via Sentence-Level Semantic KV Caching (2025,
-arXiv 2504.00970). The caller marks where sentences end, or passes the token ids of the text.
+arXiv 2504.00970).
 """
 
 from __future__ import annotations
@@ -35,11 +38,12 @@ class SentenceKVConfig:
     """Options of SentenceKV.
 
     Args:
-        longest: Maximum number of tokens per sentence; a longer one is cut.
-        punctuation: Ids of the tokens that end a sentence (or one id), for `observe_tokens`.
-        query: Which query is compared with sentences: the mean query of the current "sentence"
-            (published), or the query of the newest "token" alone.
-        group: How the query heads of a group agree (`kvindex.ops.group`).
+        longest: Maximum number of tokens per sentence. Longer sentences are divided.
+        punctuation: Token id or ids that end a sentence, for `observe_tokens`.
+        query: Query that is compared with the mean keys. "sentence": the mean query of the current
+            sentence (published). "token": the query of the newest token alone.
+        group: Rule by which the query heads that share a KV head agree on rows
+            (`kvindex.ops.group`).
     """
 
     longest: int = 64
@@ -59,11 +63,11 @@ class SentenceKVConfig:
 
 
 class SentenceKV(BaseIndex):
-    """Selects whole sentences by the inner product of the mean query and their mean key.
+    """Selects whole sentences by the inner product of a mean query and their mean keys.
 
-    The mean query is the mean over the current sentence: the queries observed since `end_prompt`,
-    and the query that `search` gets, which counts once even if it was observed. In `Hits.scores`,
-    each row has the score of its sentence.
+    The mean query is the mean of the query that is passed to `search` and of the queries of the
+    current sentence that were observed since `end_prompt`. The query of the search counts once,
+    even if it was observed, too. In `Hits.scores`, each row has the score of its sentence.
 
     Source: Zhu et al., SentenceKV (arXiv 2504.00970).
     """
@@ -85,20 +89,23 @@ class SentenceKV(BaseIndex):
 
     @property
     def depends_on_queries(self) -> bool:
-        """True if a search uses the mean query of a sentence."""
+        """True if the result of a search depends on queries that were observed before.
+
+        That is the case with the option `query="sentence"`.
+        """
         return bool(self.config.query == "sentence")
 
     # Signals
 
     def end_prompt(self) -> None:
-        """End the prompt. Only queries observed later contribute to mean queries."""
+        """End the prompt. Mean queries contain only queries that are observed after this call."""
         self._signals = replace(self._signals, prompt_ended=True)
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         """Store queries `[B, H, T, D]` of the tokens `positions`, int64 `[T]`, ascending.
 
-        Stored queries from the first of these positions on are dropped: they belonged to a sequence
-        that was truncated.
+        Queries that were stored for the first of these positions or a later one are dropped,
+        because their tokens have been replaced.
         """
         g = self.geometry
         shape = {"B": self._batch, "H": g.q_heads, "T": None, "D": g.head_dim}
@@ -109,9 +116,10 @@ class SentenceKV(BaseIndex):
             self._signals = self._signals.with_queries(queries.detach(), positions, most)
 
     def mark_boundary(self) -> None:
-        """End a sentence of every sequence with the newest token whose query or key has arrived.
+        """End a sentence of each sequence at the newest token.
 
-        Sentence ends that were marked at later tokens are dropped.
+        This is the newest token whose query or key the index has received. Sentence ends that were
+        marked at later tokens are dropped.
         """
         last = max(self._signals.newest, len(self) - 1)
         if last >= 0:
@@ -119,12 +127,14 @@ class SentenceKV(BaseIndex):
             self._set_ends(ends, last)
 
     def observe_tokens(self, tokens: Tensor, *, first: int) -> None:
-        """Receive the token ids of the text; ids that are in `punctuation` end a sentence.
+        """Find the ends of sentences in the token ids of the text.
+
+        A token whose id is in the option `punctuation` ends a sentence. Without this option, the
+        call has no effect.
 
         Args:
-            tokens: Token ids, int64 `[T]`, or `[B, T]` if the sequences differ. The tokens' keys
-                may be in the index already or arrive later. Without `punctuation`, the ids are
-                ignored.
+            tokens: Token ids of the tokenizer, int64 `[T]`, or `[B, T]` if the sequences differ.
+                The keys of these tokens may be appended before or after this call.
             first: Position of the first token. Sentence ends that earlier calls marked at this
                 position or later are dropped.
 
@@ -142,7 +152,7 @@ class SentenceKV(BaseIndex):
             self._set_ends(torch.isin(tokens, tokens.new_tensor(self.config.punctuation)), first)
 
     def _set_ends(self, ends: Tensor, first: int) -> None:
-        """Set where sentences end, bool `[B or 1, T]`, for the tokens from `first` on."""
+        """Set which of the tokens from `first` on end a sentence, bool `[B or 1, T]`."""
         signals = self._signals.with_ends(ends, first)
         if first < len(self) - 1:
             past = self._held_before(first)
@@ -152,12 +162,12 @@ class SentenceKV(BaseIndex):
         self._signals = signals
 
     def truncate(self, length: int) -> None:
-        """Truncate the index, and drop the sentence ends at removed tokens."""
+        """Remove the tokens from `length` on, and the sentence ends among them."""
         super().truncate(length)
         self._signals = self._signals.truncated(length)
 
     def reorder(self, batch_indices: Tensor) -> None:
-        """Reorder the batch, including what was signaled before the first append."""
+        """Reorder the sequences of the batch, and their sentence ends and observed queries."""
         super().reorder(batch_indices)
         if self._batch is None:
             self._signals = self._signals.reordered(batch_indices.to(self.geometry.device))
@@ -198,7 +208,7 @@ class SentenceKV(BaseIndex):
     # Sentences
 
     def _encode(self, keys: Tensor, learned: Codes) -> Codes:
-        """Encode keys as if a sentence began with the first key and no boundary was marked."""
+        """Compute mean keys as if the first key began a sentence and no sentence end was marked."""
         present = keys.new_ones((len(keys), keys.shape[2]), dtype=torch.bool)
         none, ids = Sentences.empty(self.geometry), torch.zeros_like(present, dtype=torch.int64)
         means, sizes = self._sentences(keys, ids, present, none)
@@ -209,8 +219,8 @@ class SentenceKV(BaseIndex):
         self._check_finite("keys", known)
         if len(self._signals.ends) not in (1, len(keys)):
             raise ValueError(
-                f"keys: got a batch of {len(keys)}, "
-                f"allowed is {len(self._signals.ends)}, that of the observed tokens"
+                f"keys: got a batch of {len(keys)}, allowed is {len(self._signals.ends)}, "
+                "the batch of the observed tokens"
             )
         counts = self._held_before(len(self)) if len(self) else None
         past = torch.zeros(len(keys), dtype=torch.int64, device=keys.device)
@@ -245,11 +255,11 @@ class SentenceKV(BaseIndex):
         self._signals = Sentences.empty(self.geometry)
 
     def _sizes(self) -> Tensor:
-        """Return the number of tokens of each sentence, int64 `[B, S]`; the index is not empty."""
+        """Return the number of tokens in each sentence of an index with tokens, int64 `[B, S]`."""
         return self._codes["sizes"][:, 0].long()
 
     def _held_before(self, length: int) -> Tensor:
-        """Return the number of valid tokens with ids below `length`, int64 `[B]`."""
+        """Return the number of valid tokens among the first `length` tokens, int64 `[B]`."""
         if self.valid is not None:
             return self.valid[:, :length].sum(1)
         return torch.full((len(self.counts),), length, device=self.geometry.device)
@@ -270,16 +280,16 @@ class SentenceKV(BaseIndex):
         valid: Tensor | None,
         signals: Sentences,
     ) -> Tail:
-        """Compute the sentences after the first `kept` ones of each sequence.
+        """Compute the mean keys and sizes of all sentences after the first `kept` of each sequence.
 
-        The sentences contain the remaining ones of the first `past` valid tokens, whose keys are
-        read from the store, then the new keys.
+        These sentences consist of stored tokens, whose keys are read from the row store, and of new
+        tokens.
 
         Args:
-            kept: Sentences that do not change, int64 `[B]`.
-            past: Number of valid tokens in the store to include, int64 `[B]`.
-            keys: New keys `[B, G, T, D]`, or None.
-            valid: Bool `[B, T]`, True for valid new keys, or None if all are valid.
+            kept: Number of sentences that do not change, int64 `[B]`.
+            past: Number of valid stored tokens, int64 `[B]`; later stored tokens are ignored.
+            keys: Keys of new tokens, `[B, G, T, D]`, or None if there are none.
+            valid: Mask of valid new tokens, bool `[B, T]`, or None if all are valid.
             signals: Ends of sentences.
         """
         g, device, parts = self.geometry, past.device, []  # keys, ids, present
@@ -321,13 +331,16 @@ class SentenceKV(BaseIndex):
     def _sentences(
         self, keys: Tensor, ids: Tensor, present: Tensor, signals: Sentences
     ) -> tuple[Tensor, Tensor]:
-        """Return mean keys `[B, G, U, D]` and sizes int32 `[B, 1, U]` of these tokens' sentences.
+        """Divide tokens into sentences, and compute the mean key and the size of each sentence.
 
         Args:
-            keys: `[B, G, n, D]`.
-            ids: Int64 `[B, n]`.
-            present: Bool `[B, n]`, True for tokens to include.
+            keys: Keys of the tokens, `[B, G, n, D]`.
+            ids: Positions of the tokens in the index, int64 `[B, n]`.
+            present: True for tokens to include, bool `[B, n]`.
             signals: Ends of sentences.
+
+        Returns:
+            Mean keys `[B, G, U, D]` and numbers of tokens int32 `[B, 1, U]`.
         """
         (B, G, n, D), longest = keys.shape, self.config.longest
         if not n:
@@ -368,7 +381,10 @@ class SentenceKV(BaseIndex):
 
 
 def _of_batch(batch: int | None, state: Mapping[str, Tensor]) -> bool:
-    """Return True if signals belong to one sequence, or to each sequence of the index."""
+    """Return True if the signals in a stored state fit a batch of `batch` sequences.
+
+    Signals are sentence ends, which may also be common to all sequences, and observed queries.
+    """
     ends, queries = (state[f"statistics.signals.{name}"] for name in ("ends", "queries"))
     rows = {len(ends)} - {1} | ({len(queries)} if queries.shape[2] else set())
     return 0 not in rows and len(rows) <= 1 and (batch is None or rows <= {batch})

@@ -1,7 +1,7 @@
-"""ShadowKV: selects chunks by their mean key, and approximates keys by low-rank factors.
+"""ShadowKV: selects chunks of tokens by their mean key, and approximates keys at low rank.
 
 Sun et al., ShadowKV: KV Cache in Shadows for High-Throughput Long-Context LLM Inference (ICML
-2025). docs/indexes/shadowkv.md lists the differences from the published code.
+2025). docs/indexes/shadowkv.md lists the differences from the authors' code.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ class ShadowKVConfig:
     """Options of ShadowKV.
 
     Args:
-        page: Tokens per chunk.
-        outliers: Each search returns this many outlier chunks per KV head, in at most half of its
-            `k` slots. Outliers are the chunks whose keys differ most from their mean.
+        page: Number of tokens in a chunk.
+        outliers: Number of outlier chunks per KV head, whose rows every search returns. They take
+            at most half of the `k` returned rows. Outliers are the chunks whose keys differ most
+            from their mean.
         rank: Rank of the approximation of the prompt's keys, which `fetch` returns after
-            `end_prompt`. All heads share it. Keys stay exact if it is None, or if the prompt has at
-            most this many tokens.
-        group: How the query heads of a group agree (`kvindex.ops.group`).
+            `end_prompt`. The keys of all KV heads are approximated together. None, or a prompt of
+            at most this many tokens: keys are exact.
+        group: Rule by which the query heads that share a KV head agree on rows
+            (`kvindex.ops.group`).
         stale: If True, tokens after the last chunk that was complete at `end_prompt` are never
             returned.
     """
@@ -58,13 +60,13 @@ class ShadowKVConfig:
 
 @dataclass(frozen=True, eq=False)
 class _Prompt:
-    """Low-rank keys of a prompt that has ended.
+    """Low-rank approximation of the keys of a prompt that has ended.
 
     Args:
-        pages: Number of whole chunks of the prompt, int64 `[B]`.
+        pages: Number of complete chunks of the prompt, int64 `[B]`.
         tokens: Left factor of the prompt's keys, `[B, n, r]`; `r` is 0 if the keys stay exact.
         basis: Right factor of the prompt's keys, `[B, G, D, r]`.
-        exact: True for tokens whose keys are not approximated, bool `[B, G, n]`.
+        exact: True for tokens whose exact keys are used (outliers), bool `[B, G, n]`.
     """
 
     pages: Tensor
@@ -73,21 +75,22 @@ class _Prompt:
     exact: Tensor
 
     def cut(self, length: int, pages: Tensor) -> _Prompt:
-        """Return the first `length` tokens of the prompt, which have `pages` `[B]` whole chunks."""
+        """Return the approximation of the first `length` tokens, with `pages` complete chunks."""
         least = torch.minimum(self.pages, pages)
         return _Prompt(least, self.tokens[:, :length], self.basis, self.exact[:, :, :length])
 
     def reordered(self, rows: Tensor) -> _Prompt:
-        """Return the prompt with its sequences in the order `rows`."""
+        """Return the approximation with the sequences of the batch in the order `rows`."""
         parts = (self.pages, self.tokens, self.basis, self.exact)
         return _Prompt(*(part.index_select(0, rows) for part in parts))
 
 
 class ShadowKV(PagedIndex):
-    """Selects whole chunks by the inner product of the query and their mean key, and all outliers.
+    """Selects all outlier chunks, and other chunks by the inner product of query and mean key.
 
-    If `rope` is known, the rotary embedding is undone before the prompt's keys are factorized.
-    In `Hits.scores`, each row has the score of its chunk.
+    After `end_prompt`, `fetch` computes keys of the prompt from two low-rank factors. Before the
+    factorization, the rotary embedding is undone if the index knows it (`rope`). In `Hits.scores`,
+    each row has the score of its chunk.
 
     Source: Sun et al., ShadowKV (ICML 2025).
     """
@@ -100,7 +103,7 @@ class ShadowKV(PagedIndex):
     # Chunks
 
     def _summaries_of(self, keys: Tensor, present: Tensor, marks: Tensor | None = None) -> Codes:
-        """Return each chunk's mean key, and the lowest cosine of one of its keys with the mean."""
+        """Compute each chunk's mean key, and the lowest cosine similarity of a key to the mean."""
         mean = keys.float().masked_fill(~present, 0).sum(3) / present.sum(3).clamp_min(1)
         normalize = self.ops.transform.normalize
         cosines = (normalize(keys)[0] * normalize(mean)[0][:, :, :, None]).sum(-1)
@@ -140,7 +143,7 @@ class ShadowKV(PagedIndex):
         return queries @ self._codes["landmarks"].float().mT
 
     def _sizes(self) -> Tensor:
-        """Return the number of tokens of each chunk that a search may return, `[B, G, pages]`."""
+        """Return the number of tokens that a search may return from each chunk, `[B, G, pages]`."""
         g, P = self.geometry, int(self.config.page)
         pages = torch.arange(self._codes["likeness"].shape[2], device=g.device)
         sizes = (self.counts.to(g.device)[:, None] - pages * P).clamp(0, P)
@@ -149,7 +152,10 @@ class ShadowKV(PagedIndex):
         return sizes[:, None].expand(-1, g.kv_heads, -1)
 
     def _outliers(self, sizes: Tensor, count: int) -> Tensor:
-        """Return flags of the outliers: the `count` chunks of lowest likeness, `[B, G, pages]`."""
+        """Return a mask of the outliers, bool `[B, G, pages]`.
+
+        Outliers are the `count` chunks with the lowest cosine similarity of a key to the mean key.
+        """
         unlike = (-self._codes["likeness"]).masked_fill(sizes == 0, float("-inf"))
         slots = self.ops.select.top_k(unlike, count)[1]
         last = sizes.shape[-1]
@@ -172,7 +178,7 @@ class ShadowKV(PagedIndex):
         return hits
 
     def _pages_of(self, ids: Tensor) -> Tensor:
-        """Return the chunk of each token in `ids` `[B, G, K]`, and -1 for the id -1."""
+        """Return the number of the chunk that contains each token of `ids`, -1 for an id of -1."""
         rank = ids
         if self.valid is not None:
             ranks = (self.valid.cumsum(-1) - 1)[:, None].expand(-1, ids.shape[1], -1)
@@ -182,7 +188,7 @@ class ShadowKV(PagedIndex):
     # Keys of low rank
 
     def end_prompt(self) -> None:
-        """End the prompt and factorize its keys. Later calls do nothing until `reset`."""
+        """End the prompt and factorize its keys. Further calls have no effect until `reset`."""
         if self._prompt is not None or not len(self):
             return
         g, n, rank = self.geometry, len(self), self.config.rank
@@ -200,10 +206,13 @@ class ShadowKV(PagedIndex):
         self._prompt = _Prompt(whole, tokens, basis, exact)
 
     def _factors(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Return the best factors of rank `r`: tokens `[B, N, r]` and basis `[B, G, D, r]`.
+        """Factorize the keys of the prompt with the smallest squared error of this rank.
 
-        The basis consists of the first right singular vectors of the keys, with all heads
-        concatenated. No factors of this rank have a smaller squared error (Eckart and Young).
+        The keys of all KV heads are concatenated. The basis consists of their first right singular
+        vectors, which minimize the error (Eckart and Young).
+
+        Returns:
+            Left factor `[B, N, r]` and basis `[B, G, D, r]`.
         """
         g = self.geometry
         width = g.kv_heads * g.head_dim
@@ -216,7 +225,7 @@ class ShadowKV(PagedIndex):
         return tokens.to(g.dtype), basis.to(g.dtype)
 
     def _unrotated(self) -> Iterator[Tensor]:
-        """Yield unrotated keys in blocks, with all heads concatenated, float32 `[B, n, G D]`."""
+        """Yield blocks of keys without the rotary embedding, heads concatenated, `[B, n, G D]`."""
         for start, rows in self._store.blocks(BLOCK):
             keys, stop = rows.keys.float(), start + rows.keys.shape[2]
             if self.valid is not None:
@@ -225,7 +234,7 @@ class ShadowKV(PagedIndex):
             yield rotate(keys, -positions, self.geometry.rope).transpose(1, 2).flatten(2)
 
     def fetch(self, hits: Hits) -> Rows:
-        """Fetch rows. Keys of the prompt are products of the factors, except those of outliers."""
+        """Return the selected rows. Keys of the prompt are approximations, except in outliers."""
         rows, prompt = super().fetch(hits), self._prompt
         if prompt is None or not prompt.tokens.numel():
             return rows
@@ -265,7 +274,7 @@ class ShadowKV(PagedIndex):
         return [] if prompt is None else [prompt.tokens, prompt.basis, prompt.exact]
 
     def bytes_per_key(self) -> dict[str, float]:
-        """Return bytes per key; the factors count as `kept`."""
+        """Return the bytes per key by category, where `kept` includes the low-rank factors."""
         sizes = super().bytes_per_key()
         rows = len(self) * self.geometry.kv_heads * len(self.counts)
         return {**sizes, "kept": sizes["kept"] + sum(t.nbytes for t in self._held()) / rows}

@@ -1,4 +1,4 @@
-"""SnapKV: keeps the rows of the prompt that its last queries attend to.
+"""SnapKV: retains the rows of the prompt that the last queries of the prompt attend to most.
 
 Li et al., SnapKV: LLM Knows What You are Looking for Before Generation (NeurIPS 2024), section 4.
 """
@@ -34,12 +34,13 @@ class SnapKVConfig:
     """Options of SnapKV.
 
     Args:
-        budget: Rows of the prompt to retain, including the window (published: 2048).
-        window: Number of the prompt's last queries, which vote on the rows before them. The rows of
-            these last tokens are always retained (published: 32).
-        kernel: Number of rows over which votes are pooled, odd (published: 5).
-        pool: "mean" (published) or "max".
-        group: How the query heads of a group rank the retained rows (`kvindex.ops.group`).
+        budget: Number of rows of the prompt to retain, including the window (published: 2048).
+        window: Number of last tokens of the prompt whose queries vote on the rows before them. The
+            rows of these tokens are always retained (published: 32).
+        kernel: Number of adjacent rows over which votes are pooled, an odd number (published: 5).
+        pool: How votes are pooled, "mean" (published) or "max".
+        group: Rule by which the query heads that share a KV head rank the retained rows
+            (`kvindex.ops.group`).
     """
 
     budget: int = 2048
@@ -58,11 +59,12 @@ class SnapKVConfig:
 
 
 class SnapKV(ObservingEvictionIndex):
-    """Retains the prompt's rows with the most votes, its window, and all later rows.
+    """Retains the rows of the prompt with the most votes, its last rows, and all later rows.
 
-    Until `end_prompt`, or if no query was observed, all rows are retained. The learned tensor
-    `voted`, int64 `[B, G, budget - window]`, contains the ids with the most votes, ascending;
-    unused places come first and are -1.
+    The votes for a row are the attention weights that it receives from the last queries of the
+    prompt. Until `end_prompt`, or if no query was observed, all rows are retained. The learned
+    tensor `voted`, int64 `[B, G, budget - window]`, contains the ids of the rows with the most
+    votes, ascending, with -1 in unused places, which come first.
 
     Source: Li et al., SnapKV (NeurIPS 2024), section 4.
     """
@@ -72,16 +74,19 @@ class SnapKV(ObservingEvictionIndex):
     # Signals
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """Store the newest queries `[B, H, T, D]` of the prompt; the last ones vote.
+        """Store the newest queries `[B, H, T, D]` of the prompt, of which the last `window` vote.
 
-        Queries after `end_prompt` are ignored. Numbers that are not finite count as 0.
+        Queries after `end_prompt` are ignored. NaN and infinite coordinates count as 0.
         """
         queries = self._checked_queries(queries, positions)
         if not self._prompt_ended:
             self._sample_queries(queries, positions, self.config.window)
 
     def end_prompt(self) -> None:
-        """End the prompt: its last queries vote, and again if keys of the prompt arrive later."""
+        """End the prompt: let its last queries vote, and evict rows.
+
+        If keys of the prompt are appended after this call, the queries vote again.
+        """
         if len(self) and self._observed and not self._prompt_ended:
             self._learned = self._vote(self._observed, len(self))
         self._prompt_ended = True
@@ -95,7 +100,14 @@ class SnapKV(ObservingEvictionIndex):
         keys: Tensor | None = None,
         valid: Tensor | None = None,
     ) -> Codes:
-        """Let the queries vote on the first `past` rows, and on keys `[B, G, T, D]` that follow."""
+        """Let the observed queries vote, and return the learned tensors with the result.
+
+        Args:
+            observed: Last queries of the prompt.
+            past: Number of stored rows to vote on.
+            keys: Keys of an append, `[B, G, T, D]`, to vote on, too, or None.
+            valid: Mask of valid keys of the append, bool `[B, T]`, or None if all are valid.
+        """
         g, config, B = self.geometry, self.config, len(observed.queries)
         flags = None if self.valid is None else self.valid[:, :past]
         if keys is not None:
@@ -174,5 +186,5 @@ def _before_window(state: Mapping[str, Tensor]) -> bool:
 
 
 def _first(observed: PromptQueries) -> int:
-    """Return the id of the first row in the window of the queries that vote."""
+    """Return the id of the first token whose query votes."""
     return observed.end - len(observed.positions)

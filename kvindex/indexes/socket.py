@@ -1,8 +1,10 @@
 """SOCKET: ranks keys by soft collisions in hash tables.
 
-A query does not fall into one bucket of a table, but has a probability for each bucket.
-SOCKET: SOft Collision Kernel EsTimator for Sparse Attention (as its authors' repository describes
-it). docs/indexes/socket.md lists the differences.
+A key belongs to one bucket of each hash table. A query has a probability for each bucket, and a
+key's score is the sum of the probabilities of its buckets.
+
+SOCKET: SOft Collision Kernel EsTimator for Sparse Attention (as described in its authors'
+repository). docs/indexes/socket.md lists the differences.
 """
 
 from __future__ import annotations
@@ -35,11 +37,12 @@ class SocketConfig:
     """Options of SOCKET.
 
     Args:
-        bits: Hyperplanes per table, 1 to 8; a table has `2^bits` buckets.
+        bits: Number of hyperplanes per hash table, 1 to 8. A table has `2^bits` buckets.
         tables: Number of hash tables.
-        tau: Temperature of a query's distribution over buckets. At lower values, the query's own
-            bucket gets more of the probability.
-        group: How the query heads of a group agree (`kvindex.ops.group`).
+        tau: Temperature of a query's distribution over buckets. At lower values, more of the
+            probability is in the bucket on the query's side of all hyperplanes.
+        group: Rule by which the query heads that share a KV head agree on rows
+            (`kvindex.ops.group`).
         seed: Seed for the hyperplanes.
     """
 
@@ -60,11 +63,11 @@ class SocketConfig:
 
 
 class Socket(BaseIndex):
-    """Ranks all keys by the sum over tables of the probability of the key's bucket.
+    """Ranks all keys by the probability of the key's bucket for the query, summed over hash tables.
 
-    The heads of a group are combined after dividing the scores of each head by their sum over all
-    keys. `Hits.scores` contains the scores that the group policy computes from the logarithms of
-    these scores, divided by `scale`.
+    The group policy treats these sums like unnormalized attention weights: it combines the scores
+    of the query heads after each head's are divided by their sum over all keys. `Hits.scores`
+    contains the combined scores.
 
     Source: SOCKET: SOft Collision Kernel EsTimator for Sparse Attention.
     """
@@ -81,7 +84,11 @@ class Socket(BaseIndex):
     # Encoding
 
     def _encode(self, keys: Tensor, learned: Codes) -> Codes:
-        """Compute buckets uint8 `[B, G, N, tables]`; bit `p` is 1 if `⟨k, w_p⟩` is at least 0."""
+        """Compute the bucket of each key in each table, uint8 `[B, G, N, tables]`.
+
+        Bit `p` of the bucket's number is 1 if the inner product of the key with the normal of
+        hyperplane `p` is at least 0.
+        """
         step = max(BLOCK // (self._planes.shape[1] * keys.shape[0] * keys.shape[1]), 1)
         buckets = []
         for block in torch.split(keys, step, 2):
@@ -90,7 +97,10 @@ class Socket(BaseIndex):
         return {"buckets": torch.cat(buckets, dim=2)}
 
     def _projected(self, vectors: Tensor) -> Tensor:
-        """Project vectors onto the normals of the hyperplanes, float32 `[..., tables, bits]`."""
+        """Compute the inner products of vectors `[..., D]` with the normals of all hyperplanes.
+
+        The result is float32 `[..., tables, bits]`.
+        """
         products: Tensor = vectors.float() @ self._planes
         return products.reshape(*vectors.shape[:-1], self.config.tables, self.config.bits)
 
@@ -103,10 +113,10 @@ class Socket(BaseIndex):
     # Search
 
     def _chances(self, queries: Tensor) -> Tensor:
-        """Return the query's distribution over the buckets of each table.
+        """Compute the probability of each bucket for each query, `[B, G, g, tables, 2^bits]`.
 
-        For the bucket with signs `c`, it is `softmax_c(Σ_p c_p tanh ⟨q, w_p⟩ / (τ √D))`. The result
-        is `[B, G, g, tables, 2^bits]`.
+        For the bucket with signs `c_p = ±1` it is `softmax_c(Σ_p c_p tanh ⟨q, w_p⟩ / (τ √D))`,
+        where `w_p` is the normal of hyperplane `p`, and the softmax is over the buckets of a table.
         """
         bits, device = self.config.bits, queries.device
         corners = torch.arange(2**bits, dtype=torch.uint8, device=device)

@@ -31,17 +31,18 @@ class SqueezedConfig:
     """Options of Squeezed Attention.
 
     Args:
-        per_cluster: Average keys per cluster of the prompt (published: 20).
-        block: Number of later tokens that are clustered together, into `block / per_cluster`
-            clusters.
-        sparsity: Fraction of the keys that the threshold leaves out, in [0, 1), on average over
-            heads and over the queries that calibrate the threshold; 0 for no threshold.
-        calibration: Number of the prompt's last queries that calibrate the threshold (published:
-            100).
-        stale: If True, tokens after the prompt are never clustered (published); each is then a
-            cluster by itself.
+        per_cluster: Average number of keys in a cluster of the prompt (published: 20).
+        block: Number of tokens after the prompt that are clustered together, into
+            `block / per_cluster` clusters.
+        sparsity: Fraction of the keys that the threshold excludes, in [0, 1), on average over heads
+            and over the queries by which the threshold is calibrated. 0: no threshold.
+        calibration: Number of last queries of the prompt by which the threshold is calibrated
+            (published: 100).
+        stale: If True, tokens after the prompt are not clustered (published): each of them is a
+            cluster of one token.
         iterations: Maximum number of k-means iterations.
-        group: How the query heads of a group agree on an order (`kvindex.ops.group`).
+        group: Rule by which the query heads that share a KV head agree on the order of clusters
+            (`kvindex.ops.group`).
         seed: Seed for the starting points of k-means.
     """
 
@@ -65,11 +66,11 @@ class SqueezedConfig:
 
 
 class Squeezed(PromptQueriesIndex, ClusteredIndex):
-    """Selects the clusters whose estimated attention weight per row exceeds a threshold.
+    """Selects rows of the clusters whose estimated attention weight per row exceeds a threshold.
 
-    A cluster passes if its weight exceeds the threshold for any head of the group. The best `k`
-    rows of the clusters that pass are returned. Before `end_prompt`, or if no query was observed,
-    there is no threshold. In `Hits.scores`, all rows of a cluster have the cluster's score.
+    The weight must exceed the threshold for at least one query head of the group. A search returns
+    the `k` best rows of all such clusters. Before `end_prompt`, or if no query was observed, there
+    is no threshold. In `Hits.scores`, all rows of a cluster have the cluster's score.
 
     Source: Hooper et al., Squeezed Attention (arXiv 2411.09688).
     """
@@ -98,8 +99,9 @@ class Squeezed(PromptQueriesIndex, ClusteredIndex):
     def _shares(self, estimates: Tensor, units: Units) -> Tensor:
         """Return the log of the estimated attention weight of one row of each unit, `[B, G, g, U]`.
 
-        The estimate for unit `i` is `e^{q·c_i} / Σ_j n_j e^{q·c_j}`, where unit `j` has `n_j` rows
-        and the mean key `c_j`. It is 0 for a unit without tokens.
+        A unit is a cluster or a token that is not clustered. The estimated weight for unit `i` is
+        `e^{q·c_i} / Σ_j n_j e^{q·c_j}`, where unit `j` has `n_j` rows and the mean key `c_j`. The
+        weight for a unit without tokens is 0.
         """
         g = self.geometry
         logits = cap(estimates, g.scale, g.softcap)
@@ -114,22 +116,25 @@ class Squeezed(PromptQueriesIndex, ClusteredIndex):
     # Calibration
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """Store the prompt's last queries, from `[B, H, T, D]`, to calibrate the threshold.
+        """Store the last of the prompt's queries `[B, H, T, D]`, which calibrate the threshold.
 
-        Numbers that are not finite count as 0.
+        Queries after `end_prompt` are ignored. NaN and infinite coordinates count as 0.
         """
         queries = self._checked_queries(queries, positions)
         if self.config.sparsity and not self._prompt_ended:
             self._sample_queries(queries, positions, self.config.calibration)
 
     def end_prompt(self) -> None:
-        """End the prompt: calibrate the threshold on its last queries."""
+        """End the prompt: compute the threshold from the last queries of the prompt."""
         if not self._prompt_ended and self._observed is not None and len(self):
             self._learned = {**self._learned, "threshold": self._threshold(self._observed)}
         self._prompt_ended, self._observed = True, None
 
     def _threshold(self, observed: PromptQueries) -> Tensor:
-        """Return the threshold: a fraction `sparsity` of the keys have no larger log weight."""
+        """Compute the log weight that a fraction `sparsity` of the keys do not exceed, `[B]`.
+
+        The fraction is an average over the observed queries and all heads.
+        """
         units = self._units()
         bins = torch.zeros((len(units.sizes), BINS), dtype=torch.int64, device=units.sizes.device)
         real = are_real(observed.queries)

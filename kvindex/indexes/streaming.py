@@ -1,4 +1,4 @@
-"""StreamingLLM: keeps the first rows (the sink) and the latest ones.
+"""StreamingLLM: retains the first rows (the attention sink) and the latest rows.
 
 Xiao et al., Efficient Streaming Language Models with Attention Sinks (ICLR 2024), section 3.2.
 """
@@ -20,9 +20,10 @@ class StreamingConfig:
     """Options of StreamingLLM.
 
     Args:
-        budget: Rows to retain (published: 4 first and 2000 latest rows).
-        sink: How many of them are the first ones (published: 4); the others are the latest.
-        group: How the query heads of a group rank the retained rows (`kvindex.ops.group`).
+        budget: Number of rows to retain (published: 4 first and 2000 latest rows).
+        sink: Number of first rows among them (published: 4). All others are the latest rows.
+        group: Rule by which the query heads that share a KV head rank the retained rows
+            (`kvindex.ops.group`).
     """
 
     budget: int = 2004
@@ -36,7 +37,7 @@ class StreamingConfig:
 
 
 class Streaming(EvictionIndex):
-    """Retains the first `sink` valid tokens and the latest `budget - sink`.
+    """Retains the rows of the first `sink` and of the latest `budget - sink` valid tokens.
 
     Source: Xiao et al., StreamingLLM (ICLR 2024), section 3.2.
     """

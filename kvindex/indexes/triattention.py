@@ -1,8 +1,10 @@
-"""TriAttention: keeps the rows that future queries are expected to attend to.
+"""TriAttention: retains the rows that future queries are expected to attend to.
+
+Before the rotary embedding, the queries of a head are close to their mean, which is called the
+center. The center, rotated to future positions, predicts which rows future queries attend to.
 
 Mao et al., TriAttention: Efficient Long Reasoning with Trigonometric KV Compression (2026, arXiv
-2604.04921). Before the rotary embedding, the queries of a head are close to one center. The center,
-rotated to the positions ahead, predicts what they will attend to.
+2604.04921).
 """
 
 from __future__ import annotations
@@ -29,13 +31,15 @@ LEAST = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class Centers:
-    """Mean queries of a layer, for each head and pair of coordinates that rotate together.
+    """Mean queries of a layer before the rotary embedding, as complex numbers.
 
-    Pairs that do not rotate come last.
+    A complex number represents a pair of coordinates that the rotary embedding rotates together.
+    Pairs of coordinates that are not rotated come last.
 
     Args:
-        mean: Mean of the queries before the rotary embedding, complex64 `[H, D / 2]`.
-        size: Mean of the queries' absolute values, float32 `[H, D / 2]`, at least `|mean|`.
+        mean: Mean of the queries, complex64 `[H, D / 2]`.
+        size: Mean of the absolute values of these complex numbers, float32 `[H, D / 2]`. It is at
+            least `|mean|`.
     """
 
     mean: Tensor
@@ -43,12 +47,13 @@ class Centers:
 
     @staticmethod
     def of(queries: Tensor, positions: Tensor, counted: Tensor, rope: Tensor) -> Centers:
-        """Compute the centers of some queries, with a leading axis `B`.
+        """Compute the centers of each sequence; the results have an additional first axis `B`.
 
         Args:
-            queries: `[B, H, R, D]`.
-            positions: Int64 `[R]`.
-            counted: Bool `[B, R]`, True for queries to include. Without any, the centers are zero.
+            queries: Queries with the rotary embedding, `[B, H, R, D]`.
+            positions: Positions of the queries, int64 `[R]`.
+            counted: True for queries to include, bool `[B, R]`. The centers of a sequence without
+                such queries are zero.
             rope: Inverse frequencies of the rotary embedding (`kvindex.core.rope`).
         """
         pairs = paired(queries.float(), rope)
@@ -63,13 +68,15 @@ class TriAttentionConfig:
     """Options of TriAttention.
 
     Args:
-        budget: Rows to retain (published: 2048).
-        horizon: Largest distance of future queries, which are 1, 2, 4, … positions ahead
-            (published: 65536).
-        centers: Centers of the layer, calibrated on a text beforehand (published), or None for
-            those of the prompt.
-        most: How many of the prompt's last queries make up the centers, if none are given.
-        group: How the query heads of a group rank the retained rows (`kvindex.ops.group`).
+        budget: Number of rows to retain (published: 2048).
+        horizon: Largest distance of the future positions to which centers are rotated. These are 1,
+            2, 4, … positions ahead (published: 65536).
+        centers: Centers of the layer, computed from another text beforehand (published). None: they
+            are computed from the prompt.
+        most: Number of last queries of the prompt from which centers are computed, if `centers` is
+            None.
+        group: Rule by which the query heads that share a KV head rank the retained rows
+            (`kvindex.ops.group`).
     """
 
     budget: int = 2048
@@ -83,22 +90,23 @@ class TriAttentionConfig:
         check.at_least("horizon", self.horizon, 1)
         check.at_least("most", self.most, 1)
         if self.centers is not None and not isinstance(self.centers, Centers):
-            raise ValueError(f"centers: got {self.centers!r}, allowed is None or a Centers")
+            raise ValueError(f"centers: got {self.centers!r}, allowed is None or a Centers object")
         check.one_of("group", self.group, group.POLICIES)
 
 
 class TriAttention(ObservingEvictionIndex):
-    """Evicts, for good, the rows with the lowest scores once there are more than `budget`.
+    """Permanently evicts the rows with the lowest scores, once there are more than `budget` rows.
 
-    A head scores a row by its mean inner product with the head's center, rotated to the positions
-    ahead, plus `Σ (E|q_f| - |E q_f|) |k_f|` for the spread of queries around the center. Rows are
-    evicted at `end_prompt` and at each later append; without centers, never.
+    The score of a row for a query head is the mean inner product of its key with the head's center,
+    rotated to several future positions, plus `Σ_f (E|q_f| - |E q_f|) |k_f|` over the pairs of
+    coordinates `f`, for the spread of queries around the center. Rows are evicted at `end_prompt`
+    and at each later append. If there are no centers, no row is evicted.
 
     The learned tensors are:
 
-    - `mean` and `size`: as in `Centers`, with a leading axis `B`.
-    - `shift` int64 `[B]`: difference between a token's id and its position for the centers.
-    - `ids` int64 `[B, G, C]`: the retained rows, -1 where a place is unused.
+    - `mean` and `size`: attributes of `Centers`, with an additional first axis `B`.
+    - `shift` int64 `[B]`: difference between the id of a token and its position in the sequence.
+    - `ids` int64 `[B, G, C]`: token ids of the retained rows, with -1 in unused places.
 
     Source: Mao et al., TriAttention (arXiv 2604.04921).
     """
@@ -123,8 +131,8 @@ class TriAttention(ObservingEvictionIndex):
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         """Receive the newest queries `[B, H, T, D]` of the tokens `positions`.
 
-        If no centers are given, queries of the prompt make up the centers. After `end_prompt`, only
-        the positions are used. Numbers that are not finite count as 0.
+        Queries of the prompt are stored to compute the centers, unless the option `centers` is set.
+        After `end_prompt`, only the positions are used. NaN and infinite coordinates count as 0.
         """
         queries = self._checked_queries(queries, positions)
         if len(positions):
@@ -133,7 +141,10 @@ class TriAttention(ObservingEvictionIndex):
             self._sample_queries(queries, positions, self.config.most)
 
     def end_prompt(self) -> None:
-        """End the prompt: fix the centers and evict rows (at the next append if there are none)."""
+        """End the prompt: compute the centers, and evict rows.
+
+        If the index is empty, the next append does this.
+        """
         self._prompt_ended = True
         if len(self):
             ids = self._retained()
@@ -142,7 +153,7 @@ class TriAttention(ObservingEvictionIndex):
             self._observed = None
 
     def truncate(self, length: int) -> None:
-        """Truncate the index; evicted rows stay evicted."""
+        """Remove the tokens from `length` on. Rows that were evicted stay evicted."""
         super().truncate(length)
         self._next = None
 
@@ -152,9 +163,13 @@ class TriAttention(ObservingEvictionIndex):
         return self._learned["ids"] if "ids" in self._learned else self._ids_from(0)
 
     def _evict(self, ids: Tensor, keys: Tensor, flags: Tensor | None, length: int) -> Codes:
-        """Evict rows of `ids` `[B, G, C]`, keys `[B, G, C, D]`, and return the learned tensors.
+        """Choose which rows to retain, and return the learned tensors.
 
-        `flags`, bool `[B, length]` or None, is True for valid tokens.
+        Args:
+            ids: Token ids of the rows, int64 `[B, G, C]`.
+            keys: Keys of the rows, `[B, G, C, D]`.
+            flags: Mask of valid tokens, bool `[B, length]`, or None if all are valid.
+            length: Number of tokens in the index.
         """
         learned = self._with_centers(len(keys), flags)
         if "mean" not in learned or ids.shape[-1] <= self.config.budget:
@@ -171,7 +186,10 @@ class TriAttention(ObservingEvictionIndex):
         return {**learned, "ids": remaining}
 
     def _with_centers(self, batch: int, flags: Tensor | None) -> Codes:
-        """Return the learned tensors with centers: given ones, those of the prompt, or none."""
+        """Add the centers to the learned tensors, if they are known.
+
+        They are those of the option `centers`, or are computed from the observed queries.
+        """
         g, calibrated, observed, learned = (
             self.geometry,
             self.config.centers,
@@ -195,10 +213,18 @@ class TriAttention(ObservingEvictionIndex):
         return {**learned, "mean": centers.mean, "size": centers.size, "shift": shift}
 
     def _scores(self, learned: Codes, keys: Tensor, least: int) -> Tensor:
-        """Score keys `[B, G, C, D]` for positions of at least `least`, float32 `[B, G, g, C]`.
+        """Score keys for queries at future positions.
 
-        The keys contain the rotary embedding already. The center is rotated to the future position
-        `t + δ`, and the result is averaged over `δ`.
+        The score is averaged over the positions `t + δ` for `δ` = 1, 2, 4, … up to `horizon`, where
+        `t` is the position of the next token.
+
+        Args:
+            learned: Learned tensors with the centers.
+            keys: Keys with the rotary embedding, `[B, G, C, D]`.
+            least: Lower bound of `t`.
+
+        Returns:
+            Float32 `[B, G, g, C]`.
         """
         g = self.geometry
         assert g.rope is not None
@@ -237,7 +263,7 @@ class TriAttention(ObservingEvictionIndex):
         return layout
 
     def _retains(self, ids: Tensor, counts: Tensor | None) -> bool:
-        """Return True if `ids` are distinct, and are all valid tokens or as many as the budget."""
+        """Return True if `ids` are distinct, and are either `budget` rows or all valid tokens."""
         known = 0 if counts is None else counts[:, None]
         evicted = ids.shape[-1] == self.config.budget
         complete = evicted or bool(((ids >= 0).sum(-1).cpu() == known).all())
@@ -279,9 +305,16 @@ class TriAttention(ObservingEvictionIndex):
 
 
 def paired(vectors: Tensor, rope: Tensor) -> Tensor:
-    """Pair coordinates of float32 `[…, D]` that rotate together, as complex64 `[…, D / 2]`.
+    """Combine the coordinates that are rotated together into complex numbers.
 
-    Coordinates that do not rotate are paired, too, and come last.
+    Coordinates that are not rotated are also combined in pairs, which come last.
+
+    Args:
+        vectors: Float32 `[…, D]`.
+        rope: Inverse frequencies of the rotary embedding.
+
+    Returns:
+        Complex64 `[…, D / 2]`.
     """
     F = len(rope)
     a, b, rest = vectors[..., :F], vectors[..., F : 2 * F], vectors[..., 2 * F :]
@@ -290,11 +323,14 @@ def paired(vectors: Tensor, rope: Tensor) -> Tensor:
 
 
 def unpaired(pairs: Tensor, rope: Tensor) -> Tensor:
-    """Undo `paired`: return real vectors `[…, D]` from complex pairs `[…, D / 2]`."""
+    """Convert complex pairs `[…, D / 2]` back to real vectors `[…, D]`: the inverse of `paired`."""
     F, (a, b) = len(rope), (pairs.real, pairs.imag)
     return torch.cat([a[..., :F], b[..., :F], a[..., F:], b[..., F:]], dim=-1)
 
 
 def frequencies(pairs: int, rope: Tensor) -> Tensor:
-    """Return the rotary frequencies of all pairs, float64 `[D / 2]`, 0 if not rotated."""
+    """Return the rotary frequency of each pair of coordinates, float64 `[pairs]`.
+
+    It is 0 for pairs that are not rotated.
+    """
     return pad(rope.double(), (0, pairs - len(rope)))

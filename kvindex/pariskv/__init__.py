@@ -1,10 +1,10 @@
-"""ParisKV: find the tokens to attend to by votes on sign patterns, then by codes of a few bits.
+"""ParisKV: choose candidate tokens by the signs of their keys, then rank them by longer codes.
 
 Qi et al., ParisKV: Fast and Drift-Robust KV-Cache Retrieval for Long-Context LLMs (ICML 2026).
-Sections in parentheses are the paper's. `index.py` has the class `ParisKV`, `config.py` its options
-and presets.
+Numbers such as A.1 below are sections of the paper. `index.py` has the class `ParisKV`, and
+`config.py` has its options and presets.
 
-The stages of a search, in order. Each is a module of functions over tensors:
+A search has these stages, in this order. Each stage is a module of functions over tensors:
 
 1. `encoding`: keys are centered, normalized and rotated, then stored as signs, magnitudes and
    weights (A.1 to A.3).
@@ -20,9 +20,9 @@ The stages of a search, in order. Each is a module of functions over tensors:
 
 The same stages and attention (B.3), fused into one decode step:
 
-6. `decode_step`: the specification of the fused step. `step_state` defines its inputs,
-   `sign_votes` and `tiered_votes` compute its votes, and `block_layout` defines how codes are
-   stored in memory.
+6. `decode_step`: the reference implementation of the fused step. `step_state` defines the inputs
+   of the step, `sign_votes` and `tiered_votes` compute votes, and `block_layout` defines how codes
+   are stored in memory.
 
 Compiled versions of these stages are in `kvindex/cpu/pariskv` and `kvindex_cuda/pariskv`.
 """

@@ -1,9 +1,17 @@
 """Memory layout of codes: blocks of 256 tokens, with one record for each KV head.
 
 The keys of a block share a center. Blocks never move, so captured CUDA graphs, which store the
-address of a table of blocks, stay valid while an index grows. A record has the fields signs,
-weights, center, logs and magnitudes, in this order; each key's signs and magnitude planes are
-padded to whole 32-bit words. The scan reads the first three fields in one copy.
+address of a table of blocks, stay valid while an index grows. A record has these fields, in this
+order:
+
+- `signs`: one bit per coordinate of each key.
+- `weights`: the upper byte of each key's 16-bit logarithmic weight.
+- `center`: the mean key, which all keys of the block share.
+- `logs`: both bytes of each key's weight.
+- `magnitudes`: the quantized sizes of each key's coordinates, as bit planes.
+
+The signs of a key are padded to whole 32-bit words, and so is each of its bit planes. The scan,
+which computes the votes, copies the first three fields at a time.
 """
 
 from __future__ import annotations
@@ -30,11 +38,11 @@ ALIGNED = 128
 
 
 def places(device: torch.device | str = "cpu") -> Tensor:
-    """Return where the weight of each key of a block is stored, int64 `[256]`.
+    """Return the position at which the weight of each key of a block is stored, int64 `[256]`.
 
     In each group of 32 keys, the weights of the four keys whose ids are equal modulo 8 are
-    adjacent. One lane of the scan's tensor-core instruction handles these four keys, and reads
-    their weights as one word.
+    adjacent. One thread of the scan's tensor-core instruction handles these four keys, and reads
+    their weights as one 32-bit word.
     """
     keys = torch.arange(BLOCK, device=device)
     return keys // 32 * 32 + keys % 8 * 4 + keys % 32 // 8
@@ -44,8 +52,8 @@ def places(device: torch.device | str = "cpu") -> Tensor:
 class Layout:
     """Byte layout of a record, for codes with one 16-bit logarithmic weight per key.
 
-    The upper byte of a weight is stored twice: alone, for the scan, and in `logs` together with the
-    lower byte, so that the rerank reads one place per key.
+    The upper byte of a weight is stored twice: alone in `weights`, for the scan, and together with
+    the lower byte in `logs`. The rerank thus finds both bytes at adjacent addresses.
     """
 
     head_dim: int
@@ -53,49 +61,49 @@ class Layout:
 
     @cached_property
     def stride(self) -> int:
-        """Bytes of a key's signs, and of each bit plane of its magnitudes."""
+        """Bytes that the signs of one key take; each bit plane of its magnitudes takes as many."""
         return -(-self.head_dim // 32) * 4
 
     @cached_property
     def weights(self) -> int:
-        """Offset of the weights, uint8 `[256]`, in the order of `places`."""
+        """Byte offset of the weights, uint8 `[256]`, which are ordered as `places` returns."""
         return _up(BLOCK * self.stride)
 
     @cached_property
     def center(self) -> int:
-        """Offset of the center, bfloat16 `[D]`."""
+        """Byte offset of the block's center in a record; the center is bfloat16 `[D]`."""
         return self.weights + BLOCK
 
     @cached_property
     def logs(self) -> int:
-        """Offset of the logs, uint16 `[256]`."""
+        """Byte offset of the keys' 16-bit logarithmic weights in a record, uint16 `[256]`."""
         return self.center + _up(2 * self.head_dim)
 
     @cached_property
     def magnitudes(self) -> int:
-        """Offset of the magnitudes, uint8 `[256, bits, stride]`."""
+        """Byte offset of the magnitudes in a record, uint8 `[256, bits, stride]`."""
         return self.logs + 2 * BLOCK
 
     @cached_property
     def head_bytes(self) -> int:
-        """Bytes of a record."""
+        """Bytes of a record: the codes of one block of tokens for one KV head."""
         return self.magnitudes + _up(BLOCK * self.magnitude_bits * self.stride)
 
-    # A record stores the same columns of codes as `ParisKV`.
+    # Conversion between the fields of a record and the tensors of codes that `ParisKV` has
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the columns of codes."""
+        """Names of the tensors of codes that a record stores."""
         return "signs", "magnitudes", "weights", "fractions"
 
     def column(self, name: str, fields: dict[str, Tensor]) -> Tensor:
-        """Return the codes of one column from the fields `[..., 256, ...]` that `views` returns."""
+        """Extract one tensor of codes, such as "signs", from the fields that `views` returns."""
         if name in ("weights", "fractions"):
             return fields["logs"][..., 1:] if name == "weights" else fields["logs"][..., :1]
         return fields[name]
 
     def parts(self, codes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the bytes of each field for codes `[B, G, N, ...]`."""
+        """Convert tensors of codes, `[B, G, N, ...]`, to the bytes that a record stores."""
         parts = {name: codes[name] for name in ("signs", "weights", "magnitudes")}
         parts["logs"] = torch.cat(
             [codes["fractions"], codes["weights"]], dim=-1
@@ -103,18 +111,22 @@ class Layout:
         return parts
 
     def order(self, name: str, device: torch.device | str) -> Tensor | None:
-        """Return the position of each key in a field, int64 `[256]`; None for the keys' order."""
+        """Return each key's position in the field `name`, int64 `[256]`.
+
+        The result is None if the field stores key `i` at position `i`.
+        """
         return places(device) if name == "weights" else None
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of a key's codes, including what is stored twice."""
+        """Bytes of one key's codes, including the byte of the weight that is stored twice."""
         return self.stride * (1 + self.magnitude_bits) + 3
 
     def views(self, blocks: Tensor) -> dict[str, Tensor]:
-        """Return the fields of blocks uint8 `[..., G, head_bytes]` as views `[..., G, 256, ...]`.
+        """Return views `[..., G, 256, ...]` of the fields in blocks uint8 `[..., G, head_bytes]`.
 
-        The weights are in the order of `places`, the other fields in the order of the keys.
+        The weights are in the order that `places` returns, and all other fields in the order of
+        the keys.
         """
         return self._common(blocks) | {
             "weights": self._field(blocks, self.weights, BLOCK, 1),
@@ -123,7 +135,7 @@ class Layout:
         }
 
     def _common(self, blocks: Tensor) -> dict[str, Tensor]:
-        """Return views of the fields that both layouts have: signs and magnitudes."""
+        """Return views of the fields `signs` and `magnitudes`, which both layouts have."""
         M, planes = self.head_dim // 8, (self.magnitude_bits, self.stride)
         return {
             "signs": self._field(blocks, 0, BLOCK, self.stride)[..., :M],
@@ -138,8 +150,8 @@ class Layout:
         """Pack codes `[B, G, N, ...]` of `ParisKV` into blocks uint8 `[B, S, G, head_bytes]`.
 
         Args:
-            codes: Columns of codes.
-            centers: Centers of the blocks, bfloat16 `[B, G, S, D]`, or None.
+            codes: Name -> tensor of codes, for each of `names`.
+            centers: Centers of the `S` blocks, bfloat16 `[B, G, S, D]`, or None without centers.
         """
         signs = codes["signs"]
         B, G, N, _ = signs.shape
@@ -161,16 +173,19 @@ class Layout:
         return blocks
 
     def unpack(self, blocks: Tensor, count: int) -> dict[str, Tensor]:
-        """Return the codes `[B, G, count, ...]` of blocks, the inverse of `pack`."""
+        """Return the codes `[B, G, count, ...]` that `pack` has stored in `blocks`."""
         fields = self.fields(blocks, count)
         return {name: self.column(name, fields) for name in self.names}
 
     def fields(self, blocks: Tensor, count: int) -> dict[str, Tensor]:
-        """Return the bytes of fields in the order of the keys, `[B, G, count, …]`.
+        """Return the bytes of all fields but `center`, in the order of the keys.
 
         Args:
-            blocks: Uint8 `[B, S, G, head_bytes]`.
-            count: Number of keys, from the first one.
+            blocks: Blocks of codes, uint8 `[B, S, G, head_bytes]`.
+            count: Number of keys to return, counted from the first key of the first block.
+
+        Returns:
+            Name of a field -> bytes, uint8 `[B, G, count, ...]`.
         """
         fields = {}
         for name, part in self.views(blocks).items():
@@ -182,7 +197,7 @@ class Layout:
         return fields
 
     def centers(self, blocks: Tensor) -> Tensor:
-        """Return the centers of blocks, bfloat16 `[B, G, S, D]`."""
+        """Return the center of each block, bfloat16 `[B, G, S, D]`."""
         raw = self.views(blocks)["center"].transpose(1, 2).contiguous()
         return raw.view(torch.bfloat16)[..., 0]
 
@@ -196,44 +211,47 @@ class SubspaceLayout(Layout):
 
     @cached_property
     def span(self) -> int:
-        """Bytes of a key's weights, in whole words."""
+        """Bytes that the weights of one key take, rounded up to whole 32-bit words."""
         return -(-self.head_dim // 16) * 4
 
     @cached_property
     def magnitudes(self) -> int:
-        """Offset of the magnitudes, uint8 `[256, bits, stride]`."""
+        """Byte offset of the magnitudes in a record, uint8 `[256, bits, stride]`."""
         return self.weights + _up(BLOCK * self.span)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the columns of codes."""
+        """Names of the tensors of codes that a record stores."""
         return "signs", "magnitudes", "weights"
 
     def column(self, name: str, fields: dict[str, Tensor]) -> Tensor:
-        """Return the codes of one column, as `Layout.column`."""
+        """Extract one tensor of codes, such as "signs", from the fields that `views` returns."""
         return fields[name].view(torch.bfloat16) if name == "weights" else fields[name]
 
     def parts(self, codes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the bytes of each field, as `Layout.parts`."""
+        """Convert tensors of codes, `[B, G, N, ...]`, to the bytes that a record stores."""
         return {**codes, "weights": codes["weights"].contiguous().view(torch.uint8)}
 
     def order(self, name: str, device: torch.device | str) -> Tensor | None:
-        """Return None: all fields are in the order of the keys."""
+        """Return None, because all fields store key `i` at position `i`."""
         return None
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of a key's codes."""
+        """Bytes of one key's codes."""
         return self.stride * (1 + self.magnitude_bits) + self.span
 
     def views(self, blocks: Tensor) -> dict[str, Tensor]:
-        """Return the fields as views, as `Layout.views`; weights are bytes."""
+        """Return views `[..., G, 256, ...]` of the fields in blocks uint8 `[..., G, head_bytes]`.
+
+        The weights are returned as bytes, two for each bfloat16 number.
+        """
         weights = self._field(blocks, self.weights, BLOCK, self.span)
         return self._common(blocks) | {"weights": weights[..., : self.head_dim // 4]}
 
 
 def words_of(valid: Tensor, blocks: int) -> Tensor:
-    """Pack flags of valid tokens, bool `[B, N]`, into bits, int32 `[B, blocks, 8]`."""
+    """Pack the mask of valid tokens, bool `[B, N]`, into 32-bit words, int32 `[B, blocks, 8]`."""
     padded = torch.zeros((len(valid), blocks * BLOCK), dtype=torch.int64, device=valid.device)
     padded[:, : valid.shape[1]] = valid
     bits = padded.view(len(valid), blocks, 8, 32) << torch.arange(32, device=valid.device)
@@ -242,7 +260,7 @@ def words_of(valid: Tensor, blocks: int) -> Tensor:
 
 
 def flags_of(words: Tensor, count: int) -> Tensor:
-    """Unpack bits of valid tokens, int32 `[B, blocks, 8]`, into flags, bool `[B, count]`."""
+    """Unpack 32-bit words, int32 `[B, blocks, 8]`, into the mask of valid tokens `[B, count]`."""
     bits = words[..., None] >> torch.arange(32, device=words.device) & 1
     return bits.flatten(1)[:, :count].bool()
 

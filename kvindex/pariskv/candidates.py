@@ -1,4 +1,6 @@
-"""Coarse stage: give each key a vote from its signs, and choose the keys with the most votes.
+"""Coarse stage of a search: choose the keys with the largest votes as candidates.
+
+A vote is an integer score of a key for a query head, computed mainly from the key's sign bits.
 
 Source: ParisKV, section B.2.1.
 """
@@ -12,10 +14,18 @@ from kvindex.pariskv.inputs import Queries, Tokens
 
 
 def find(tokens: Tokens, queries: Queries, k: int) -> Tensor:
-    """Return the ids of the keys that are reranked, int64 `[B, G, C]`, ascending, padded with -1.
+    """Choose the candidates, which are the keys that the rerank scores.
 
-    Every valid key is a candidate if `coarse="none"`, or if the index has at most
-    `single_stage_below` keys.
+    With `coarse="none"`, or if the index has at most `single_stage_below` keys, all valid keys are
+    candidates.
+
+    Args:
+        tokens: Codes of all tokens.
+        queries: Rotated queries.
+        k: Rows that the search selects per KV head.
+
+    Returns:
+        Token ids, int64 `[B, G, C]`, ascending and padded with -1.
     """
     config, select = tokens.config, tokens.ops.select
     if config.coarse == "none" or int(tokens.counts.max()) <= config.single_stage_below:
@@ -30,7 +40,7 @@ def find(tokens: Tokens, queries: Queries, k: int) -> Tensor:
 
 
 def _all(tokens: Tokens) -> Tensor:
-    """Return flags of all valid tokens, bool `[B, G, N]`."""
+    """Return the mask of all valid tokens, bool `[B, G, N]`."""
     g, flags = tokens.geometry, tokens.valid
     if flags is None:
         shape = len(tokens.counts), tokens.length
@@ -39,12 +49,16 @@ def _all(tokens: Tokens) -> Tensor:
 
 
 def votes(tokens: Tokens, queries: Queries, tier_bounds: Tensor | None = None) -> Tensor:
-    """Return the votes of all keys, int32 `[B, G, g, N]`.
+    """Compute the vote of every key for each query head.
 
     Args:
         tokens: Codes of all tokens.
         queries: Rotated queries.
-        tier_bounds: From `ParisKVConfig.limits`, on the device. Only tiered votes need them.
+        tier_bounds: Tier bounds that `ParisKVConfig.limits` returns, on the device of the index.
+            Only `coarse="tiered_votes"` needs them.
+
+    Returns:
+        Votes, int32 `[B, G, g, N]`.
     """
     own = _table(tokens, queries, tier_bounds), _factors(tokens), _offsets(tokens, queries)
     table, center, vote = own[0], tokens.config.center, tokens.ops.coarse.votes
@@ -56,7 +70,7 @@ def votes(tokens: Tokens, queries: Queries, tier_bounds: Tensor | None = None) -
 
 
 def _table(tokens: Tokens, queries: Queries, tier_bounds: Tensor | None) -> Tensor:
-    """Return the points that each centroid gives its keys, for each subspace of the query."""
+    """Return the contributions to a key's vote, by subspace and by the key's sign bits in it."""
     coarse, directions = tokens.ops.coarse, queries.voting_directions
     if tokens.config.coarse == "tiered_votes":
         table: Tensor = coarse.tier_table(directions, tokens.histogram, tier_bounds)
@@ -66,7 +80,10 @@ def _table(tokens: Tokens, queries: Queries, tier_bounds: Tensor | None) -> Tens
 
 
 def _factors(tokens: Tokens) -> list[Tensor | None]:
-    """Return the factors that multiply the votes of each part, or None if votes ignore weights."""
+    """Return integers that multiply votes: one tensor for each tensor of codes in `tokens.parts`.
+
+    The list has None instead of tensors if votes ignore the keys' weights.
+    """
     if not tokens.config.weighs_votes:
         return [None] * len(tokens.parts)
     factors, known = tokens.ops.codes.factors, tokens.encoding.factors
@@ -74,7 +91,10 @@ def _factors(tokens: Tokens) -> list[Tensor | None]:
 
 
 def _offsets(tokens: Tokens, queries: Queries) -> list[Tensor | None]:
-    """Return the offsets that block centers add to the votes of each part, or None."""
+    """Return the votes that block centers add to the keys of their blocks.
+
+    The list has one tensor for each tensor of codes in `tokens.parts`, or None without centers.
+    """
     if not tokens.config.weighs_votes or queries.offsets is None:
         return [None] * len(tokens.parts)
     rounding = tokens.query_max, tokens.weight_scale, tokens.encoding.level

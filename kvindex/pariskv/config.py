@@ -1,4 +1,4 @@
-"""Options of ParisKV, its presets, and how many keys pass each stage."""
+"""Options and presets of ParisKV, and the number of keys that each stage passes on."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from kvindex.ops import group
 from kvindex.ops.coarse import TIERS, ceil_fraction
 
 SCHEDULE = ((5_000, 0.50, 0.50), (10_000, 0.25, 0.30), (30_000, 0.20, 0.25))
-"""Entries `(n, β, ρ)`, each for fewer than `n` tokens, from the published code.
+"""Entries `(n, β, ρ)`: below `n` tokens, the fraction `β` becomes candidates and `ρ` earns points.
 
-The paper says only that these fractions adapt to the number of tokens.
+The numbers are those of the authors' code. The paper says only that the fractions adapt to the
+number of tokens.
 """
 
 LONGEST = (0.10, 0.20)
-"""`(β, ρ)` for all longer contexts, from the published code."""
+"""`(β, ρ)` for contexts longer than those in `SCHEDULE`, from the authors' code."""
 
 COARSE = ("tiered_votes", "sign_votes", "none")
 
@@ -69,12 +70,13 @@ class ParisKVConfig:
         coarse: How keys become candidates. "sign_votes": by inner products of the query with sign
             patterns, times the keys' weights. "tiered_votes": by the paper's votes. "none": all
             keys are candidates.
-        beta: Fraction of the keys that become candidates, in (0, 1]. None: the paper's schedule.
-        refine_factor: There are at least `refine_factor * k` candidates.
-        least_candidates: There are at least this many candidates.
-        single_stage_below: Up to this many keys, all of them are candidates.
-        rho: Fraction of the keys that earn points in a subspace, in (0, 1]. None: the paper's
-            schedule. Only for coarse="tiered_votes".
+        beta: Fraction of the keys that become candidates, in (0, 1]. None: a fraction that depends
+            on the number of tokens (`SCHEDULE`).
+        refine_factor: Lower bound of the number of candidates, as a multiple of `k`.
+        least_candidates: Lower bound of the number of candidates.
+        single_stage_below: All keys are candidates if the index has at most this many keys.
+        rho: Fraction of the keys that earn points in a subspace, in (0, 1]. None: a fraction that
+            depends on the number of tokens (`SCHEDULE`). Only for coarse="tiered_votes".
         query_max: Largest coordinate of a query after rounding to integers, 1 to 127
             (`kvindex.ops.coarse.rounded`). It must be at most 2^15 divided by the head dimension,
             so that votes fit in 32 bits. Only for coarse="sign_votes".
@@ -143,7 +145,7 @@ class ParisKVConfig:
         if self.center and self.coarse != "none" and not self.weighs_votes:
             raise ValueError(
                 f"center: got {self.center} with coarse={self.coarse!r}, weights={self.weights!r}, "
-                "allowed is 0, or coarse='sign_votes' with weights='log', or coarse='none'"
+                "allowed is center=0, or coarse='none', or coarse='sign_votes' with weights='log'"
             )
         check.seed(self.seed)
 
@@ -156,10 +158,10 @@ class ParisKVConfig:
         for name, values in allowed.items():
             got = getattr(self, name)
             if got not in values:
-                of = " or ".join(map(repr, values))
+                allowed_values = " or ".join(map(repr, values))
                 raise ValueError(
-                    f"{name}: got {got!r} with sampling={self.sampling!r}, allowed is {of}, or any "
-                    "with preset='fast', which samples nothing"
+                    f"{name}: got {got!r} with sampling={self.sampling!r}, allowed is "
+                    f"{allowed_values}; for other values pass preset='fast', which does not sample"
                 )
 
     def _check_sign_decoder(self) -> None:
@@ -170,37 +172,41 @@ class ParisKVConfig:
             if (got := getattr(self, name)) != value:
                 raise ValueError(
                     f"{name}: got {got!r} with sign_decoder={self.sign_decoder!r}, allowed is "
-                    f"{value!r}, or any with preset='fast', which has sign_decoder='mean'"
+                    f"{value!r}; for other values pass sign_decoder='mean' or preset='fast'"
                 )
 
     @property
     def weighs_votes(self) -> bool:
-        """True if votes are multiplied by the keys' weights."""
+        """True if a key's vote (coarse score) is multiplied by the weight stored with its codes."""
         return self.coarse == "sign_votes" and self.weights == "log"
 
     def fractions(self, n: int) -> tuple[float, float]:
-        """Return `(β, ρ)` for `n` keys: fractions that become candidates and that earn points."""
+        """Return `(β, ρ)` for an index of `n` keys.
+
+        `β` is the fraction of the keys that become candidates, and `ρ` is the fraction that earn
+        points in a subspace.
+        """
         beta, rho = next(((b, r) for below, b, r in SCHEDULE if n < below), LONGEST)
         return beta if self.beta is None else self.beta, rho if self.rho is None else self.rho
 
     def candidates(self, n: int, k: int) -> int:
-        """Return the number of candidates `C` among `n` keys when `k` rows are searched."""
+        """Return the number of candidates in an index of `n` keys if a search selects `k` rows."""
         if n <= self.single_stage_below:
             return n
         fraction, least = ceil_fraction(n, self.fractions(n)[0]), int(self.refine_factor) * k
         return min(max(fraction, least, int(self.least_candidates)), n)
 
     def most_candidates(self, tokens: int, k: int) -> int:
-        """Return the largest number of candidates for any number of keys up to `tokens`."""
+        """Return the largest number of candidates that any index of up to `tokens` keys has."""
         falls = [below - 1 for below, _, _ in SCHEDULE if below <= tokens]
         return max(self.candidates(n, k) for n in (tokens, *falls))
 
     def tier_bounds(self, n: int) -> list[int]:
-        """Return how many of `n` keys each tier of the paper's votes may contain."""
+        """Return the cumulative number of keys up to each tier of tiered votes, for `n` keys."""
         return [ceil_fraction(n, self.fractions(n)[1], tier) for tier in TIERS]
 
     def limits(self, counts: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return the bounds of tiers and the number of candidates for each sequence of a batch.
+        """Compute tier bounds (`tier_bounds`) and the number of candidates of each sequence.
 
         Args:
             counts: Valid keys of each sequence, int64 `[B]`, on the CPU.

@@ -1,21 +1,21 @@
-"""Specification of a fused decode step, which tests compare kernels with.
+"""Reference implementation of the fused decode step; tests compare the CUDA kernels with it.
 
 The functions here run one decode step in plain torch, from a query to attention over the best `k`
 rows. They have the names and the order of the kernels in `kvindex_cuda/kernels/step/`, read the
 same inputs (`step_state.State` and the results of earlier stages) and return what a kernel writes.
-Two things differ from the kernels: lists that a kernel writes in any order are sorted here, and
-tensors of lists are only as long as the longest list. Unused places have the value `EMPTY`.
+Two things differ from the kernels. Lists that a kernel writes in any order are sorted here, and a
+tensor of lists is only as long as its longest list. Shorter lists are padded with `EMPTY`.
 
 1. `prepare_query`: rotate the query and round it to integers of a few bits (paper, A.1). Compute
-   the votes of 4,096 sampled keys, and from these a threshold that somewhat more than `C` keys
-   reach.
+   the votes of 4,096 sampled keys, and choose a threshold that somewhat more than `C` keys of the
+   index are expected to reach. `C` is the number of candidates.
 2. `scan`: compute every key's vote from its signs, the upper byte of its weight and its block's
    center (B.2.1). List the keys whose votes reach the threshold.
 3. `rerank`: estimate the inner products of the best `C` listed keys from all bits of their codes
    (B.2.2).
 4. `select_rows`: combine the estimates of a group's heads into one score per candidate, and select
-   the best `k` rows. With sampling, candidates and rows are chosen by random priorities instead
-   (`kvindex.ops.priority`).
+   the `k` rows with the best scores. With sampling, stages 3 and 4 choose candidates and rows by
+   random priorities instead (`kvindex.ops.priority`).
 5. `attend`: softmax attention over those rows and the rows in the sink and the window, which are
    called resident rows (B.3).
 
@@ -72,9 +72,15 @@ A row consists of its numbers, then a scale for the key and one for the value (`
 
 
 def decode_step(queries: Tensor, state: State, k: int, config: StepConfig) -> Attended:
-    """Attend to the best `k` rows and to the resident rows, for queries `[B, H, D]`.
+    """Find the best `k` rows and attend to them and to the resident rows (sink and local window).
 
-    If the sequences of the batch have different lengths, they are computed one by one.
+    Sequences of different lengths are computed one after another.
+
+    Args:
+        queries: Floating point, `[B, H, D]`.
+        state: Codes, rows and other tensors that the kernels read.
+        k: Rows to select per KV head.
+        config: Constants that the kernels are compiled for.
     """
     if len(state.length) > 1:
         rows = enumerate(queries[:, None])
@@ -88,7 +94,7 @@ def decode_step(queries: Tensor, state: State, k: int, config: StepConfig) -> At
 
 
 def find_rows(queries: Tensor, state: State, k: int, config: StepConfig) -> Selected:
-    """Run the stages before attention."""
+    """Select the rows for attention: run all stages of a decode step but the last, `attend`."""
     if isinstance(config.layout, SubspaceLayout):
         return select_rows(state, tiered_votes.find_candidates(queries, state, config), k, config)
     prepared = prepare_query(queries, state, config)
@@ -101,13 +107,16 @@ def find_rows(queries: Tensor, state: State, k: int, config: StepConfig) -> Sele
 
 @dataclass(frozen=True)
 class SamplingTerms:
-    """Numbers that convert votes to priorities, and the seeds of the keys' random numbers.
+    """Terms that convert votes to priorities, and the seeds of the keys' random numbers.
+
+    A priority is an estimate of the logarithm of a key's attention weight, plus random noise. The
+    keys with the largest priorities are sampled.
 
     Attributes:
-        gains: Float32 `[B, G, g]`, from `priority.gains`.
-        totals: Float32 `[B, G, g]`, from `priority.totals`.
-        seeds: Int64 `[B, G]` of 32 bits. A key's noise is the hash of its seed plus `SPREAD` times
-            its id.
+        gains: Factors of votes, float32 `[B, G, g]` (`priority.gains`).
+        totals: Terms that are added to scaled votes, float32 `[B, G, g]` (`priority.totals`).
+        seeds: Seeds of KV heads, 32-bit numbers as int64 `[B, G]`. The random number of a key is
+            the hash of `seed + SPREAD * id`.
     """
 
     gains: Tensor
@@ -115,28 +124,35 @@ class SamplingTerms:
     seeds: Tensor
 
     def noises(self, ids: Tensor) -> Tensor:
-        """Return the noise of ids int64 `[B, G, K]`, int64."""
+        """Return the noise (minus the logarithm of a random number) of the keys `ids`.
+
+        Args:
+            ids: Token ids, int64 `[B, G, K]`.
+
+        Returns:
+            Int64 `[B, G, K]`, in units of priorities.
+        """
         return priority.noise_of(ids * priority.SPREAD + self.seeds[..., None])
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Results of `prepare_query`.
+    """Results of `prepare_query`: the query in the forms that later stages read, and a threshold.
 
     With sampling, `sample` and `thresholds` contain priorities instead of votes.
 
     Attributes:
-        planes: Digits of the rounded query to the base -2, uint8 `[B, G, g, PLANES, D]`.
+        planes: Digits of the rounded query in base -2, uint8 `[B, G, g, PLANES, D]`.
         sums: Sums of the rounded query's coordinates, int32 `[B, G, g]`.
-        units: Votes per unit of `q·k`, float32 `[B, G, g]`.
+        units: Factors that convert an inner product `q·k` to votes, float32 `[B, G, g]`.
         operands: The rotated query times `ups` as two float16 numbers, `[B, G, g, D, 2]`.
         ups: Powers of two that scale the query to the range of float16, float32 `[B, G, g]`.
         sample: Votes of sampled keys, int32 `[B, G, SAMPLED]`.
         thresholds: Lowest vote of a key that the scan lists, int32 `[B, G]`.
         bases: Lowest vote in the first bin of the histogram, int32 `[B, G]`.
-        shifts: Each bin of the histogram is `2^shift` votes wide, int32 `[B, G]`.
-        wrong: Int32 `[]`, 1 if a query is out of range.
-        sampling: Numbers for sampling, or None where the best candidates are taken.
+        shifts: Base-2 logarithms of the width of a histogram bin in votes, int32 `[B, G]`.
+        wrong: Int32 `[]`: 1 if a query is not finite or too large (`QUERY_LIMIT`), else 0.
+        sampling: Terms for sampling, or None if the search does not sample.
     """
 
     planes: Tensor
@@ -153,10 +169,11 @@ class Prepared:
 
 
 def prepare_query(queries: Tensor, state: State, config: StepConfig) -> Prepared:
-    """Rotate and round the query, and find a vote that a little more than `C` keys reach.
+    """Rotate and round the query, and choose a threshold for votes (coarse scores of keys).
 
-    With a sign regression, votes use the query that `sign_regression.voting` returns, and the
-    rerank uses the rotated query.
+    The threshold is such that somewhat more than `C` keys, the number of candidates, reach it. With
+    a sign regression, votes are computed from the query that `sign_regression.voting` returns. The
+    rerank always uses the rotated query.
     """
     directions, norms, wrong = rotated(queries, config)
     matrix = state.regression
@@ -187,9 +204,13 @@ def prepare_query(queries: Tensor, state: State, config: StepConfig) -> Prepared
 def _sampling_terms(
     state: State, products: Tensor, unit: Tensor, config: StepConfig
 ) -> SamplingTerms:
-    """Compute `SamplingTerms` from inner products with centers `[B, G, S, g]` and a vote's unit.
+    """Compute the terms that convert votes to priorities (`SamplingTerms`).
 
-    The unit is the inner product `q·k` that a vote of 1 represents, float64 `[B, G, g]`.
+    Args:
+        state: Codes and other tensors that the decode step reads.
+        products: Inner products of queries and block centers, float32 `[B, G, S, g]`.
+        unit: Inner product `q·k` that a vote of 1 represents, float64 `[B, G, g]`.
+        config: Constants of the decode step.
     """
     scale = config.geometry.scale
     some = priority.sampled_blocks(products.shape[2] if config.centered else 0).to(products.device)
@@ -203,7 +224,10 @@ def _sampling_terms(
 
 
 def _priorities(votes: Tensor, sampling: SamplingTerms, state: State) -> Tensor:
-    """Return priorities int32 `[B, G, N]` for votes `[B, G, g, N]`; `LEAST` for padding."""
+    """Convert votes `[B, G, g, N]` to priorities, by which keys are sampled, int32 `[B, G, N]`.
+
+    The priority of a padded token is `LEAST`.
+    """
     noises = sampling.noises(torch.arange(votes.shape[-1], device=votes.device)[None, None])
     found = priority.priorities(votes, sampling.gains, sampling.totals, noises)
     return found.masked_fill(~state.flags[:, None], priority.LEAST)
@@ -214,13 +238,13 @@ def _priorities(votes: Tensor, sampling: SamplingTerms, state: State) -> Tensor:
 
 @dataclass(frozen=True)
 class Scanned:
-    """Results of `scan`.
+    """Results of `scan`: the keys whose votes (coarse scores) reach the threshold.
 
     Attributes:
-        counts: Number of listed keys, int32 `[B, G]`.
-        list: Entries of the listed keys, int64 `[B, G, L]`.
-        histogram: Histogram of their votes, int32 `[B, G, BINS]`.
-        products: `⟨q, μ⟩` for each block's center `μ`, float32 `[B, G, S, g]`.
+        counts: Number of these keys, int32 `[B, G]`.
+        list: Entries (vote and token id) of these keys, int64 `[B, G, L]`.
+        histogram: Histogram of the votes of these keys, int32 `[B, G, BINS]`.
+        products: Inner products `⟨q, μ⟩` with each block's center `μ`, float32 `[B, G, S, g]`.
     """
 
     counts: Tensor
@@ -230,12 +254,19 @@ class Scanned:
 
 
 def scan(queries: Tensor, state: State, prepared: Prepared, config: StepConfig) -> Scanned:
-    """List the keys whose votes reach the threshold."""
+    """Compute the votes (coarse scores) of all keys, and list the keys that reach the threshold."""
     return list_keys(state, prepared, center_products(queries, state, config), config)
 
 
 def list_keys(state: State, prepared: Prepared, products: Tensor, config: StepConfig) -> Scanned:
-    """List the keys whose votes reach the threshold; `⟨q, μ⟩` of the centers is an argument."""
+    """List the keys whose votes (coarse scores) reach the threshold, as `scan` does.
+
+    Args:
+        state: Codes and other tensors that the decode step reads.
+        prepared: Results of `prepare_query`.
+        products: Inner products of queries and block centers, float32 `[B, G, S, g]`.
+        config: Constants of the decode step.
+    """
     votes = ranked(state, prepared, products, config)
     entries = entry_of(votes, torch.arange(state.tokens, device=votes.device))
     listed = votes >= prepared.thresholds[..., None]
@@ -250,7 +281,11 @@ def list_keys(state: State, prepared: Prepared, products: Tensor, config: StepCo
 
 
 def ranked(state: State, prepared: Prepared, products: Tensor, config: StepConfig) -> Tensor:
-    """Return the votes of all keys, or their priorities with sampling: int32 `[B, G, N]`."""
+    """Return the coarse score by which keys are ranked: the vote or, with sampling, the priority.
+
+    Returns:
+        Int32 `[B, G, N]`, one number for each key and KV head.
+    """
     given = state, prepared.planes, prepared.units, products, config
     if prepared.sampling is None:
         return votes_of(*given)
@@ -261,10 +296,10 @@ def ranked(state: State, prepared: Prepared, products: Tensor, config: StepConfi
 
 
 def rerank(state: State, prepared: Prepared, scanned: Scanned, config: StepConfig) -> Reranked:
-    """Estimate inner products of the best `C` listed keys.
+    """Estimate the query's inner products with the candidates, from all bits of their codes.
 
-    Inner products of all other keys in the histogram bin of the `C`-th best key are estimated,
-    too.
+    Candidates are the `C` listed keys with the best votes, and all other listed keys in the
+    histogram bin that contains the `C`-th best vote.
     """
     if prepared.sampling is not None:
         return _rerank_sampled(state, prepared, scanned, prepared.sampling, config)
@@ -289,7 +324,7 @@ def rerank(state: State, prepared: Prepared, scanned: Scanned, config: StepConfi
 
 
 def _best(state: State, prepared: Prepared, products: Tensor, config: StepConfig) -> Tensor:
-    """Return the entries (vote and id) of all keys, the best first."""
+    """Return the entries (vote and token id) of all keys, sorted by descending vote."""
     votes = ranked(state, prepared, products, config)
     entries = entry_of(votes, torch.arange(state.tokens, device=votes.device))
     return entries.sort(dim=-1, descending=True).values
@@ -298,7 +333,10 @@ def _best(state: State, prepared: Prepared, products: Tensor, config: StepConfig
 def _rerank_sampled(
     state: State, prepared: Prepared, scanned: Scanned, sampling: SamplingTerms, config: StepConfig
 ) -> Reranked:
-    """Estimate inner products of all keys whose priorities reach the threshold, about `C` keys."""
+    """Estimate the query's inner products with all keys whose priorities reach the threshold.
+
+    The threshold is such that about `C` keys, the number of candidates, reach it.
+    """
     every = ranked(state, prepared, scanned.products, config)
     thresholds = priority.thresholds(every, state.wanted)
     entries = entry_of(every, torch.arange(state.tokens, device=every.device))
@@ -322,7 +360,10 @@ def _rerank_sampled(
 
 
 def _log_chances(candidates: Tensor, thresholds: Tensor, sampling: SamplingTerms) -> Tensor:
-    """Return `log π` of entries int64 `[B, G, K]`, float32; 0 for `EMPTY`."""
+    """Return the log probability `log π` that a candidate was sampled, float32 `[B, G, K]`.
+
+    The candidates are entries (priority and token id), int64. The result is 0 for `EMPTY`.
+    """
     sizes = vote_of(candidates) - sampling.noises(id_of(candidates))
     chances = priority.log_chances(sizes, thresholds[..., :1].long())
     return chances.masked_fill(candidates == EMPTY, 0)
@@ -331,7 +372,7 @@ def _log_chances(candidates: Tensor, thresholds: Tensor, sampling: SamplingTerms
 def _estimates(
     candidates: Tensor, state: State, prepared: Prepared, products: Tensor, config: StepConfig
 ) -> Tensor:
-    """Return estimates of `q·k` (paper, equation 10), float32 `[B, G, K, g]`."""
+    """Estimate `q·k` from the codes of the candidates (paper, equation 10), `[B, G, K, g]`."""
     ids, queries = id_of(candidates), queries_of(prepared.operands, prepared.ups)
     fields = config.layout.fields(state.codes, state.tokens)
     own = {name: fetch.gather_rows(part, ids) for name, part in fields.items()}
@@ -346,14 +387,18 @@ def _estimates(
 
 @dataclass(frozen=True)
 class Selected:
-    """Results of `select_rows`. Unused places have an id of -1 and `-inf` elsewhere.
+    """Results of `select_rows`.
+
+    Where fewer than `k` rows are selected, `ids` is padded with -1, and `scores` and `weights` are
+    padded with `-inf`.
 
     Attributes:
-        ids: Selected rows, ascending, int64 `[B, G, k]`.
-        scores: Agreed scores (`group.agree`), or priorities with sampling, float32 `[B, G, k]`.
+        ids: Token ids of the selected rows, ascending, int64 `[B, G, k]`.
+        scores: Scores of the rows for the whole group of heads (`group.agree`) or, with sampling,
+            priorities, float32 `[B, G, k]`.
         found: Number of selected rows, int32 `[B, G]`.
-        weights: Log weights `-log π` of sampled rows, float32 `[B, G, k]`, or None without
-            sampling.
+        weights: Log weights of sampled rows, which correct for rows that were not sampled, float32
+            `[B, G, k]`. None without sampling.
     """
 
     ids: Tensor
@@ -369,21 +414,22 @@ def select_rows(
     config: StepConfig,
     sampling: SamplingTerms | None = None,
 ) -> Selected:
-    """Select the best `k` rows by the score that a group's heads agree on.
+    """Select the `k` candidates with the best scores for each KV head.
 
-    Equal scores go to the lower id.
+    A score combines the estimates of all query heads of a group (`group.agree`). Of rows with equal
+    scores, the one with the lower token id is preferred.
 
     Args:
-        state: What the step reads.
+        state: Codes, rows and other tensors that the decode step reads.
         reranked: Candidates with their estimates.
-        k: Rows per KV head.
-        config: Constants of the step.
-        sampling: From `Prepared`, where rows are sampled.
+        k: Rows to select per KV head.
+        config: Constants of the decode step.
+        sampling: `Prepared.sampling`: terms for sampling, or None if the search does not sample.
     """
     if sampling is not None:
         return _select_sampled(reranked, k, config, sampling)
     g, tokens = config.geometry, state.tokens
-    # take the best entries of the cut's bin until there are `C`; without a cut, take all entries
+    # keep the `C` best candidates: drop the surplus keys in the bin of the `C`-th best vote
     whole = reranked.cuts[..., 0] < 0
     counts = torch.where(whole, reranked.candidate_counts.long(), state.target)
     ids = id_of(reranked.candidates)
@@ -403,9 +449,10 @@ def select_rows(
 def _select_sampled(
     reranked: Reranked, k: int, config: StepConfig, sampling: SamplingTerms
 ) -> Selected:
-    """Select the rows with the `k` largest priorities by their estimates.
+    """Select the `k` candidates with the largest priorities.
 
-    A row's priority uses the same random number as when its candidate was sampled.
+    The priorities are computed from the estimates of the rerank, with the same random number for
+    each key as when candidates were sampled.
     """
     g, (ids, order) = config.geometry, id_of(reranked.candidates).sort(dim=-1)
     candidates = reranked.candidates.gather(-1, order)
@@ -428,7 +475,7 @@ def _select_sampled(
 
 
 _LAST = 2**62
-"""Larger than all ids."""
+"""An id larger than all token ids; it sorts unused slots to the end."""
 
 
 # 5. attend
@@ -442,15 +489,15 @@ def attend(
     *,
     weights: Tensor | None = None,
 ) -> Attended:
-    """Compute exact attention over the selected rows and the resident rows.
+    """Compute exact attention over the selected rows and the resident rows (sink and window).
 
     Args:
-        queries: `[B, H, D]`.
-        state: What the step reads.
-        selected: Selected rows; ids below 0 are unused.
-        config: Constants of the step.
-        weights: Log weights that are added to the logits, float32 `[B, H, k]`; `-inf` hides a row
-            from a head. None for the weights of `selected`.
+        queries: Floating point, `[B, H, D]`.
+        state: Rows and other tensors that the decode step reads.
+        selected: Selected rows; slots with negative ids are unused.
+        config: Constants of the decode step.
+        weights: Log weights to add to the logits of the selected rows, float32 `[B, H, k]`; `-inf`
+            hides a row from a head. None: `selected.weights` are added.
     """
     g, count = config.geometry, int(state.resident_count)
     keys, values = _rows(state, selected.ids, config)
@@ -468,7 +515,11 @@ def attend(
 
 
 def _bias(state: State, selected: Selected, weights: Tensor | None, config: StepConfig) -> Tensor:
-    """Return what is added to logits, float32 `[B, H, k + count]`: a log weight, 0, or `-inf`."""
+    """Return the terms to add to the logits of the selected rows, then of the resident rows.
+
+    The term is `-inf` for an unused slot or a masked row, else the row's log weight or 0. The
+    result is float32 `[B, H, k + count]`, where `count` is the number of resident rows.
+    """
     g, ids, count = config.geometry, selected.ids, int(state.resident_count)
     unused = torch.arange(ids.shape[-1], device=ids.device) >= selected.found[..., None]
     hidden = (unused | (ids < 0)).repeat_interleave(g.group_size, dim=1)
@@ -479,7 +530,7 @@ def _bias(state: State, selected: Selected, weights: Tensor | None, config: Step
 
 
 def _rows(state: State, ids: Tensor, config: StepConfig) -> tuple[Tensor, Tensor]:
-    """Return keys and values of the rows `ids`, float32; zeros for a negative id."""
+    """Decode the keys and values of the rows `ids` to float32; a negative id gives zeros."""
     g = config.geometry
     raw = fetch.gather_rows(state.rows.transpose(1, 2).flatten(2, 3), ids)
     first, end = g.head_dim, g.head_dim + g.value_dim  # keys and values have a scale each

@@ -1,4 +1,4 @@
-"""Encode keys: subtract the block's center, normalize, rotate, then quantize.
+"""Encode keys: subtract the mean key of the block, normalize, rotate, then quantize.
 
 Source: ParisKV, sections A.1 to A.3.
 """
@@ -22,16 +22,17 @@ from kvindex.pariskv.config import ParisKVConfig
 
 @dataclass(frozen=True)
 class Encoding:
-    """Constants of the encoding, which follow from the configuration before the first key.
+    """Constants for encoding keys. They depend on the configuration alone, not on the keys.
 
     Attributes:
         config: Options of the index.
         ops: Operations of the backend (`kvindex.ops` or a compiled version).
-        block: Coordinates that share one weight.
+        block: Number of coordinates that share one weight.
         rotation: Rotation matrix, float32 `[D, D]` (`ops.transform.rotation`).
-        levels: Sizes that the magnitude codes represent, float32 `[2^bits]`.
-        level: Size that a sign alone represents.
-        factors: Integer factors of logarithmic weights, int32 `[256]`, or None for other weights.
+        levels: Absolute value of a coordinate for each magnitude code, float32 `[2^bits]`.
+        level: Absolute value of a coordinate of which only the sign is known.
+        factors: Integer that votes are multiplied by for each logarithmic weight, int32 `[256]`.
+            None if weights are not logarithmic.
     """
 
     config: ParisKVConfig
@@ -44,7 +45,7 @@ class Encoding:
 
     @staticmethod
     def of(config: ParisKVConfig, geometry: Geometry, ops: Any) -> Encoding:
-        """Compute the constants for keys of a geometry."""
+        """Compute the constants for keys of the given dimension and device."""
         D, bits, device = geometry.head_dim, config.magnitude_bits, geometry.device
         block = SUBSPACE if config.block == "subspace" else D
         rotation = ops.transform.rotation(D, config.seed, device)
@@ -55,21 +56,24 @@ class Encoding:
 
     @property
     def constants(self) -> list[Tensor]:
-        """Return those of the constants that are tensors."""
+        """Return `rotation`, `levels` and, if weights are logarithmic, `factors`."""
         known = self.rotation, self.levels, self.factors
         return [tensor for tensor in known if tensor is not None]
 
     def encode(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        """Encode keys. The first key must be the first one of a block.
+        """Encode keys, of which the first one must begin a block.
 
         Args:
             keys: Floating point, `[B, G, N, D]`.
-            valid: Bool `[B, N]`, False for padding; None where no token is padded.
+            valid: Bool `[B, N]`, False for padding. None if no token is padding.
 
         Returns:
-            `signs` uint8 `[B, G, N, M]`, `magnitudes` uint8 `[B, G, N, bits, M]` and `weights` `[B,
-            G, N, W]`. With 16-bit logarithmic weights `fractions` has their lower bytes, uint8 `[B,
-            G, N, W]`. With centers `centers` is bfloat16 `[B, G, S, D]`, one for each block.
+            `signs`: Uint8 `[B, G, N, M]`.
+            `magnitudes`: Uint8 `[B, G, N, bits, M]`.
+            `weights`: `[B, G, N, W]`, bfloat16, or uint8 for logarithmic weights.
+            `fractions`: Lower bytes of 16-bit logarithmic weights, uint8 `[B, G, N, W]`. Absent
+            for other weights.
+            `centers`: Mean key of each block, bfloat16 `[B, G, S, D]`. Absent if `center` is 0.
         """
         ops, centers = self.ops, self._centers(keys, valid)
         directions, norms = ops.transform.normalize(self._centered(keys, centers))
@@ -79,16 +83,16 @@ class Encoding:
 
     @property
     def block_tokens(self) -> int:
-        """Number of tokens that are encoded together."""
+        """Number of tokens in a block, which are encoded together; 1 if keys need no block."""
         return self.config.center or (BLOCK if self.config.weights == "log" else 1)
 
     def fit(self, entries: Callable[[str, int, int], Tensor], blocks: int) -> Tensor:
-        """Fit the sign regression (`sign_regression.fit`) to the first of `blocks` full blocks.
+        """Fit the sign regression to the codes of full blocks.
 
         Args:
-            entries: A function that takes a column's name, an end and a step, and returns every
-                step-th entry before the end (`Columns.every`).
-            blocks: Number of full blocks.
+            entries: Function `(name, end, stride)` that returns the codes `name` of every
+                `stride`-th token before the token `end` (`Columns.every`).
+            blocks: Number of full blocks. The fit uses `sign_regression.fitted_blocks` of them.
 
         Returns:
             The fitted matrix, float16 `[B, G, D, D]`.
@@ -100,12 +104,12 @@ class Encoding:
         return sign_regression.fit(signs, magnitudes, weights[..., 0] > 0, self.levels, self.level)
 
     def _centers(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        """Return the center of each block of keys, or nothing where blocks have no center."""
+        """Return `{"centers": mean key of each block}`, or an empty dict if `center` is 0."""
         tokens = self.config.center
         return {"centers": self.ops.codes.centers(keys, valid, tokens)} if tokens else {}
 
     def _centered(self, keys: Tensor, centers: Codes) -> Tensor:
-        """Return keys as float32, minus the centers of their blocks."""
+        """Convert keys to float32 and subtract the centers of their blocks."""
         floats = keys.float()
         if not centers:
             return floats
@@ -115,7 +119,7 @@ class Encoding:
     def _weights(self, weights: Tensor, valid: Tensor | None) -> Codes:
         """Convert weights float32 `[B, G, N, W]` to the form in which they are stored.
 
-        A 16-bit logarithm is stored as two bytes, because votes read only the upper one.
+        A 16-bit logarithm is stored as two separate bytes, because votes read only the upper byte.
         """
         if self.config.weights == "bfloat16":
             return {"weights": weights.bfloat16()}

@@ -1,11 +1,11 @@
-"""The class `ParisKV`: an index that finds candidates by votes and reranks them with short codes.
+"""The class `ParisKV`: an index that chooses candidates by votes and reranks them by their codes.
 
 Qi et al., ParisKV: Fast and Drift-Robust KV-Cache Retrieval for Long-Context LLMs (ICML 2026).
 `preset="paper"` follows the paper; the default preset improves on it (docs/indexes/pariskv.md).
 
-The stages of a search are functions in the other modules of `kvindex.pariskv`. The class here
-stores what they read: codes, the keys of the last block while it is not full, statistics, and an
-executor if compiled kernels run the stages.
+The other modules of `kvindex.pariskv` have a function for each stage of a search. The class here
+stores the inputs of these functions: the codes, the keys of the last block while it is not full,
+and statistics. If compiled kernels run the stages, it also has an executor, which calls them.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _Statistics = tuple[Tensor, tuple[int, _Fit] | None]
 
 
 class ParisKV(ExecutedIndex):
-    """Index with codes of a few bits per coordinate, which need no training on the keys.
+    """Index that stores a few bits per coordinate of each key and needs no training on the keys.
 
-    Tokens are encoded in blocks. A full block is encoded once. The codes of the last block, while
-    it is not full (the open block), are computed from its keys when they are needed
+    Tokens are encoded in blocks. A block is encoded once, when it is full. The last block is called
+    open while it is not full; its codes are computed from its keys when a search needs them
     (docs/decisions/0024).
 
-    The scores of hits are the group's agreed scores (`kvindex.ops.group.agree`) of the estimated
-    inner products; with sampling they are priorities.
+    The score of a row combines its estimated inner products with the query heads of a group
+    (`kvindex.ops.group.agree`). With sampling, the score is the row's priority instead.
 
     Source: Qi et al., ParisKV (ICML 2026).
     """
@@ -50,7 +50,7 @@ class ParisKV(ExecutedIndex):
     statistics = ("_histogram",)
 
     _histogram: Tensor  # keys per centroid, int64 [B, G, M, 256], if appends count them
-    _counted: Tensor | None  # the same if a search counts them, once computed
+    _counted: Tensor | None  # keys per centroid if searches count them, None before the first
 
     _open: Codes | None  # codes of the open block, `[B, G, n, ...]`, once computed
     _weight_scale: Tensor | None  # None after a change, until it is computed again
@@ -66,12 +66,14 @@ class ParisKV(ExecutedIndex):
         self._codes = executor.codes if executor else BlockColumns(self.block_tokens)
         self._update()
 
-    # Encoding. `_codes` stores the codes of full blocks, `_learned` the keys of the open block.
+    # Encoding: `_codes` stores the codes of full blocks, and `_learned` stores the keys of the last
+    # block while it is not full (the open block).
 
     def _prepared(self, keys: Tensor, valid: Tensor | None) -> tuple[Codes, Any]:
-        """Encode the blocks that an append fills.
+        """Encode the blocks that become full by an append of `keys`.
 
-        Returns the keys of the open block after the append, and the codes of the filled blocks.
+        Returns the keys of the last, partly filled block after the append, and the codes of the
+        blocks that became full.
         """
         known = keys if valid is None else keys.masked_fill(~valid[:, None, :, None], 0)
         executor, encoded = self._executor, len(self._codes)
@@ -96,9 +98,9 @@ class ParisKV(ExecutedIndex):
     def _since(
         self, start: int, keys: Tensor, valid: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the keys of the open block, whose first id is `start`, followed by the new keys.
+        """Concatenate the keys of the last, partly filled block, from token `start` on, and `keys`.
 
-        The second result flags the valid keys; it is None where all are valid.
+        The second result is a mask of the valid keys, or None if all keys are valid.
         """
         if start == len(self):
             return keys, valid
@@ -118,14 +120,14 @@ class ParisKV(ExecutedIndex):
         }
 
     def _encoded(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        """Return the codes of keys `[B, G, N, D]`; the first key is the first one of a block."""
+        """Encode keys `[B, G, N, D]`, of which the first one begins a block."""
         compiled = self._executor.encoded(keys, valid) if self._executor else None
         return self.encoding.encode(keys, valid) if compiled is None else compiled
 
     def _learned_before(self, length: int) -> Codes:
         """Return the keys of the last, partly filled block after truncation to `length` tokens.
 
-        If that block was full before, its keys are read from the store.
+        If truncation cuts into a full block, the keys of this block are read from the row store.
         """
         start, encoded = length // self.block_tokens * self.block_tokens, len(self._codes)
         if not self._learned or start == encoded:
@@ -139,7 +141,10 @@ class ParisKV(ExecutedIndex):
         return {"open_keys": keys}
 
     def _wrong(self, checks_here: bool) -> Tensor | None:
-        """Return an int32 flag, which kernels set to 1 if a valid key is not finite, or None."""
+        """Return an int32 tensor that kernels set to 1 if a valid key is NaN or infinite.
+
+        The result is None if kernels do not check the keys.
+        """
         if self._check is False or not checks_here:
             return None
         if self._defers:
@@ -147,12 +152,18 @@ class ParisKV(ExecutedIndex):
         return torch.zeros((), dtype=torch.int32, device=self.geometry.device)
 
     def _parts(self) -> list[Codes]:
-        """Return the codes of the full blocks and of the open block, without empty parts."""
+        """Return the codes of the full blocks, then the codes of the last, partly filled block.
+
+        Each is left out if it has no tokens.
+        """
         full = {name: self._codes[name] for name in self._codes} if len(self._codes) else {}
         return [part for part in (full, self._opened()) if part]
 
     def _opened(self) -> Codes:
-        """Return the codes of the open block, computed once; empty if no block is open."""
+        """Return the codes of the last, partly filled block, or `{}` if all blocks are full.
+
+        The codes are computed by the first call after a change of the tokens.
+        """
         start = len(self._codes)
         if self._open is None and start < len(self):
             valid = None if self.valid is None else self.valid[:, start:]
@@ -211,13 +222,13 @@ class ParisKV(ExecutedIndex):
         return select_rows.search_coverage(*self.inputs(queries), k, coverage)
 
     def inputs(self, queries: Tensor) -> tuple[Tokens, Queries]:
-        """Gather the inputs of a search's stages. The index must not be empty.
+        """Collect the tensors that the stages of a search read. The index must not be empty.
 
         Args:
             queries: Floating point, `[B, H, D]`.
 
         Returns:
-            The tokens with their codes, and the rotated queries.
+            The codes and statistics of all tokens, and the rotated queries.
         """
         parts = self._parts()
         tokens = Tokens(
@@ -236,30 +247,32 @@ class ParisKV(ExecutedIndex):
 
     @property
     def weighted(self) -> bool:  # type: ignore[override]  # it depends on the configuration
-        """True if hits have log weights, because rows are sampled."""
+        """True if a search samples rows, and therefore returns log weights with them."""
         is_sampled: bool = self.config.sampling != "none"
         return is_sampled
 
     def candidate_coverage(self, queries: Tensor, *, k: int) -> Tensor:
-        """Estimate which fraction of the index's attention weight the candidates of a search hold.
+        """Estimate the candidates' attention weight as a fraction of that of all indexed tokens.
 
-        For diagnosis: it runs the stages in plain torch, without kernels. The estimate uses the
-        sampling weights of the candidates.
+        This method is for diagnosis: it runs in plain torch, without kernels. The total is
+        estimated from the candidates, each weighted by one over its sampling probability.
 
         Args:
             queries: Floating point, `[B, H, D]`, after the rotary embedding.
             k: Rows per KV head that the search selects, at least 1.
 
         Returns:
-            Fraction for each query head, float32 `[B, H]`.
+            One fraction for each query head, float32 `[B, H]`.
 
         Raises:
-            ValueError: Candidates are not sampled, the index is empty, or an argument does not fit.
-            TypeError: An argument is not a tensor.
+            ValueError: The option `sampling` is "none", the index is empty, `k` is below 1, or the
+                shape or device of `queries` does not fit the index.
+            TypeError: `queries` is not a tensor.
         """
         if not self.weighted:
             raise ValueError(
-                f"sampling: got {self.config.sampling!r}, allowed is 'priority' or 'tempered'"
+                f"sampling: got {self.config.sampling!r}, allowed is 'priority' or 'tempered' for "
+                "candidate_coverage"
             )
         check.at_least("len(index)", len(self), 1)
         self.search(queries, k=k)  # checks both arguments
@@ -267,7 +280,10 @@ class ParisKV(ExecutedIndex):
         return sampling.candidate_coverage(*found, min(k, self._rows_at_most()))
 
     def _scale(self, parts: list[Codes]) -> Tensor | None:
-        """Return the weight scale, float32 `[B, G]`, or None where votes ignore weights."""
+        """Return a power of two above the weights of all keys, float32 `[B, G]`.
+
+        The result is None if votes ignore the weights.
+        """
         if self._weight_scale is None and self.config.weighs_votes:
             largest = torch.stack([part["weights"].flatten(2).amax(2) for part in parts]).amax(0)
             self._weight_scale = self.ops.codes.weight_scale(largest)
@@ -294,15 +310,16 @@ class ParisKV(ExecutedIndex):
         self._update()
 
     def _update(self) -> None:
-        """Drop what was computed from the old tokens, and pass the new ones to the executor."""
+        """Discard cached results after a change of the tokens, and inform the executor of it."""
         self._weight_scale, self._open, self._counted = None, None, None
         if self._executor:
             self._inform_executor(self._contents(self._executor.encodes))
 
     def _contents(self, encodes: bool) -> Contents:
-        """Return the contents of the index, which the executor reads.
+        """Return the codes, rows and statistics of the index in the form that an executor reads.
 
-        The open block is passed as keys if the executor encodes keys, else as codes.
+        The last, partly filled block is passed as keys if `encodes` is True (the executor has
+        kernels that encode keys), else as codes.
         """
         statistics = {"histogram": self._histogram} if self._appends_count else {}
         return Contents(
@@ -318,15 +335,18 @@ class ParisKV(ExecutedIndex):
         )
 
     def _regressed(self) -> Tensor | None:
-        """Return the fitted matrix of the sign regression, or None for sign_decoder="mean"."""
+        """Return the matrix of the sign regression, fitted now if necessary.
+
+        The result is None for sign_decoder="mean" or an empty index.
+        """
         fit = self._fit()
         return None if fit is None else fit()
 
     def _fit(self) -> _Fit | None:
         """Return a function that fits the sign regression to the full blocks.
 
-        The fit runs when the function is first called, so appending a prompt chunk by chunk runs no
-        fit. The result is None for sign_decoder="mean" or an empty index.
+        The fit runs when the returned function is first called, so that appends do not run it. The
+        result is None for sign_decoder="mean" or an empty index.
         """
         if self.config.sign_decoder == "mean" or not len(self):
             return None
@@ -334,9 +354,9 @@ class ParisKV(ExecutedIndex):
         return self._fitted[1]
 
     def _fitted_to(self, stored: int) -> tuple[int, _Fit]:
-        """Return the number of tokens, counted from the first, that the fit uses, and the fit.
+        """Return the number of tokens to fit, and a function that fits the regression to them.
 
-        The fit is a function that runs when it is called. The argument is the number of tokens in
+        The tokens to fit are the first tokens of the index. `stored` is the number of tokens in
         full blocks.
         """
         blocks = stored // self.block_tokens
@@ -348,21 +368,21 @@ class ParisKV(ExecutedIndex):
             make = partial(sign_regression.identity, len(self.counts), self.geometry)
         return tokens, cache(make)
 
-    # Statistics: keys per centroid, int64 [B, G, M, 256], for tiered votes, and the fit of signs
+    # Statistics: the number of keys per centroid, for tiered votes, and the sign regression
 
     @property
     def _appends_count(self) -> bool:
-        """True if appends count the keys of each centroid, for tiered votes.
+        """True if each append updates the number of keys per centroid, for tiered votes.
 
-        An append of keys that are encoded in blocks does not encode the open block, so the first
-        search after it counts all keys instead (`_centroid_counts`).
+        If keys are encoded in blocks, an append does not encode the last, partly filled block. In
+        this case the first search after an append counts the keys instead (`_centroid_counts`).
         """
         return self.config.coarse == "tiered_votes" and self.block_tokens == 1
 
     def _centroid_counts(self, parts: list[Codes]) -> Tensor:
         """Return the number of valid keys per centroid, int64 `[B, G, M, 256]`.
 
-        Empty where votes are not tiered.
+        The result is empty unless the option `coarse` is "tiered_votes".
         """
         if self.config.coarse != "tiered_votes" or self._appends_count:
             return self._histogram
@@ -378,10 +398,10 @@ class ParisKV(ExecutedIndex):
         return self._histogram + added if self._histogram.numel() else added, None
 
     def _with_written(self, statistics: _Statistics) -> _Statistics:
-        """Fit the sign regression while an append is prepared, if a search has needed it before.
+        """Fit the sign regression while an append is prepared, if the index has been searched.
 
-        Otherwise the next search after the append would wait for the fit. Here the fit runs
-        concurrently with searches.
+        The fit then runs concurrently with searches. Without this, the next search after the append
+        would have to wait for the fit.
         """
         executor, written = self._executor, self._codes.written
         searched = executor is not None and executor.length is not None

@@ -1,4 +1,4 @@
-"""Inputs of one search: the codes of all tokens with statistics, and the rotated queries."""
+"""Inputs of a search: the codes and statistics of all tokens, and the rotated queries."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ from kvindex.pariskv.encoding import Encoding
 
 @dataclass(frozen=True)
 class Tokens:
-    """Contents of an index at the start of a search.
+    """Codes and statistics of an index, from which one search computes its result.
 
     Attributes:
         geometry: Sizes of heads and vectors.
         config: Options of the index.
         encoding: Constants of the encoding.
-        parts: Codes of the full blocks and of the open block, `[B, G, n, ...]`; empty parts are
-            left out.
-        counts: Valid tokens of each sequence, int64 `[B]`, on the CPU.
-        valid: Bool `[B, N]`, False for padding, or None where no token is padded.
+        parts: Codes `[B, G, n, ...]` of the full blocks, then of the last block if it is not full.
+            Each is left out if it has no tokens.
+        counts: Number of valid tokens of each sequence, int64 `[B]`, on the CPU.
+        valid: Bool `[B, N]`, False for padding, or None if no token is padding.
         length: Number of tokens `N`.
-        weight_scale: Unit of votes, float32 `[B, G]`, or None where votes ignore weights.
-        histogram: Keys per centroid, int64 `[B, G, M, 256]`, for tiered votes.
+        weight_scale: Power of two above all weights of a KV head, float32 `[B, G]`, or None if
+            votes ignore weights.
+        histogram: Number of keys per centroid, int64 `[B, G, M, 256]`; empty unless votes are
+            tiered.
         regression: Matrix of `sign_regression.fit`, float16 `[B, G, D, D]`, or None for
             sign_decoder="mean".
     """
@@ -48,14 +50,16 @@ class Tokens:
 
     @staticmethod
     def of_blocks(codes: Codes, encoding: Encoding, geometry: Geometry, valid: Tensor) -> Tokens:
-        """Build the inputs from full blocks that another system stores, such as vLLM's pages.
+        """Build the inputs from the codes of full blocks that are stored outside of an index.
+
+        vLLM's pages are an example of such storage.
 
         Args:
             codes: Codes of the tokens, `[B, G, N, ...]`.
             encoding: Constants of the encoding.
             geometry: Sizes of heads and vectors.
-            valid: Bool `[B, N]`, False for tokens that a search must not return. The weight scale
-                and the sign regression include every token whose code has a weight.
+            valid: Bool `[B, N]`, False for tokens that a search must not return. Such tokens still
+                enter the weight scale and, if their weight is above 0, the sign regression.
         """
         config, ops, tokens = encoding.config, encoding.ops, codes["signs"].shape[2]
         scale, histogram, matrix = None, torch.empty(0), None
@@ -74,20 +78,23 @@ class Tokens:
 
     @property
     def ops(self) -> Any:
-        """Operations of the backend."""
+        """The module of tensor operations: `kvindex.ops` or a compiled version."""
         return self.encoding.ops
 
     @property
     def query_max(self) -> int:
-        """Largest coordinate of a rounded query."""
+        """Largest absolute value of a coordinate of the rounded query."""
         return min(self.config.query_max, 2**15 // self.geometry.head_dim)
 
     def column(self, name: str, ids: Tensor) -> Tensor:
-        """Return one kind of codes, `[B, G, C, ...]`, for given ids.
+        """Gather one tensor of codes at the tokens `ids`.
 
         Args:
             name: Name of the codes, such as "signs".
-            ids: Int64 `[B, G, C]`; an id of -1 gives zeros.
+            ids: Token ids, int64 `[B, G, C]`. An id of -1 gives zeros.
+
+        Returns:
+            Codes of these tokens, `[B, G, C, ...]`.
         """
         gather = self.ops.fetch.gather_rows
         first, *rest = (part[name] for part in self.parts)
@@ -102,13 +109,15 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Queries:
-    """Queries of one search, `[B, G, g, D]` each.
+    """Rotated queries of one search, in the forms that votes and the rerank read.
 
     Attributes:
-        voting_directions: Normalized queries that the votes use, after the sign regression.
-        voting: `voting_directions` times the norms of the queries.
-        rotated: Rotated queries with their norms, which the rerank uses.
-        offsets: Inner products with the blocks' centers, float32 `[B, G, g, S]`, or None.
+        voting_directions: Normalized queries for votes, multiplied by the matrix of the sign
+            regression if there is one, float32 `[B, G, g, D]`.
+        voting: `voting_directions` times the norms of the queries, float32 `[B, G, g, D]`.
+        rotated: Rotated queries for the rerank, not normalized, float32 `[B, G, g, D]`.
+        offsets: Inner products of the queries and the blocks' centers, float32 `[B, G, g, S]`, or
+            None if blocks have no centers.
     """
 
     voting_directions: Tensor
@@ -118,7 +127,7 @@ class Queries:
 
     @staticmethod
     def of(queries: Tensor, tokens: Tokens) -> Queries:
-        """Rotate queries `[B, H, D]`, and compute what else a search derives from them."""
+        """Normalize and rotate queries `[B, H, D]`, and compute all attributes of this class."""
         folded = group.fold(queries, tokens.geometry.kv_heads, tokens.config.group)
         directions, norms = tokens.ops.transform.normalize(folded)
         rotated = tokens.ops.transform.rotate(directions, tokens.encoding.rotation)

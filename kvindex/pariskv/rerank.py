@@ -1,4 +1,4 @@
-"""Rerank: estimate inner products of queries and candidates from all bits of the candidates' codes.
+"""Rerank: estimate the queries' inner products with the candidates from all bits of their codes.
 
 Source: ParisKV, section B.2.2, equation (10).
 """
@@ -11,9 +11,15 @@ from kvindex.pariskv.inputs import Queries, Tokens
 
 
 def estimates(tokens: Tokens, queries: Queries, ids: Tensor) -> Tensor:
-    """Return estimates of `q·k`, float32 `[B, G, g, C]`.
+    """Estimate the inner products `q·k` of the query heads and the keys `ids`.
 
-    The ids are int64 `[B, G, C]`; the estimate for an id of -1 is `-inf`.
+    Args:
+        tokens: Codes of all tokens.
+        queries: Rotated queries.
+        ids: Token ids, int64 `[B, G, C]`.
+
+    Returns:
+        Float32 `[B, G, g, C]`; `-inf` for an id of -1.
     """
     codes, levels = _codes(tokens, ids), tokens.encoding.levels
     found: Tensor = tokens.ops.rerank.estimate(queries.rotated, *codes, levels)
@@ -24,7 +30,16 @@ def estimates(tokens: Tokens, queries: Queries, ids: Tensor) -> Tensor:
 
 
 def errors(tokens: Tokens, queries: Queries, ids: Tensor) -> Tensor:
-    """Return the standard deviations of `estimates`, float32 `[B, G, g, C]`."""
+    """Return the standard deviation of the error of each estimate that `estimates` returns.
+
+    Args:
+        tokens: Codes of all tokens.
+        queries: Rotated queries.
+        ids: Token ids, int64 `[B, G, C]`.
+
+    Returns:
+        Float32 `[B, G, g, C]`.
+    """
     ops, encoding = tokens.ops, tokens.encoding
     tangent = ops.codes.tangent(encoding.block, tokens.config.magnitude_bits)
     codes = _codes(tokens, ids)
@@ -33,7 +48,7 @@ def errors(tokens: Tokens, queries: Queries, ids: Tensor) -> Tensor:
 
 
 def _codes(tokens: Tokens, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return signs, magnitudes and weights of the tokens with ids int64 `[B, G, C]`."""
+    """Return the signs, magnitudes and decoded weights of the tokens `ids`, int64 `[B, G, C]`."""
     names = [name for name in tokens.parts[0] if name != "centers"]
     codes = {name: tokens.column(name, ids) for name in names}
     weights = codes["weights"]

@@ -1,7 +1,8 @@
-"""Sample candidates by their votes, then rows by their estimates, each with a known probability.
+"""Search by sampling: sample candidates by their votes, then rows by the estimates of the rerank.
 
-Both samples use the same random number per key. A key is left out once, not twice, so the
-probability of a row is the smaller of its two probabilities (docs/decisions/0025).
+Both stages compare a key's probability with the same random number of the key. A row that passes
+the stage with the smaller probability also passes the other, so its total probability `π` is the
+smaller of the two, not their product (docs/decisions/0025).
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from kvindex.pariskv.rerank import estimates
 
 
 def search(tokens: Tokens, queries: Queries, k: int) -> Hits:
-    """Return `k` sampled rows with log weights, which correct for the rows that were left out."""
+    """Sample up to `k` rows per KV head, in proportion to their estimated attention weights.
+
+    The log weights of the result correct the softmax for the rows that were not sampled.
+    """
     noises = _noises(tokens)
     ids, chances = _find(tokens, queries, noises, k)
     logits, weighted = _logits(tokens, queries, ids, chances)
@@ -37,9 +41,10 @@ def search(tokens: Tokens, queries: Queries, k: int) -> Hits:
 
 
 def candidate_coverage(tokens: Tokens, queries: Queries, k: int) -> Tensor:
-    """Estimate the fraction of attention weight that candidates for `k` rows hold, `[B, H]`.
+    """Estimate the candidates' attention weight as a fraction of that of all tokens, `[B, H]`.
 
-    The fraction is 1 in a sequence without valid tokens.
+    The candidates are those of a search for `k` rows. In a sequence without valid tokens the
+    fraction is 1.
     """
     every = _logits(tokens, queries, *find(tokens, queries, k))
     found, whole = (logits.logsumexp(-1) for logits in every)
@@ -47,15 +52,21 @@ def candidate_coverage(tokens: Tokens, queries: Queries, k: int) -> Tensor:
 
 
 def find(tokens: Tokens, queries: Queries, k: int) -> tuple[Tensor, Tensor]:
-    """Sample candidates for `k` rows: ids `[B, G, C]` and their `log π`, float32.
+    """Sample the candidates of a search for `k` rows.
 
-    The ids ascend and are padded with -1.
+    Returns:
+        Token ids, int64 `[B, G, C]`, ascending and padded with -1, and the logarithms of the
+        probabilities with which they were sampled, float32 `[B, G, C]`.
     """
     return _find(tokens, queries, _noises(tokens), k)
 
 
 def seeds(tokens: Tokens) -> Tensor:
-    """Return the seed of each head's noise, int64 `[B, G, 1]`, from the first valid key's signs."""
+    """Compute the seed of each KV head's random numbers from the signs of the first valid key.
+
+    Returns:
+        Int64 `[B, G, 1]`.
+    """
     first = (_places(tokens) == 0).int().argmax(-1)[..., None]
     first = first.expand(len(tokens.counts), tokens.geometry.kv_heads, 1)
     own = tokens.column("signs", first)[:, :, 0]
@@ -63,12 +74,15 @@ def seeds(tokens: Tokens) -> Tensor:
 
 
 def _noises(tokens: Tokens) -> Tensor:
-    """Return `-log2 u` of each token's random number `u`, `[B, G, N]`, in integer units."""
+    """Return `-log2 u` for the random number `u` of each token, `[B, G, N]`.
+
+    The values are integers in units of `1 / priority.UNIT`.
+    """
     return priority.noise(_places(tokens), seeds(tokens))
 
 
 def _places(tokens: Tokens) -> Tensor:
-    """Return positions counted from the first valid token, int64 `[B or 1, 1, N]`."""
+    """Return each token's position, counted from the first valid token, int64 `[B or 1, 1, N]`."""
     places = torch.arange(tokens.length, device=tokens.geometry.device)[None, None]
     if tokens.valid is None:
         return places
@@ -76,7 +90,7 @@ def _places(tokens: Tokens) -> Tensor:
 
 
 def _find(tokens: Tokens, queries: Queries, noises: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the result of `find` for given random numbers."""
+    """Sample candidates with the random numbers in `noises`; `find` describes the result."""
     votes = _valid_votes(tokens, queries)
     sizes = priority.sizes(votes, *_scales(tokens, queries))
     priorities = (sizes + noises).masked_fill(votes[:, :, 0] == priority.LEAST, priority.LEAST)
@@ -87,7 +101,7 @@ def _find(tokens: Tokens, queries: Queries, noises: Tensor, k: int) -> tuple[Ten
 
 
 def _valid_votes(tokens: Tokens, queries: Queries) -> Tensor:
-    """Return the votes of all keys, int32 `[B, G, g, N]`, with the lowest value for padding."""
+    """Return the votes of all keys, int32 `[B, G, g, N]`, and `priority.LEAST` for padding."""
     votes = candidates.votes(tokens, queries)
     if tokens.valid is None:
         return votes
@@ -95,7 +109,11 @@ def _valid_votes(tokens: Tokens, queries: Queries) -> Tensor:
 
 
 def _scales(tokens: Tokens, queries: Queries) -> tuple[Tensor, Tensor]:
-    """Return gains and totals `[B, G, g]`, with which `priority.sizes` converts votes to sizes."""
+    """Return the factors and the summands that convert votes to sizes, float32 `[B, G, g]` each.
+
+    A size is an estimate of the logarithm of a key's attention weight. The factors and summands are
+    the arguments `gains` and `totals` of `priority.sizes`.
+    """
     scale, offsets = tokens.geometry.scale, queries.offsets
     gains = priority.gains(_vote_units(tokens, queries), scale)
     if offsets is None:
@@ -105,7 +123,7 @@ def _scales(tokens: Tokens, queries: Queries) -> tuple[Tensor, Tensor]:
 
 
 def _vote_units(tokens: Tokens, queries: Queries) -> Tensor:
-    """Return the inner product `q·k` that one unit of a vote represents, float64 `[B, G, g]`."""
+    """Return the inner product `q·k` that a vote of 1 represents, float64 `[B, G, g]`."""
     assert tokens.weight_scale is not None
     peak = queries.voting.abs().amax(-1).double()
     scale = tokens.weight_scale[..., None].double()
@@ -115,10 +133,10 @@ def _vote_units(tokens: Tokens, queries: Queries) -> Tensor:
 def _logits(
     tokens: Tokens, queries: Queries, ids: Tensor, chances: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the logits of candidates, and the logits minus `log π`, both `[B, G, g, C]`.
+    """Return the logits of the candidates, and the logits minus `log π`, both `[B, G, g, C]`.
 
-    Subtracting `log π` divides the exponential by the candidate's probability, so that each
-    candidate also stands for keys that were not sampled.
+    `π` is the probability with which a candidate was sampled. A sum of `exp(logit - log π)` over
+    the candidates estimates the softmax sum over all keys, including those not sampled.
     """
     g = tokens.geometry
     logits = cap(estimates(tokens, queries, ids), g.scale, g.softcap)
@@ -127,6 +145,6 @@ def _logits(
 
 
 def _log_weight(tokens: Tokens, log_chances: Tensor, k: int) -> Tensor:
-    """Return the log weight of rows from the logarithms of their probabilities."""
+    """Return the log weights of rows that were sampled with the given log probabilities."""
     tempered = tokens.config.sampling == "tempered"
     return -log_chances * priority.temper(k) if tempered else -log_chances

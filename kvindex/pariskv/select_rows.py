@@ -1,4 +1,4 @@
-"""Select rows by their estimates: the best `k`, or fewer if these reach a coverage."""
+"""Select rows by their estimated inner products: the best `k`, or as many as a coverage needs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from kvindex.pariskv.rerank import errors, estimates
 
 
 def search(tokens: Tokens, queries: Queries, k: int) -> Hits:
-    """Return the `k` rows with the best estimates."""
+    """Select the `k` rows with the largest estimated inner products."""
     return _ranked(tokens, queries, k)[0]
 
 
 def search_coverage(tokens: Tokens, queries: Queries, k: int, coverage: float) -> Hits:
-    """Return up to `k` of the best rows, fewer if these reach the estimated coverage.
+    """Select the best rows until their estimated attention weight reaches `coverage`, at most `k`.
 
-    The attention weight of tokens that are no candidates is estimated from a sample of them.
+    Coverage is a fraction of the attention weight of all tokens. The weight of tokens that are not
+    candidates is estimated from a sample of them.
     """
     hits, ids, slots = _ranked(tokens, queries, k)
     left = _left(tokens, ids)
@@ -31,7 +32,10 @@ def search_coverage(tokens: Tokens, queries: Queries, k: int, coverage: float) -
 
 
 def _ranked(tokens: Tokens, queries: Queries, k: int) -> tuple[Hits, Tensor, Tensor]:
-    """Return hits, candidate ids `[B, G, C]`, and positions of the hits among these `[B, G, k]`."""
+    """Return the best `k` rows, the ids of all candidates, and the rows' positions in these ids.
+
+    The ids are `[B, G, C]`, and the positions are `[B, G, k]`.
+    """
     g, ops, policy = tokens.geometry, tokens.ops, tokens.config.group
     ids = candidates.find(tokens, queries, k)
     estimated = estimates(tokens, queries, ids)
@@ -42,7 +46,7 @@ def _ranked(tokens: Tokens, queries: Queries, k: int) -> tuple[Hits, Tensor, Ten
 
 
 def _left(tokens: Tokens, ids: Tensor) -> Tensor:
-    """Return flags of the valid tokens that are not candidates, bool `[B, G, N]`."""
+    """Return a mask of the valid tokens that are not candidates, bool `[B, G, N]`."""
     N, shape = tokens.length, (*ids.shape[:2], tokens.length + 1)
     left = torch.ones(shape, dtype=torch.bool, device=tokens.geometry.device)
     left = left.scatter_(-1, torch.where(ids < 0, N, ids), False)[..., :-1]
@@ -50,6 +54,6 @@ def _left(tokens: Tokens, ids: Tensor) -> Tensor:
 
 
 def _log_weights(tokens: Tokens, queries: Queries, ids: Tensor) -> Tensor:
-    """Return the logarithm of each row's term in the softmax sum, float32 `[B, G, g, C]`."""
+    """Estimate the logarithm of each row's term in the softmax sum, float32 `[B, G, g, C]`."""
     g, of = tokens.geometry, (tokens, queries, ids)
     return log_weights(estimates(*of), errors(*of), scale=g.scale, softcap=g.softcap)

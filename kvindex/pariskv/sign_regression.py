@@ -1,13 +1,13 @@
-"""Linear regression of a key's coordinates on its signs, which makes votes more accurate.
+"""Linear regression of a key's coordinates on its sign bits, which makes votes more accurate.
 
-Without it (`sign_decoder="mean"`) a vote takes each sign for the mean size of its own coordinate.
-That is right if the rotated coordinates are independent. The keys of a model use fewer directions
-than they have coordinates, so every sign also predicts other coordinates.
+Without the regression (`sign_decoder="mean"`), a vote replaces each coordinate by its sign times
+the mean absolute value. That is the best estimate if the rotated coordinates are independent. The
+coordinates of a model's keys are correlated, so a sign also predicts other coordinates.
 
 `A s` is the least-squares estimate of a key's coordinates from its signs `s`. For Gaussian
 coordinates it is the linear MMSE estimator after quantization (Bussgang, 1952). The inner product
 with a query is `⟨q, A s⟩ = ⟨Aᵀ q, s⟩`, so votes use the same sign bits with the query `Aᵀ q`
-instead of `q`. Codes do not depend on `A`, so `A` may be fitted again at any time.
+instead of `q`. The codes of keys do not depend on `A`, so `A` can be fitted again at any time.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ KEYS = 4096
 """Largest number of keys that are used for a fit, evenly spread over the tokens."""
 
 PRIOR = 256
-"""Weight of the prior in the fit, as a number of keys.
+"""Weight of the prior (regularization) in the fit, as a number of keys.
 
-The prior assumes that each sign predicts only its own coordinate.
+The prior assumes that a sign predicts only the coordinate that it belongs to.
 """
 
 STEPS = 256
@@ -32,34 +32,28 @@ STEPS = 256
 
 
 def fitted_blocks(blocks: int) -> int:
-    """Return how many full blocks the fit uses: the largest power of two up to `blocks`.
+    """Return the number of blocks that the regression is fitted to.
 
-    The result depends only on the number of tokens, not on how they were appended, and it changes
-    rarely.
+    The fit uses the first blocks, and their number is the largest power of two up to `blocks`. It
+    thus changes rarely, and does not depend on how many appends filled the blocks.
 
     Args:
         blocks: Number of full blocks.
-
-    Returns:
-        Number of blocks, counted from the first one.
     """
     return 1 << blocks.bit_length() >> 1
 
 
 def stride(tokens: int) -> int:
-    """Return the distance between the tokens that are fitted; a power of two if `tokens` is one.
+    """Return the stride `n`, at least 1: the regression is fitted to every `n`-th token.
 
     Args:
-        tokens: Number of tokens in the fitted blocks.
-
-    Returns:
-        The stride `n`, at least 1: every `n`-th token is used.
+        tokens: Number of tokens in the fitted blocks. If it is a power of two, so is the stride.
     """
     return max(1, tokens // KEYS)
 
 
 def identity(batch: int, geometry: Geometry) -> Tensor:
-    """Return the regression matrix of an index without full blocks.
+    """Return identity matrices, the regression matrices of an index without full blocks.
 
     Args:
         batch: Number of sequences `B`.
@@ -73,17 +67,17 @@ def identity(batch: int, geometry: Geometry) -> Tensor:
 
 
 def fit(signs: Tensor, magnitudes: Tensor, real: Tensor, levels: Tensor, level: float) -> Tensor:
-    """Fit `Aᵀ` by least squares of coordinates on signs.
+    """Fit the matrix `Aᵀ` that predicts a key's coordinates from its signs, by least squares.
 
-    The coordinates are decoded from the signs and magnitudes of the codes. Every key has the same
-    weight in the fit, whatever its norm.
+    The coordinates are decoded from the signs and magnitudes of the codes, without the keys' norms,
+    so every key has the same weight in the fit.
 
     Args:
-        signs: Uint8 `[B, G, N, M]`.
-        magnitudes: Uint8 `[B, G, N, bits, M]`.
-        real: Bool `[B, G, N]`, False for keys that do not count.
-        levels: Sizes of the magnitude codes, float32 `[2^bits]`.
-        level: Size that a sign alone represents.
+        signs: Sign bits, uint8 `[B, G, N, M]`.
+        magnitudes: Magnitude codes, uint8 `[B, G, N, bits, M]`.
+        real: Bool `[B, G, N]`, False for keys that the fit ignores.
+        levels: Absolute value of a coordinate for each magnitude code, float32 `[2^bits]`.
+        level: Absolute value of a coordinate of which only the sign is known.
 
     Returns:
         `Aᵀ`, float16 `[B, G, D, D]`. Matrix row `j` predicts all coordinates from sign `j`.
@@ -91,22 +85,22 @@ def fit(signs: Tensor, magnitudes: Tensor, real: Tensor, levels: Tensor, level: 
     sizes = (levels * (STEPS / level)).round()
     own = (unpack(signs).flatten(-2).float() * 2 - 1) * real[..., None]
     coordinates = decode(signs, magnitudes, sizes) * real[..., None]
-    # float32 sums of integers below 2^24 are exact, so they are the same in any order on any device
+    # all numbers are integers below 2^24, so float32 sums are exact and equal on all devices
     moments = (own.mT @ own).double(), (own.mT @ coordinates).double() / STEPS
     prior = PRIOR * torch.eye(own.shape[-1], dtype=torch.float64, device=signs.device)
     factor = torch.linalg.cholesky_ex(moments[0] + prior).L
-    # two triangular solves instead of `cholesky_solve`, which synchronizes with a GPU
+    # two triangular solves, because `cholesky_solve` makes the CPU wait for the GPU
     half = torch.linalg.solve_triangular(factor, moments[1] + prior, upper=False)
     solved: Tensor = torch.linalg.solve_triangular(factor.mT, half, upper=True)
     return solved.half().contiguous()
 
 
 def voting(directions: Tensor, matrix: Tensor) -> Tensor:
-    """Return the query that votes use with a regression: `Aᵀ q`.
+    """Compute `Aᵀ q`, the query that votes are computed from if there is a regression.
 
     Args:
         directions: Rotated queries, float32 `[B, G, g, D]`.
-        matrix: Result of `fit`, float16 `[B, G, D, D]`.
+        matrix: The matrix `Aᵀ` that `fit` returns, float16 `[B, G, D, D]`.
 
     Returns:
         Float32 `[B, G, g, D]`.

@@ -1,7 +1,7 @@
-"""Votes of the fused step with `coarse="sign_votes"`, and a threshold from a sample of the keys.
+"""Votes of the fused decode step with `coarse="sign_votes"`, and the threshold for listing a key.
 
-Specification of `kvindex_cuda/kernels/common/votes.cuh`; `decode_step` uses it in its stages
-`prepare_query` and `scan`.
+This is the reference implementation of `kvindex_cuda/kernels/common/votes.cuh`. The stages
+`prepare_query` and `scan` of `decode_step` call it.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from kvindex.pariskv.block_layout import BLOCK
 from kvindex.pariskv.step_state import BINS, LEAST, State, StepConfig, cut_of
 
 SAMPLED = 4096
-"""Number of keys whose votes determine the threshold: 128 runs of 32 adjacent keys."""
+"""Number of sampled keys, whose votes determine the threshold: 128 runs of 32 adjacent keys."""
 
 PLANES = {4: 5, 6: 21, 8: 85}
-"""Number of digits to the base -2 -> the largest `n` so that they represent both `n` and `-n`."""
+"""Number of digits in base -2 -> the largest `n` for which the digits represent `n` and `-n`."""
 
 
 def planes_of(integers: Tensor, largest: int) -> Tensor:
-    """Split integers into digits to the base -2, uint8 `[..., PLANES, D]`.
+    """Split integers into digits in base -2, uint8 `[..., digits, D]`.
 
     Args:
-        integers: Int32 `[..., D]`, up to `largest` in size.
-        largest: Bound of the integers.
+        integers: Int32 `[..., D]`.
+        largest: Largest absolute value that `integers` may have.
 
     Raises:
-        ValueError: No number of digits in `PLANES` holds `largest`.
+        ValueError: `largest` needs more digits than the largest number of digits in `PLANES`.
     """
     digits = next((count for count, most in PLANES.items() if largest <= most), None)
     if digits is None:
@@ -40,13 +40,16 @@ def planes_of(integers: Tensor, largest: int) -> Tensor:
 
 
 def integers_of(planes: Tensor) -> Tensor:
-    """Return the integers int32 `[..., D]` that digits uint8 `[..., PLANES, D]` represent."""
+    """Return the integers, int32 `[..., D]`, whose digits in base -2 `planes_of` has returned."""
     places = (-2) ** torch.arange(planes.shape[-2], device=planes.device)
     return (planes.int() * places[:, None].int()).sum(-2, dtype=torch.int32)
 
 
 def center_products(queries: Tensor, state: State, config: StepConfig) -> Tensor:
-    """Return `⟨q, μ⟩` for each block's center `μ`, float32 `[B, G, S, g]`; 0 without centers."""
+    """Return the queries' inner products with the block centers, float32 `[B, G, S, g]`.
+
+    The result is 0 if blocks have no centers.
+    """
     folded = group.fold(queries, config.geometry.kv_heads, config.policy)
     blocks = -(-state.tokens // BLOCK)
     if not config.centered:
@@ -64,10 +67,11 @@ def votes_of(
 def head_votes(
     state: State, planes: Tensor, units: Tensor, products: Tensor, config: StepConfig
 ) -> Tensor:
-    """Return each key's vote for each head, int32 `[B, G, g, N]`; `LEAST` for padding.
+    """Return the vote of each key for each query head, int32 `[B, G, g, N]`.
 
-    A vote is the factor of the key's weight times `Σ_j s_j r_j`, plus the offset of its center.
-    Here `s` are the key's signs and `r` is the rounded query.
+    The vote is `f Σ_j s_j r_j + o`, where `s_j = ±1` are the key's signs, `r` is the rounded query,
+    `f` is an integer proportional to the key's weight, and `o` is the offset that the center of the
+    key's block contributes. The vote of a padded token is `LEAST`.
     """
     fields = config.layout.fields(state.codes, state.tokens)
     integers = integers_of(planes).float()
@@ -80,9 +84,9 @@ def head_votes(
 
 
 def sample_of(votes: Tensor) -> Tensor:
-    """Take the votes of sampled keys, int32 `[..., SAMPLED]`, from all votes `[..., N]`.
+    """Pick the votes of `SAMPLED` keys, int32 `[..., SAMPLED]`, from all votes `[..., N]`.
 
-    The sample consists of 128 runs of 32 adjacent keys, evenly spread over the blocks.
+    The picked keys are 128 runs of 32 adjacent keys, spread evenly over the blocks.
     """
     blocks = -(-votes.shape[-1] // BLOCK)
     i = torch.arange(SAMPLED // 32, device=votes.device)
@@ -94,9 +98,10 @@ def sample_of(votes: Tensor) -> Tensor:
 
 
 def thresholds_of(sample: Tensor, state: State, config: StepConfig) -> dict[str, Tensor]:
-    """Compute `thresholds`, `bases` and `shifts` of `Prepared` from a sample of votes.
+    """Compute the attributes `thresholds`, `bases` and `shifts` of `decode_step.Prepared`.
 
-    With sampling, the sample has priorities, and thresholds are multiples of `priority.STEP`.
+    They are computed from the votes of sampled keys. If the search samples rows, `sample` contains
+    priorities instead of votes, and thresholds are multiples of `priority.STEP`.
     """
     wanted, counted = state.wanted.tolist(), state.counted.tolist()
     find = _sampled_threshold if config.sampled else _threshold
@@ -111,11 +116,19 @@ def thresholds_of(sample: Tensor, state: State, config: StepConfig) -> dict[str,
 
 
 def _threshold(votes: Tensor, wanted: int, counted: int) -> tuple[int, int, int]:
-    """Return a group's threshold, base and shift from a sample of votes, int64 `[found]`.
+    """Choose a vote that somewhat more than `wanted` of `counted` keys reach.
 
-    On average, `mean` of the sampled keys are among the best `C` of all keys. Adjacent keys are
-    similar, so this number varies about twice as much as it would for independent keys. Therefore
-    the threshold is one that `mean + 9 √mean` of the sampled keys reach.
+    On average, `mean` of the sampled keys are among the `wanted` best of all keys. Adjacent keys
+    are similar, so this number varies about twice as much as it would for independent keys.
+    Therefore the threshold is a vote that `mean + 9 √mean` of the sampled keys reach.
+
+    Args:
+        votes: Votes of the sampled keys that are valid, int64 `[found]`.
+        wanted: Number of candidates.
+        counted: Number of valid keys.
+
+    Returns:
+        The threshold, and `base` and `shift` of the histogram of votes (`step_state.bin_of`).
     """
     found = len(votes)
     low, top = (int(votes.min()), int(votes.max())) if found else (0, 0)
@@ -136,12 +149,16 @@ def _threshold(votes: Tensor, wanted: int, counted: int) -> tuple[int, int, int]
 
 
 def _sampled_threshold(votes: Tensor, wanted: int, counted: int) -> tuple[int, int, int]:
-    """Return the threshold, base and shift for priorities, as multiples of `priority.STEP`."""
+    """Choose a priority that somewhat more than `wanted` of `counted` keys reach.
+
+    Arguments and results are those of `_threshold`, but the threshold is a multiple of
+    `priority.STEP`, and `votes` are priorities.
+    """
     threshold, base, _ = _threshold(votes, wanted, counted)
     base = base // STEP * STEP
     return base if threshold > LEAST + 1 else threshold, base, _shift(STEP * BINS - 1)
 
 
 def _shift(width: int) -> int:
-    """Return how many low bits to drop so that numbers up to `width` fit the bins."""
+    """Return how many low bits to drop from numbers up to `width` so that they are below `BINS`."""
     return max(0, width.bit_length() - 11)

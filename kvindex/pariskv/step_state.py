@@ -1,7 +1,7 @@
-"""Inputs of a fused decode step, and entries: one integer for a key's vote and id.
+"""Inputs of the fused decode step, and helpers that several of its stages share.
 
-The stages are in `decode_step.py`. Here blocks are tensors. Kernels get the addresses of the blocks
-instead, in structs with the same names as the classes here.
+`decode_step.py` has the stages. Kernels have structs with the same names as the classes here. The
+classes contain blocks as tensors, and the structs contain the addresses of the blocks.
 """
 
 from __future__ import annotations
@@ -20,45 +20,50 @@ from kvindex.ops.codes import SUBSPACE
 from kvindex.pariskv.block_layout import Layout, SubspaceLayout, flags_of
 
 BINS = 2048
-"""Bins of the histogram of listed votes."""
+"""Number of bins in the histogram of votes."""
 
 BUCKETS, OCTAVES, BELOW = 256, 16, 28
-"""Exponentials are summed as integers, in `BUCKETS` buckets for different magnitudes.
+"""Constants of `buckets_of`, which sums exponentials as integers.
 
-A bucket spans `OCTAVES` powers of two, and its integers have `BELOW` more bits below the first one.
+There are `BUCKETS` buckets for numbers of different size. A bucket is for the numbers between two
+powers of two that differ by a factor `2^OCTAVES`. The unit of its integers is the smaller of these
+powers divided by `2^BELOW`.
 """
 
 LEAST = -(2**31)
 """Vote of a padded token."""
 
 EMPTY = -(2**63)
-"""Entry of an unused place."""
+"""Entry (vote and token id) that marks an unused place of a list."""
 
 QUERY_LIMIT = 1.8e16
-"""A query whose norm reaches this is out of range: `√4096` times `check.LARGEST`."""
+"""Queries with a norm of at least this value are out of range: `√4096` times `check.LARGEST`."""
 
 
 @dataclass(frozen=True)
 class State:
-    """Inputs of a decode step: one layer of `N` tokens in `S` blocks.
+    """Inputs of a decode step: the codes and rows of one layer, `N` tokens in `S` blocks.
 
     Attributes:
         codes: Blocks of codes, uint8 `[B, S, G, head_bytes]` (`block_layout`).
-        rows: Blocks of rows, uint8 `[B, S, G, 256, row_bytes]`.
-        valid: Bits of valid tokens, int32 `[B, S, 8]`.
-        length: Number of tokens `N`, int64 `[1]`, or `[B]` where sequences differ.
+        rows: Blocks of rows (keys and values), uint8 `[B, S, G, 256, row_bytes]`.
+        valid: Mask of valid tokens as bits, int32 `[B, S, 8]` (`block_layout.words_of`).
+        length: Number of tokens `N`, int64 `[1]`, or `[B]` if sequences have different lengths.
         wanted: Number of candidates `C` of each sequence, int32 `[B]`.
         counted: Number of valid keys of each sequence, int32 `[B]`.
-        weight_scale: Unit of votes, float32 `[B, G]`.
-        resident: Rows in the sink and the window, `[B, G, W, D + Dv]`.
-        resident_mask: Uint8 `[B, W]`, 0 for a row that is hidden.
-        resident_count: How many of the `W` rows are used, int64, of the shape of `length`.
+        weight_scale: Power of two above all weights of a KV head, float32 `[B, G]`.
+        resident: Rows in the sink and the local window, `[B, G, W, D + Dv]`.
+        resident_mask: Uint8 `[B, W]`, 0 for a resident row that attention ignores.
+        resident_count: Number of resident rows in use, at most `W`, int64 `[1]` or `[B]` as
+            `length`.
         codec: Codec of the rows in blocks: "plain", "int8" or "fp8" (`storage/codecs.py`).
-        row_center: Center that was subtracted from rows before they were coded, float32
-            `[B, G, D]`, or None for zeros.
-        regression: `Aᵀ` of `sign_regression.fit`, float16 `[B, G, D, D]`, or None.
-        histogram: Keys per centroid, int64 `[B, G, M, 256]`, only for tiered votes.
-        tiers: Bounds of the tiers in keys, int64 `[B, 6]`, only for tiered votes.
+        row_center: Vector that was subtracted from the keys of rows before the codec compressed
+            them, float32 `[B, G, D]`, or None if none was.
+        regression: Matrix `Aᵀ` of `sign_regression.fit`, float16 `[B, G, D, D]`, or None.
+        histogram: Number of keys per centroid, int64 `[B, G, M, 256]`; None unless votes are
+            tiered.
+        tiers: Cumulative number of keys up to each tier, int64 `[B, 6]`; None unless votes are
+            tiered.
     """
 
     codes: Tensor
@@ -79,7 +84,7 @@ class State:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
+        """Bytes of one row: a token's key and value for one KV head, as the codec stores them."""
         return self.rows.shape[-1]
 
     @property
@@ -88,7 +93,7 @@ class State:
         return int(self.length)
 
     def row(self, b: int) -> State:
-        """Return the state of sequence `b` alone, with its own length."""
+        """Return the inputs of sequence `b` alone, as a batch of one sequence."""
         shared = [each for each in ("length", "resident_count") if len(vars(self)[each]) == 1]
         own: dict[str, Any] = {
             name: part[b : b + 1]
@@ -99,7 +104,7 @@ class State:
 
     @property
     def target(self) -> Tensor:
-        """Number of candidates, at most the number of valid keys, int64 `[B, 1]`."""
+        """Number of candidates: `wanted`, but at most the number of valid keys, int64 `[B, 1]`."""
         return torch.minimum(self.wanted, self.counted).long()[:, None]
 
     @property
@@ -110,17 +115,17 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """Constants of a step. Kernels are compiled for most of them.
+    """Constants of a decode step. Kernels are compiled for most of these values.
 
     Attributes:
         geometry: Sizes of heads and vectors.
         layout: Memory layout of codes.
-        seed: Seed of the rotation, as in `ParisKVConfig`.
-        query_max: Largest coordinate of a rounded query, as in `ParisKVConfig`.
-        centered: True if blocks have centers.
-        policy: How the heads of a group combine their scores (`ParisKVConfig.group`).
+        seed: The option `seed`, from which the rotation and the samples are generated.
+        query_max: The option `query_max`: largest coordinate of a query rounded to integers.
+        centered: True if the mean key of a block is subtracted from its keys.
+        policy: The option `group`: how the query heads of a group combine their scores.
         sampled: True if candidates and rows are sampled (`kvindex.ops.priority`).
-        tempered: True if sampled rows have lower weights (`priority.temper`).
+        tempered: True if the log weights of sampled rows are reduced (`priority.temper`).
     """
 
     geometry: Geometry
@@ -134,32 +139,35 @@ class StepConfig:
 
     @property
     def largest(self) -> int:
-        """Largest coordinate of a rounded query for which votes fit in 32 bits."""
+        """Largest coordinate of a query rounded to integers.
+
+        It is `query_max`, or less if votes would not fit in 32 bits.
+        """
         return min(self.query_max, 2**15 // self.geometry.head_dim)
 
     @cached_property
     def rotation(self) -> Tensor:
-        """The rotation `R`, float32 `[D, D]`."""
+        """Rotation matrix of keys and queries, float32 `[D, D]`."""
         return transform.rotation(self.geometry.head_dim, self.seed, self.geometry.device)
 
     @cached_property
     def levels(self) -> Tensor:
-        """Sizes of the magnitude codes, float32 `[2^bits]`."""
+        """Absolute value of a coordinate for each magnitude code, float32 `[2^bits]`."""
         return codes.levels(self._block, self.layout.magnitude_bits, self.geometry.device)
 
     @cached_property
     def level(self) -> Tensor:
-        """`E|u_j|`, the size that a sign alone represents, float32 `[]`."""
+        """Mean absolute value of a coordinate of which only the sign is known, float32 `[]`."""
         return torch.tensor(codes.lloyd_max(self._block, 0)[0], device=self.geometry.device)
 
     @cached_property
     def factors(self) -> Tensor:
-        """Integer factors of logarithmic weights, int32 `[256]` (`codes.log_factors`)."""
+        """Integer factor of a key's vote for each value of a logarithmic weight, int32 `[256]`."""
         return codes.log_factors(16, self.geometry.device)
 
     @property
     def _block(self) -> int:
-        """Number of coordinates that share a weight."""
+        """Number of coordinates of a key that share a weight."""
         subspaces = isinstance(self.layout, SubspaceLayout)
         return SUBSPACE if subspaces else self.geometry.head_dim
 
@@ -168,11 +176,13 @@ class StepConfig:
 
 
 def rotated(queries: Tensor, config: StepConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotate queries `[B, H, D]`, and find those that are out of range.
+    """Normalize and rotate queries `[B, H, D]`, and check their range.
+
+    A query is out of range if it is not finite or if its norm reaches `QUERY_LIMIT`.
 
     Returns:
-        Directions float32 `[B, G, g, D]`, zeros for a query out of range, norms float32 `[B, G,
-        g]`, and an int32 `[]` that is 1 if any query is out of range.
+        Rotated unit vectors float32 `[B, G, g, D]`, zeros for a query out of range; norms of the
+        queries float32 `[B, G, g]`; and an int32 `[]` that is 1 if any query is out of range.
     """
     folded = group.fold(queries, config.geometry.kv_heads, config.policy)
     finite = folded.double().square().sum(-1).sqrt() < QUERY_LIMIT  # False for NaN, too
@@ -181,16 +191,19 @@ def rotated(queries: Tensor, config: StepConfig) -> tuple[Tensor, Tensor, Tensor
 
 
 def up_of(sizes: Tensor) -> Tensor:
-    """Return powers of two that scale sizes float32 into `[2^13, 2^14)`, the range of float16."""
+    """Return powers of two that scale positive float32 numbers to `[2^13, 2^14)`.
+
+    Numbers of this size fit in float16.
+    """
     exponent = torch.frexp(sizes.clamp_min(torch.finfo(torch.float32).tiny)).exponent
     return torch.ldexp(torch.ones_like(sizes), 14 - exponent.clamp(-106, 104))
 
 
 def operands_of(queries: Tensor, ups: Tensor) -> Tensor:
-    """Split queries times `ups` into two float16 numbers, `[B, G, g, D, 2]`.
+    """Split each coordinate of `queries * ups` into two float16 summands, `[B, G, g, D, 2]`.
 
-    The second number is the rounding error of the first. Together they have a precision of 22 bits,
-    and tensor cores can multiply them without conversion.
+    The second number is the rounding error of the first. Their sum has a precision of 22 bits, and
+    tensor cores can multiply both numbers without conversion.
     """
     whole = queries * ups[..., None]
     high = whole.half()
@@ -198,33 +211,39 @@ def operands_of(queries: Tensor, ups: Tensor) -> Tensor:
 
 
 def queries_of(operands: Tensor, ups: Tensor) -> Tensor:
-    """Return the queries that operands represent, float32 `[B, G, g, D]`."""
+    """Recover the queries, float32 `[B, G, g, D]`, from the float16 summands of `operands_of`."""
     return operands.float().sum(-1) / ups[..., None]
 
 
-# An entry is a vote and an id in one int64. A better key has a larger entry; of keys with equal
-# votes, the one with the lower id has the larger entry. Kernels store an entry as an unsigned
-# integer whose highest bit is inverted.
+# An entry combines a key's vote and its token id in one int64. A larger vote gives a larger entry.
+# Of keys with equal votes, the one with the lower id has the larger entry. Kernels store an entry
+# as an unsigned integer whose highest bit is inverted.
 
 
 def entry_of(votes: Tensor, ids: Tensor) -> Tensor:
-    """Return the entries of votes int32 and ids; `EMPTY` for the vote `LEAST`."""
+    """Combine each vote (int32) with a token id into one int64 number, called an entry.
+
+    The vote `LEAST` of padded tokens gives `EMPTY`.
+    """
     entries = votes.long() << 32 | (0xFFFFFFFF - ids)
     return entries.masked_fill(votes == LEAST, EMPTY)
 
 
 def vote_of(entries: Tensor) -> Tensor:
-    """Return the votes of entries, int64."""
+    """Extract the votes, int64, from entries that `entry_of` has combined."""
     return entries >> 32
 
 
 def id_of(entries: Tensor) -> Tensor:
-    """Return the ids of entries, int64; -1 for `EMPTY`."""
+    """Extract the token ids, int64, from entries that `entry_of` has combined; -1 for `EMPTY`."""
     return torch.where(entries == EMPTY, -1, 0xFFFFFFFF - (entries & 0xFFFFFFFF))
 
 
 def descending(entries: Tensor, chosen: Tensor) -> Tensor:
-    """Return the chosen entries, best first, padded with `EMPTY` to the longest list's length."""
+    """Sort the entries where `chosen` is True, best first, and drop all others.
+
+    Lists of different lengths are padded with `EMPTY` to the longest.
+    """
     ordered = torch.where(chosen, entries, EMPTY).sort(dim=-1, descending=True).values
     return ordered[..., : int(chosen.sum(-1).max())]
 
@@ -233,25 +252,25 @@ def descending(entries: Tensor, chosen: Tensor) -> Tensor:
 
 
 def bin_of(votes: Tensor, base: Tensor, shift: Tensor) -> Tensor:
-    """Return the histogram bins of votes `[..., N]`.
+    """Return the bin of each vote `[..., N]` in a histogram of `BINS` bins.
 
-    A bin is `2^shift` votes wide, and the first bin begins at the vote `base`. Both `shift` and
-    `base` are int32 `[...]`.
+    A bin covers `2^shift` consecutive votes, and the first bin begins at the vote `base`. Both
+    `shift` and `base` are int32 `[...]`.
     """
     above = (votes.long() - base[..., None].long()).clamp_min(0)
     return (above >> shift[..., None].long()).clamp_max(BINS - 1)
 
 
 def cut_of(histogram: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the bin at which the count of votes, from the last bin downwards, reaches `wanted`.
+    """Find the bin that contains the `wanted`-th largest vote.
 
     Args:
-        histogram: Counts, `[..., bins]`.
-        wanted: Int64 `[...]`.
+        histogram: Number of votes in each bin, `[..., bins]`.
+        wanted: Rank of the vote, counted from 1 for the largest, int64 `[...]`.
 
     Returns:
-        The bin and the number of votes in higher bins; -1 and the total where the count never
-        reaches `wanted`.
+        The bin and the number of votes in all higher bins. If the histogram has fewer than `wanted`
+        votes, -1 and the number of all votes.
     """
     counts = histogram.long().flip(-1)
     up_to = counts.cumsum(-1)
@@ -264,10 +283,10 @@ def cut_of(histogram: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def buckets_of(logits: Tensor, chosen: Tensor) -> Tensor:
-    """Sum the exponentials of the chosen logits `[..., C]`, int64 `[..., BUCKETS]`.
+    """Sum the exponentials of the chosen logits `[..., C]` as integers, int64 `[..., BUCKETS]`.
 
-    The sums are of integers, so they do not depend on the order of addition. Bucket `i` counts in
-    units of `2^(OCTAVES (i - BUCKETS / 2) - BELOW)`.
+    Integer sums do not depend on the order of addition. Exponentials of different size go to
+    different buckets: the unit of bucket `i` is `2^(OCTAVES (i - BUCKETS / 2) - BELOW)`.
     """
     octaves = (logits * math.log2(math.e)).nan_to_num(-2040).clamp(-2040, 2040)
     whole = (octaves / OCTAVES).floor()
@@ -277,28 +296,29 @@ def buckets_of(logits: Tensor, chosen: Tensor) -> Tensor:
     return sums.scatter_add_(-1, places, values)
 
 
-# Results of the rerank, for sign votes and for tiered votes
+# Results of the rerank, which are the same for `coarse="sign_votes"` and `coarse="tiered_votes"`
 
 
 @dataclass(frozen=True)
 class Reranked:
-    """Results of `rerank`, or of `tiered_votes.candidates` and `rerank_blocks` together.
+    """Results of the rerank: candidates and their estimated inner products with the query.
 
-    The cut is the histogram bin that contains the `C`-th best vote. The entries in that bin are the
-    edge entries. With sampling, `cuts` contains the thresholds of priorities, `buckets` contains
-    sums over all candidates with weight `1 / π`, and there are no edge entries.
+    The cut bin is the bin of the histogram that contains the `C`-th best vote, where `C` is the
+    number of candidates. All keys in that bin are reranked, and a later stage drops the surplus.
+    With sampling there is no cut bin: `cuts` contains the thresholds of priorities, and `buckets`
+    contains sums over all candidates, each weighted by one over its sampling probability.
 
     Attributes:
-        candidates: Entries of the best `C` keys and of all others in the cut's bin, int64 `[B, G,
-            K]`.
+        candidates: Entries of all keys in the cut bin and in higher bins, int64 `[B, G, K]`.
         candidate_counts: Number of candidates, int32 `[B, G]`.
         estimates: Estimates of `q·k` for the candidates, float32 `[B, G, K, g]`.
-        buckets: Sums of exponentials over entries above the cut's bin, int64 `[B, G, g, BUCKETS]`.
-        edge: Entries in the cut's bin, int64 `[B, G, E]`.
-        edge_estimates: Estimates of `q·k` for the edge entries, float32 `[B, G, E, g]`.
-        edge_counts: Number of edge entries, int32 `[B, G]`.
-        cuts: The cut's bin and the number of entries above it, int32 `[B, G, 2]`; -1 and 0 where
-            all entries are candidates.
+        buckets: Sums of exponentials over the keys in bins above the cut bin, int64 `[B, G, g,
+            BUCKETS]` (`buckets_of`).
+        edge: Entries of the keys in the cut bin, int64 `[B, G, E]`.
+        edge_estimates: Estimates of `q·k` for the keys in the cut bin, float32 `[B, G, E, g]`.
+        edge_counts: Number of keys in the cut bin, int32 `[B, G]`.
+        cuts: Number of the cut bin, and number of keys in higher bins, int32 `[B, G, 2]`; -1 and 0
+            if all listed keys are candidates.
     """
 
     candidates: Tensor
@@ -314,7 +334,7 @@ class Reranked:
     def of(
         candidates: Tensor, estimates: Tensor, bins: Tensor, cuts: Tensor, config: StepConfig
     ) -> Reranked:
-        """Build the results from sorted entries `[B, G, K]`, their estimates and their bins."""
+        """Build the results from sorted candidates, their estimates and their histogram bins."""
         g, real = config.geometry, candidates != EMPTY
         estimates = estimates.masked_fill(~real[..., None], attention.NEVER)
         logits = attention.cap(estimates, g.scale, g.softcap).mT

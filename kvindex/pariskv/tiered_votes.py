@@ -1,14 +1,18 @@
-"""Specification of the first stages of a fused step with tiered votes (preset `paper`).
+"""Reference implementation of the fused decode step up to the rerank, with tiered votes.
 
-After these stages, `decode_step` continues with `select_rows` and `attend`. A key has one centroid
-in each subspace, and its vote is the sum of the points that a table, made for the query, gives to
-its centroids. The votes of all keys are stored. Each query head's candidates are found exactly from
-histograms of votes, without a sample. Appends update the number of keys per centroid.
+The preset `paper` uses tiered votes. After these stages, `decode_step` continues with `select_rows`
+and `attend`.
+
+In each subspace of 8 coordinates, a key belongs to one of 256 centroids. The centroids closest to
+the query give points to their keys, and a key's vote is the sum of its points. The votes of all
+keys are stored in memory. Histograms of these votes give each query head's best `C` keys exactly,
+without sampling.
 
 1. `query_table`: rotate the query, and give points to each centroid (paper, A.1 and B.2.1).
 2. `vote`: add up each key's points for each head, and count the keys with each number of points
    (B.2.1).
-3. `candidates`: take the best `C` keys of each head; the union over heads are the candidates.
+3. `candidates`: take the `C` best keys of each query head. The candidates of a KV head are the
+   union over its query heads.
 4. `rerank_blocks`: estimate inner products from all bits of the codes, with a weight for each
    subspace (B.2.2).
 """
@@ -35,14 +39,17 @@ from kvindex.pariskv.step_state import (
 )
 
 CHUNK, PIECES = 1024, 256
-"""Keys in a chunk, and the largest number of runs of chunks in which votes are counted."""
+"""Votes are counted separately for `PIECES` ranges of tokens, which consist of whole chunks.
+
+A chunk is `CHUNK` tokens.
+"""
 
 POINTS = 256
-"""Upper bound of a key's points: 6 in each subspace."""
+"""Upper bound of a key's points, which are at most 6 in each subspace."""
 
 
 def find_candidates(queries: Tensor, state: State, config: StepConfig) -> Reranked:
-    """Run the four stages for queries `[B, H, D]`, and return candidates with their estimates."""
+    """Find and rerank the candidates of queries `[B, H, D]`: run the four stages of this module."""
     query = query_table(queries, state, config)
     chosen = candidates(state, vote(state, query, config))
     return rerank_blocks(state, query, chosen, config)
@@ -50,13 +57,13 @@ def find_candidates(queries: Tensor, state: State, config: StepConfig) -> Rerank
 
 @dataclass(frozen=True)
 class QueryTable:
-    """Results of `query_table`.
+    """Results of `query_table`: the points of each centroid, and the query for the rerank.
 
     Attributes:
         operands: The rotated query times `ups` as two float16 numbers, `[B, G, g, D, 2]`.
-        ups: Powers of two, float32 `[B, G, g]`.
-        table: Points of centroids, uint8 `[B, G, g, M, 256]`.
-        wrong: Int32 `[]`, 1 if a query is out of range.
+        ups: Powers of two that scale the query to the range of float16, float32 `[B, G, g]`.
+        table: Points that a key of each centroid earns, uint8 `[B, G, g, M, 256]`.
+        wrong: Int32 `[]`: 1 if a query is not finite or too large (`QUERY_LIMIT`), else 0.
     """
 
     operands: Tensor
@@ -66,13 +73,13 @@ class QueryTable:
 
 
 def query_table(queries: Tensor, state: State, config: StepConfig) -> QueryTable:
-    """Rotate the query, and rank the centroids of each subspace by it.
+    """Rotate the query, and give points to the centroids of each subspace that are closest to it.
 
     Raises:
-        ValueError: The state has no histogram or no tiers.
+        ValueError: `state.histogram` or `state.tiers` is None.
     """
     if state.histogram is None or state.tiers is None:
-        raise ValueError("histogram, tiers: got None, allowed are tensors")
+        raise ValueError("histogram, tiers: got None, but tiered votes need both tensors")
     directions, norms, wrong = rotated(queries, config)
     ups = up_of(norms)
     return QueryTable(
@@ -85,13 +92,13 @@ def query_table(queries: Tensor, state: State, config: StepConfig) -> QueryTable
 
 @dataclass(frozen=True)
 class Voted:
-    """Results of `vote`.
+    """Results of `vote`: the votes of all keys, and histograms of the votes.
 
     Attributes:
-        votes: Points of keys, int32 `[B, G, g, N]`.
-        totals: Number of valid keys with each number of points, int32 `[B, G, g, POINTS]`.
-        pieces: The same numbers for each of `PIECES` runs of chunks, int32 `[B, G, g, PIECES,
-            POINTS]`.
+        votes: Vote (sum of points) of each key, int32 `[B, G, g, N]`.
+        totals: Number of valid keys with each vote, int32 `[B, G, g, POINTS]`.
+        pieces: The histogram `totals`, split by position: the tokens are divided into `PIECES`
+            contiguous ranges, int32 `[B, G, g, PIECES, POINTS]`.
     """
 
     votes: Tensor
@@ -100,7 +107,7 @@ class Voted:
 
 
 def vote(state: State, query: QueryTable, config: StepConfig) -> Voted:
-    """Look up the points of all keys, and count the keys with each number of points."""
+    """Compute the votes of all keys, and count how many keys have each vote."""
     tokens = state.tokens
     votes = coarse.votes(config.layout.fields(state.codes, tokens)["signs"], query.table)
     chunks = -(-tokens // CHUNK)
@@ -114,11 +121,12 @@ def vote(state: State, query: QueryTable, config: StepConfig) -> Voted:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Results of `candidates`.
+    """Results of `candidates`: the keys that the rerank scores.
 
     Attributes:
-        candidates: Entries of the candidates, all with a vote of 0, int64 `[B, G, K]`.
-        candidate_counts: Number of candidates, int32 `[B, G]`.
+        candidates: Entries of these keys, int64 `[B, G, K]`. The vote in each entry is 0, because
+            the rerank does not need it.
+        candidate_counts: Number of these keys, int32 `[B, G]`.
     """
 
     candidates: Tensor
@@ -126,7 +134,10 @@ class Candidates:
 
 
 def candidates(state: State, voted: Voted) -> Candidates:
-    """Take each head's `C` best keys: those with votes above its cut, then the first at the cut."""
+    """Take the `C` best keys of each query head, and form their union for each KV head.
+
+    Of keys with equal votes, those with lower token ids are taken first.
+    """
     ids = select.candidates(voted.votes, state.target[:, 0], state.flags)
     entries = entry_of(torch.zeros_like(ids, dtype=torch.int32), ids.clamp_min(0))
     return Candidates(entries.masked_fill(ids < 0, EMPTY), (ids >= 0).sum(-1, dtype=torch.int32))
@@ -135,7 +146,7 @@ def candidates(state: State, voted: Voted) -> Candidates:
 def rerank_blocks(
     state: State, query: QueryTable, chosen: Candidates, config: StepConfig
 ) -> Reranked:
-    """Estimate the candidates' inner products with the query."""
+    """Estimate the candidates' inner products with the query from all bits of their codes."""
     codes = config.layout.unpack(state.codes, state.tokens)
     ids = id_of(chosen.candidates)
     own = {name: fetch.gather_rows(part, ids) for name, part in codes.items()}

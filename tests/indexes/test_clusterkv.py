@@ -60,7 +60,7 @@ def test_with_as_many_clusters_as_keys_it_is_exact(group):
     [
         (dict(per_cluster=0), "per_cluster: got 0, allowed"),
         (dict(block=0), "block: got 0, allowed"),
-        (dict(block=4), "block_clusters: got 8, allowed is 1 to block = 4"),
+        (dict(block=4), "block_clusters: got 8, allowed is 1 to 4, the value of block"),
         (dict(iterations=-1), "iterations: got -1, allowed"),
         (dict(seed=2**63), "seed: got 9223372036854775808, allowed"),
     ],

@@ -104,9 +104,9 @@ def test_bytes_of_all_chunks_and_of_the_largest():
     [
         (dict(page=0), "page: got 0"),
         (dict(leaf=0), "leaf: got 0"),
-        (dict(page=48, leaf=16), "leaf: got 16, allowed is page = 48 divided by a power of two"),
+        (dict(page=48, leaf=16), "leaf: got 16, allowed is the page of 48 tokens divided by"),
         (dict(page=16, leaf=32), "leaf: got 32"),
-        (dict(spread=0.5), "spread: got 0.5, allowed is a number of at least 1"),
+        (dict(spread=0.5), "spread: got 0.5, allowed is at least 1"),
         (dict(group="x"), "group: got 'x'"),
     ],
 )

@@ -247,7 +247,7 @@ def test_bytes_per_key_and_head():
         (dict(budget=0), "budget: got 0, allowed"),
         (dict(horizon=0), "horizon: got 0, allowed"),
         (dict(most=0), "most: got 0, allowed"),
-        (dict(centers="file"), "centers: got 'file', allowed is None or a Centers"),
+        (dict(centers="file"), "centers: got 'file', allowed is None or a Centers object"),
         (
             dict(centers=Centers(torch.zeros(2, 4, dtype=torch.complex64), torch.zeros(2, 8))),
             r"centers.mean: got shape \[2, 4\], allowed is \[H=2, D/2=8\]",

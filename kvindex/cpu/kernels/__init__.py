@@ -1,1 +1,1 @@
-"""Kernels compiled by Numba: functions of numbers, numpy arrays and addresses of tensors."""
+"""Kernels compiled by Numba. Their arguments are numbers, numpy arrays and addresses of tensors."""

@@ -1,4 +1,7 @@
-"""Attention of a group's queries over selected rows and resident rows, read in place."""
+"""Attention of one KV head's queries over selected rows and resident rows (sink and window).
+
+Rows are read where they are stored, without a gather.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from kvindex.cpu.kernels.rerank import NEVER, cap
 from kvindex.cpu.kernels.vectors import FOUR, add_four, four_dots
 
 AHEAD = 2 * FOUR
-"""How many rows ahead of the current one are prefetched."""
+"""Prefetch distance, in rows."""
 
 LINE = 64
 """Bytes of a cache line."""
@@ -22,18 +25,19 @@ LINE = 64
 def put_places(
     rows: np.ndarray, offset: int, count: int, kind: int, room: np.ndarray, out: np.ndarray
 ) -> None:
-    """Write the address of each row's numbers, as float32, into `out[R]`.
+    """Write the address of each row's key or value, as float32 numbers, into `out`.
 
-    A row that is missing gets the address of zeros, and so does the rest of `out`.
+    Keys or values of another dtype are converted to float32 in `room` first. A missing row gets the
+    address of zeros.
 
     Args:
         rows: Addresses of rows, int64 `[R]`; 0 for a missing row.
-        offset: Bytes from a row's address to the numbers.
-        count: Numbers per row.
-        kind: Dtype of the numbers (`numbers.KINDS`).
-        room: Buffer for numbers that are converted to float32, float32 `[R + 1, count]`, with zeros
-            in its last row. If the rows are float32, `[1, count]` suffices, for the zeros.
-        out: Result, int64.
+        offset: Distance in bytes from a row's address to the key or value.
+        count: Dimension of the key or value.
+        kind: Dtype of the rows (`numbers.KINDS`).
+        room: Buffer for converted numbers, float32 `[R + 1, count]`, whose last row is zero. If the
+            rows are float32, only this zero row is needed: `[1, count]`.
+        out: Result, int64, at least `R` long. Addresses after the first `R` are those of zeros.
     """
     first = room.ctypes.data
     out[:] = first + (len(room) - 1) * count * 4
@@ -46,7 +50,7 @@ def put_places(
 
 @kernel
 def ask_for(rows: np.ndarray, first: int, row_bytes: int) -> None:
-    """Prefetch four rows, starting with row `first`."""
+    """Prefetch four rows, starting with the row number `first`."""
     for r in range(first, min(first + FOUR, len(rows))):
         for at in range(0, row_bytes, LINE):
             prefetch(rows[r] + at)
@@ -56,15 +60,15 @@ def ask_for(rows: np.ndarray, first: int, row_bytes: int) -> None:
 def put_dots(
     queries: int, g: int, D: int, places: np.ndarray, row_bytes: int, out: np.ndarray
 ) -> None:
-    """Compute inner products of queries with rows.
+    """Compute inner products of queries with keys.
 
     Args:
-        queries: Address of float32 `[g, D]`.
+        queries: Address of the queries, float32 `[g, D]`.
         g: Number of queries.
-        D: Dimension.
-        places: Addresses of the rows' numbers (`put_places`), int64 `[R]`, `R` a multiple of 4.
+        D: Dimension of a query.
+        places: Addresses of the keys (`put_places`), int64 `[R]`, where `R` is a multiple of 4.
         row_bytes: Bytes of a row.
-        out: Float32 `[g, R]`.
+        out: Result, float32 `[g, R]`.
     """
     dots, keys, width = out.ctypes.data, places.ctypes.data, out.shape[1]
     ask_for(places, 0, row_bytes)
@@ -77,7 +81,15 @@ def put_dots(
 
 @kernel
 def add_rows(weights: np.ndarray, places: np.ndarray, g: int, Dv: int, out: int) -> None:
-    """Add rows times attention weights float32 `[g, R]` to `[g, Dv]` at the address `out`."""
+    """Add the values, multiplied by attention weights, to the output of each query head.
+
+    Args:
+        weights: Attention weights, float32 `[g, R]`.
+        places: Addresses of the values (`put_places`), int64 `[R]`, where `R` is a multiple of 4.
+        g: Number of query heads.
+        Dv: Dimension of a value.
+        out: Address of the output, float32 `[g, Dv]`.
+    """
     some, values, width = weights.ctypes.data, places.ctypes.data, weights.shape[1]
     for r in range(0, len(places), FOUR):
         for h in range(g):
@@ -88,15 +100,18 @@ def add_rows(weights: np.ndarray, places: np.ndarray, g: int, Dv: int, out: int)
 def put_softmax(
     rows: np.ndarray, weights: np.ndarray, scale: float, softcap: float, out: np.ndarray
 ) -> Number:
-    """Replace a head's inner products by attention weights, and return their log-sum-exp.
+    """Convert a query's inner products to attention weights in place.
 
     Args:
-        rows: Addresses of rows, int64 `[R]`; 0 for a missing row.
-        weights: Log weights, float32 `[R']`, added to the first `R'` logits.
+        rows: Addresses of rows, int64 `[R]`; 0 for a missing row, which gets the weight 0.
+        weights: Log weights to add to the first logits, float32, at most `R` long.
         scale: Factor of the logits.
         softcap: Bound of the logits; 0 for none.
-        out: Inner products, then attention weights, float32, at least `R` long. Numbers after the
-            first `R` become zero.
+        out: On entry inner products, on return attention weights, float32, at least `R` long.
+            Numbers after the first `R` become zero.
+
+    Returns:
+        Log-sum-exp of the logits.
     """
     some, total = out[: len(rows)], np.float64(0)
     cap(some, scale, softcap)
@@ -133,20 +148,20 @@ def attend(
     output: np.ndarray,
     lse: np.ndarray,
 ) -> None:
-    """Compiled version of `ops.attention.attend` for one group.
+    """Compute attention for one KV head of one sequence; compiled `ops.attention.attend`.
 
     Args:
         queries: Float32 `[g, D]`.
         rows: Addresses of keys, int64 `[R]`; 0 for a missing row.
         row_bytes: Bytes of a row.
-        weights: Log weights, float32 `[g, R']`, added to the first `R'` logits.
+        weights: Log weights to add to the first logits of each query, float32 `[g, R']`, `R' ≤ R`.
         kind: Dtype of the rows (`numbers.KINDS`).
-        value_bytes: Bytes from a key's address to its value.
+        value_bytes: Distance in bytes from a key's address to its value.
         scale: Factor of the logits.
         softcap: Bound of the logits; 0 for none.
         places: Buffer, int64 `[R]`, where `R` is rounded up to a multiple of 4.
-        keys: Buffer as for `put_places`.
-        values: Buffer as for `put_places`.
+        keys: Buffer for keys in float32, the argument `room` of `put_places`.
+        values: Buffer for values in float32, the argument `room` of `put_places`.
         logits: Buffer, float32 `[g, R]`.
         output: Result, float32 `[g, Dv]`.
         lse: Result, float32 `[g]`.
@@ -163,7 +178,10 @@ def attend(
 
 @kernel
 def put_resident(resident: int, row_bytes: int, mask: int, count: int, out: np.ndarray) -> None:
-    """Write the addresses of a group's resident rows, int64 `[count]`; 0 where the mask is 0."""
+    """Write the addresses of the resident rows of one KV head into `out`, int64 `[count]`.
+
+    A row whose mask (a byte at the address `mask`) is 0 gets the address 0.
+    """
     shown = uint8_at(mask, count)
     for r in range(count):
         out[r] = resident + r * row_bytes if shown[r] else 0

@@ -1,7 +1,8 @@
-"""Compile kernels with Numba, and provide functions of LLVM that numpy does not have.
+"""Compile kernels with Numba, and give kernels access to LLVM instructions that numpy lacks.
 
-A kernel runs on one thread and releases Python's global interpreter lock; `kvindex.cpu.threads`
-runs several threads. Compiled code is stored on disk if a folder for it is writable.
+A kernel runs on one thread and releases Python's global interpreter lock, so that
+`kvindex.cpu.threads` can run it on several threads. Compiled code is stored on disk if Numba finds
+a writable folder for it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ try:
     from numba.extending import intrinsic
 except ImportError as error:
     raise ImportError(
-        "backend: got 'cpu', but numba is not installed; allowed is "
+        "backend: got 'cpu', but numba is not installed; install it with "
         'pip install -e ".[cpu]" in a checkout'
     ) from error
 
@@ -44,25 +45,26 @@ SOURCES = sha256(b"".join(file.read_bytes() for file in _files))
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a compiled version of the function; Numba compiles it at the first call.
+    """Decorate a function so that Numba compiles it at its first call.
 
-    Numba's cache finds compiled code by the function's name and the date of its file. The code also
-    depends on kernels and constants in other files, so a hash of all these files is added to the
-    name.
+    Numba's cache finds compiled code by the function's name and the date of its file. The compiled
+    code also contains kernels and constants of other files, so a hash of all these files is added
+    to the function's name.
     """
     return _compiled(function)
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel that is inlined into its callers, because a call would be too slow."""
+    """Decorate a function as `kernel` does, and inline it into its callers to save the calls."""
     return _compiled(function, forceinline=True)
 
 
 class CodeFiles(IndexDataCacheFile):  # type: ignore[misc]  # Numba is not typed
-    """Files with a function's code, named so that no two processes use the same name.
+    """Files of Numba's cache, with random names so that processes never share a file by accident.
 
     Numba numbers the files by an index that is not locked. If two processes compiled a function at
-    the same time for different argument types, one would later run the other's code.
+    the same time for different argument types, both would use the same file name, and one process
+    would later run the other's code.
     """
 
     def _data_name(self, number: int) -> Any:
@@ -70,7 +72,11 @@ class CodeFiles(IndexDataCacheFile):  # type: ignore[misc]  # Numba is not typed
 
 
 class CodeCache(FunctionCache):  # type: ignore[misc]  # as above
-    """Numba's cache of a function, which uses `CodeFiles`. Raises RuntimeError without a folder."""
+    """Numba's cache of compiled code, with files named by `CodeFiles`.
+
+    Raises:
+        RuntimeError: Numba finds no writable folder for the files.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
@@ -97,7 +103,7 @@ def _pointer(_: Any, address: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]  # as above
 def popcount(_: Any, word: Any) -> Any:
-    """Count the 1 bits of a uint64. LLVM vectorizes this where the machine has an instruction."""
+    """Count the 1 bits of a uint64. LLVM vectorizes it if the CPU has a vector instruction."""
 
     def code(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.ctpop(arguments[0])
@@ -133,10 +139,10 @@ def prefetch(_: Any, address: Any) -> Any:
 
 @inlined
 def keep(*arrays: np.ndarray) -> None:
-    """Keep arrays alive up to this call. A function calls it last for arrays used by address.
+    """Keep arrays alive until this call, for a function that uses their addresses.
 
-    Numba frees an array after the last use of its name. Without this call, the address could
-    belong to other data before the kernel reads it.
+    Numba frees an array after the last use of its name. A function that passes on an array's
+    address therefore calls `keep` last. Otherwise the memory could be reused before it is read.
     """
 
 

@@ -1,6 +1,7 @@
 """Decode a key's quantized direction from sign and magnitude bits, 64 coordinates at a time.
 
-The bits of a word serve as masks of vector instructions, and levels are looked up in registers.
+The 64 bits of a word are used as a mask of vector instructions. The levels, which are the possible
+absolute values of a coordinate, are looked up in vector registers.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ BITS, BYTES, LANES_OF = (
 
 
 def bits_at(builder: Any, address: Any) -> Any:
-    """Load 64 bits from an address as a vector."""
+    """Emit code that loads a 64-bit word from an address as a vector of 64 bits."""
     word = builder.load(builder.inttoptr(address, INT64.as_pointer()), align=1)
     return builder.bitcast(word, BITS)
 
 
 def level_indices(builder: Any, planes: Any, step: Any, bits: Any) -> Any:
-    """Combine bit planes into the level indices of 64 coordinates.
+    """Emit code that combines bit planes into the level indices of 64 coordinates.
 
-    There is one word for each of the `bits` planes, and these words are `step` bytes apart.
+    Plane `p` contains bit `p` of each coordinate's index, as one 64-bit word. There are `bits`
+    planes, whose words are `step` bytes apart in memory.
     """
     stored = cgutils.alloca_once(builder, BYTES)
     builder.store(ir.Constant(BYTES, [0] * WORD), stored)
@@ -47,7 +49,7 @@ def level_indices(builder: Any, planes: Any, step: Any, bits: Any) -> Any:
 
 
 def looked_up(builder: Any, table: Any, indices: Any) -> Any:
-    """Look up entries of a vector. LLVM uses one permute instruction if the machine has it."""
+    """Emit code that looks up entries of a vector: one permute instruction if the CPU has it."""
     low = builder.and_(indices, ir.Constant(LANES_OF, [LANES - 1] * LANES))
     found = ir.Constant(FLOATS, ir.Undefined)
     for i in range(LANES):
@@ -57,7 +59,7 @@ def looked_up(builder: Any, table: Any, indices: Any) -> Any:
 
 
 def levels_of(builder: Any, levels: Any, tables: Any, indices: Any) -> Any:
-    """Look up levels by indices in several vectors of levels."""
+    """Emit code that looks up levels by their indices, where the levels fill several vectors."""
     stored = cgutils.alloca_once(builder, FLOATS)
     upper = builder.lshr(indices, ir.Constant(LANES_OF, [LANES.bit_length() - 1] * LANES))
     with cgutils.for_range(builder, tables) as loop:
@@ -91,17 +93,17 @@ def _put_word(
 
 @inlined
 def put_word(signs: int, planes: int, step: int, bits: int, levels: int, out: int) -> None:
-    """Write the signed levels of 64 coordinates, float32 `[64]`. Arrays are passed by address.
+    """Decode 64 coordinates of a key: the level that the magnitude bits select, with the sign.
 
     Args:
-        signs: A word of sign bits.
-        planes: `bits` words of magnitude bits.
-        step: Bytes from one word of `planes` to the next.
-        bits: Number of planes.
-        levels: Float32 `[2^bits]`, at least 16.
-        out: Float32 `[64]`.
+        signs: Address of 64 sign bits.
+        planes: Address of the magnitude bits, one 64-bit word for each bit plane.
+        step: Distance in bytes from one bit plane to the next.
+        bits: Number of bit planes.
+        levels: Address of the levels, float32 `[2^bits]`, padded to at least 16.
+        out: Address of the result, float32 `[64]`.
     """
-    if bits == 3:  # unrolled
+    if bits == 3:  # a constant number of planes, so that LLVM unrolls the loop
         _put_word(signs, planes, step, 3, levels, 1, out)
     elif bits == 5:
         _put_word(signs, planes, step, 5, levels, 2, out)

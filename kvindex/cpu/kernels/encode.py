@@ -1,4 +1,6 @@
-"""Encode blocks of keys: compute centers, then codes and logarithmic weights, tile by tile.
+"""Encode blocks of keys: compute the center of each block, then the codes of tiles of keys.
+
+A tile is up to 64 keys of a block, which are encoded together.
 
 Source: ParisKV, sections A.1 to A.3.
 """
@@ -16,10 +18,13 @@ from kvindex.ops.codes import OCTAVES
 from kvindex.ops.transform import LONGEST
 
 AT_ONCE = 4
-"""Level boundaries that a size is compared with in one pass. Their total is a multiple of this."""
+"""Number of level boundaries that a coordinate is compared with in one pass.
+
+The number of all boundaries is padded to a multiple of it.
+"""
 
 SIGN_PLANE = np.uint64(7)
-"""Position of the sign in a coordinate's byte; the lower bits are its level."""
+"""Bit of a coordinate's byte that contains the sign; the lower bits are the level's index."""
 
 SIGN_BIT = np.uint32(7)
 ONES = np.uint64(0x0101010101010101)
@@ -34,7 +39,7 @@ LAST_BIT = np.uint32(1)
 
 @kernel
 def bfloat16_of(number: float) -> Number:
-    """Return the bits of a float32 rounded to bfloat16 (half to even), uint16."""
+    """Round a float32 to bfloat16 (half to even), and return the bits as a uint16."""
     if number != number:
         return NAN
     bits = np.float32(number).view(np.uint32)
@@ -52,17 +57,17 @@ def put_center(
     sums: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Compute the center of a block, as `ops.codes.centers`.
+    """Compute the center (mean key) of a block; compiled version of `ops.codes.centers`.
 
     Args:
         keys: Address of the first key.
-        step: Bytes between keys.
+        step: Distance in bytes from one key to the next.
         kind: Dtype of the keys (`numbers.KINDS`).
         count: Number of keys.
-        valid: Address of flags bool `[count]`, or 0.
+        valid: Address of the mask of valid keys, bool `[count]`; 0 if all keys are valid.
         row: Buffer, float32 `[D]`.
         sums: Buffer, float64 `[D]`.
-        out: Bits of bfloat16, uint16 `[D]`.
+        out: Result, the bits of bfloat16 numbers, uint16 `[D]`.
     """
     D, real = len(out), np.int64(0)
     for d in range(D):
@@ -85,15 +90,17 @@ def put_nearest(
     indices: np.ndarray,
     values: np.ndarray,
 ) -> None:
-    """Find the level nearest to each size. If two levels are equally near, take the lower one.
+    """Find the level (quantized absolute value) nearest to each coordinate's absolute value.
+
+    If two levels are equally near, the lower level is taken.
 
     Args:
-        sizes: Float32 `[L]`.
+        sizes: Absolute values of coordinates, float32 `[L]`.
         edges: Boundaries between levels, float32 `[E]`, padded with infinity to a multiple of
             `AT_ONCE`.
-        levels: Float32 `[E + 1]`.
-        indices: Result, uint32 `[L]`.
-        values: Result, the levels, float32 `[L]`.
+        levels: Levels, ascending, float32 `[E + 1]`.
+        indices: Result, index of the nearest level, uint32 `[L]`.
+        values: Result, the nearest level, float32 `[L]`.
     """
     L = len(sizes)
     for i in range(L):
@@ -123,7 +130,7 @@ def put_nearest(
 
 @kernel
 def log_code(weight: float) -> Number:
-    """Compiled version of `ops.codes.log_codes` for a float32 and 16 bits, int32."""
+    """Convert a weight to its 16-bit logarithmic code; compiled `ops.codes.log_codes`."""
     if not weight > 0:
         return np.int32(0)
     code = np.rint(math.log2(np.float64(weight)) * STEPS + 2**15)
@@ -140,15 +147,18 @@ def code(
     codes: np.ndarray,
     weights: np.ndarray,
 ) -> None:
-    """Compiled version of `ops.codes.encode` for a tile of keys with one weight per key.
+    """Quantize a tile of rotated keys to signs, levels and one weight per key.
+
+    This is the compiled version of `ops.codes.encode`.
 
     Args:
         tile: Rotated directions, float32 `[D, L]`.
-        norms: Float32 `[L]`.
-        edges: As for `put_nearest`.
-        levels: As for `put_nearest`.
+        norms: Norms of the keys, float32 `[L]`.
+        edges: Boundaries between levels, padded with infinity, float32 `[E]`.
+        levels: Quantized absolute values of a coordinate, float32 `[E + 1]`.
         sums: Buffer, float64 `[L]`.
-        codes: Result, uint8 `[D, L]`: a coordinate's level, and its sign as the highest bit.
+        codes: Result, uint8 `[D, L]`: the index of a coordinate's level in the lower bits, and the
+            sign in the highest bit.
         weights: Result, logarithmic weights, int32 `[L]`.
     """
     D, L = tile.shape
@@ -175,14 +185,14 @@ def code(
 def put_plane(
     words: np.ndarray, plane: np.uint64, count: int, packed: np.ndarray, out: np.ndarray
 ) -> None:
-    """Pack one bit of all coordinates of the keys of a tile, uint8 `out[:count, :M]`.
+    """Extract one bit of each coordinate's code, and pack the bits of 8 coordinates into a byte.
 
     Args:
-        words: Codes of eight keys in each word, uint64 `[D, L / 8]`.
-        plane: Position of the bit.
+        words: Codes of a tile; each word has the bytes of 8 keys, uint64 `[D, L / 8]`.
+        plane: Position of the bit in the bytes.
         count: Number of keys.
         packed: Buffer, uint64 `[L / 8]`.
-        out: Result.
+        out: Result, uint8 `[count, M]`.
     """
     bytes_of = packed.view(np.uint8)
     for b in range(len(words) // 8):
@@ -199,9 +209,10 @@ def put_plane(
 def put_logs(
     logs: np.ndarray, valid: int, count: int, weights: np.ndarray, fractions: np.ndarray
 ) -> None:
-    """Split logarithmic weights int32 `[L]` into upper and lower bytes, uint8 `[count]` each.
+    """Split 16-bit logarithmic weights, int32 `[L]`, into upper and lower bytes.
 
-    The bytes of an invalid key are 0.
+    Upper bytes are written to `weights` and lower bytes to `fractions`, uint8 `[count]` each. Both
+    bytes of an invalid key are 0.
     """
     for i in range(count):
         real = not valid or uint8_at(valid + i, 1)[0]
@@ -231,27 +242,27 @@ def encode(
     centers: np.ndarray,
     wrong: np.ndarray,
 ) -> None:
-    """Encode the keys of a part of all groups' blocks.
+    """Encode the keys of some of the blocks of all groups (KV heads of sequences).
 
     Args:
-        part: Index of the part that this call processes, below `parts`.
-        parts: Number of parts into which the work is divided, one per thread.
+        part: Number of this thread, from 0 to `parts - 1`.
+        parts: Number of threads among which the work is divided.
         keys: Addresses of each group's keys, int64 `[B·G]`.
-        step: Bytes between keys.
+        step: Distance in bytes from one key to the next.
         kind: Dtype of the keys (`numbers.KINDS`).
-        valid: Addresses of flags, int64 `[B·G]`, or 0.
+        valid: Addresses of the masks of valid keys, int64 `[B·G]`; 0 if all keys are valid.
         limit: Largest allowed absolute value of a key's coordinate.
-        block: Tokens of a block.
-        flips: Signs of the rotation, float32 `[D]`.
-        hartley: Hartley matrix of the rotation, float32 `[p, p]`.
-        edges: As for `put_nearest`.
-        levels: As for `put_nearest`.
-        signs: Result, uint8 `[B·G, N, 1, M]`.
-        magnitudes: Result, uint8 `[B·G, N, bits, M]`.
-        weights: Result, uint8 `[B·G, N, 1]`.
-        fractions: Result, uint8 `[B·G, N, 1]`.
-        centers: Result, uint16 `[B·G, S, D]`; none where `S` is 0.
-        wrong: Int32 `[1]`, set to 1 if a coordinate is NaN or larger than the limit.
+        block: Number of tokens in a block.
+        flips: Signs of the rotation, float32 `[D]` (`tile.rotate`).
+        hartley: Matrix of the rotation, float32 `[p, p]` (`tile.rotate`).
+        edges: Boundaries between levels, padded with infinity, float32 `[E]`.
+        levels: Quantized absolute values of a coordinate, float32 `[E + 1]`.
+        signs: Result, sign bits, uint8 `[B·G, N, 1, M]`.
+        magnitudes: Result, bit planes of the levels' indices, uint8 `[B·G, N, bits, M]`.
+        weights: Result, upper bytes of logarithmic weights, uint8 `[B·G, N, 1]`.
+        fractions: Result, lower bytes of logarithmic weights, uint8 `[B·G, N, 1]`.
+        centers: Result, bits of bfloat16, uint16 `[B·G, S, D]`. If `S` is 0, keys are not centered.
+        wrong: Result, int32 `[1]`, set to 1 if a coordinate is NaN or larger than `limit`.
     """
     groups, N, bits, M = magnitudes.shape
     D, blocks, L = M * 8, -(-N // block), min(TILE, -(-block // 8) * 8)

@@ -1,4 +1,4 @@
-"""Combine the estimates of a group's query heads into one score per candidate, for many groups."""
+"""Combine the estimates of the query heads that share a KV head into one score per candidate."""
 
 from __future__ import annotations
 
@@ -14,14 +14,19 @@ CHUNK = 256
 """Candidates that are processed at a time, so that their float32 sums stay in the L1 cache."""
 
 LOWEST = np.finfo(np.float32).min
-"""Stands for the logarithm of a weight of 0 until the end, so that no difference is NaN."""
+"""Number used instead of `-inf` in intermediate results, so that no difference is NaN."""
 
 
 @kernel
 def log_sum(logits: np.ndarray, sizes: np.ndarray) -> Number:
-    """Return the log-sum-exp of logits float32 `[C]`, where logit `c` counts `sizes[c]` times.
+    """Return the log-sum-exp of `logits`, where logit `c` counts `sizes[c]` times.
 
-    Sizes are int64 `[C]`, or empty if each logit counts once. The result is 0 if all counts are 0.
+    Args:
+        logits: Float32 `[C]`.
+        sizes: Number of rows that each logit stands for, int64 `[C]`; empty if each counts once.
+
+    Returns:
+        Float32; 0 if all logits are `-inf` or count 0 times.
     """
     peak, total = NEVER, 0.0
     if not len(sizes):
@@ -47,7 +52,11 @@ def log_sum(logits: np.ndarray, sizes: np.ndarray) -> Number:
 def put_logits(
     estimates: np.ndarray, scale: float, softcap: float, first: np.ndarray, out: np.ndarray
 ) -> None:
-    """Compute logits from estimates float32 `[C]`; `-inf` where `first` is `-inf`."""
+    """Compute a query head's logits from its estimates, float32 `[C]`.
+
+    The logit is `-inf` where `first`, the estimates of the group's first head, is `-inf`. There is
+    no candidate in such a place.
+    """
     for c in range(len(out)):
         out[c] = estimates[c]
     cap(out, scale, softcap)
@@ -68,18 +77,21 @@ def agree(
     log_weights: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Compiled version of `ops.group.agree` for a part of the groups.
+    """Combine the query heads' estimates into one score per candidate, for some of the groups.
+
+    This is the compiled version of `ops.group.agree`. A group is one KV head of one sequence.
 
     Args:
-        part: Index of the part that this call processes, below `parts`.
-        parts: Number of parts into which the work is divided, one per thread.
-        estimates: Float32 `[P, g, C]`.
-        sizes: Rows that each candidate represents, int64 `[P, C]`, or `[P, 0]`.
+        part: Number of this thread, from 0 to `parts - 1`.
+        parts: Number of threads among which the work is divided.
+        estimates: Float32 `[B·G, g, C]`.
+        sizes: Number of rows that each candidate represents, int64 `[B·G, C]`; `[B·G, 0]` if each
+            represents one row.
         scale: Factor of the logits.
         softcap: Bound of the logits; 0 for none.
         by_largest: True for "max_share", False for "mean_share".
         log_weights: Buffer, float32 `[parts, g, C]`.
-        out: Result, float32 `[P, C]`.
+        out: Result, float32 `[B·G, C]`.
     """
     groups, g, C = estimates.shape
     own = log_weights[part]
@@ -101,9 +113,11 @@ def agree(
 
 @kernel
 def put_mean(log_weights: np.ndarray, out: np.ndarray) -> None:
-    """Compute the log of the mean weight over heads, from log weights float32 `[g, C]`.
+    """Compute the logarithm of the heads' mean attention weight for each candidate.
 
-    Before the call, `out` contains the largest log weight over heads.
+    Args:
+        log_weights: Logarithms of attention weights, float32 `[g, C]`.
+        out: On entry the largest log weight of the heads, on return the result, float32 `[C]`.
     """
     (g, C), sums = log_weights.shape, np.empty(CHUNK, np.float32)
     for start in range(0, C, CHUNK):

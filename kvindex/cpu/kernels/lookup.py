@@ -1,8 +1,9 @@
-"""Compute inner products of signs with a rounded query by look-up tables, for 64 keys at a time.
+"""Compute votes by look-up tables, for 64 keys at a time.
 
-Four signs of a key have 16 possible inner products with four coordinates of the query. A table of
-16 bytes in a register contains them. On machines with AVX-512, one `pshufb` instruction looks up
-the entries of 64 keys.
+A vote is mainly the inner product of a key's signs (±1) with a query that is rounded to integers.
+For four coordinates, there are 16 combinations of signs, so a table of 16 bytes contains all
+possible inner products. With AVX-512, the instruction `pshufb` looks up the entries of 64 keys at
+a time in a register.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from kvindex.cpu.kernels.compile import inlined, kernel
 from kvindex.cpu.kernels.vectors import broadcast, shuffle
 
 KEYS = 64
-"""Keys that are processed at a time."""
+"""Number of keys that are processed at a time."""
 
 NIBBLES = 16
-"""Groups of four signs in a word."""
+"""Number of nibbles (groups of four signs) in a 64-bit word."""
 
 LARGEST = 31
 """Largest coordinate of a rounded query for which table entries fit in bytes."""
 
 BIAS = 4 * LARGEST
-"""Added to table entries, so that none is negative."""
+"""Constant that is added to each table entry, so that no entry is negative."""
 
 SERVED = "+avx512bw" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-"""True if this machine has `pshufb` for vectors of 512 bits (AVX-512BW)."""
+"""True if the CPU has `pshufb` for vectors of 512 bits (AVX-512BW)."""
 
 INT16, INT32, INT64 = (ir.IntType(n) for n in (16, 32, 64))
 BYTES = ir.VectorType(ir.IntType(8), KEYS)
@@ -43,13 +44,16 @@ SIZES = ir.VectorType(ir.FloatType(), KEYS // 2)
 
 
 def loaded(builder: Any, address: Any, offset: int, kind: Any) -> Any:
-    """Load a vector of `kind` from `offset` bytes after an address."""
+    """Emit code that loads a vector of the type `kind` from `address + offset`."""
     at = builder.add(address, INT64(offset))
     return builder.load(builder.inttoptr(at, kind.as_pointer()), align=1)
 
 
 def transposed(builder: Any, words: Any) -> list[Any]:
-    """Transpose 64 words into bytes `[8, 64]`, in which keys `j` and `32 + j` are adjacent."""
+    """Emit code that transposes the sign words of 64 keys into 8 vectors of 64 bytes.
+
+    Vector `b` contains byte `b` of each key's word, in the order of keys 0, 32, 1, 33, 2, 34, ...
+    """
     rows = []
     order = [(u * 4 + t) * 8 + b for b in range(8) for t in range(4) for u in range(2)]
     for i in range(8):
@@ -68,14 +72,14 @@ def transposed(builder: Any, words: Any) -> list[Any]:
 
 
 def nibbles_of(builder: Any, row: Any) -> list[Any]:
-    """Return the lower and the upper four bits of bytes."""
+    """Emit code that splits each byte of a vector into its lower and its upper four bits."""
     low = ir.Constant(BYTES, [15] * KEYS)
     up = builder.lshr(builder.bitcast(row, SHORTS), ir.Constant(SHORTS, [4] * (KEYS // 2)))
     return [builder.and_(row, low), builder.and_(builder.bitcast(up, BYTES), low)]
 
 
 def looked_up(builder: Any, table: Any, offset: int, indices: Any) -> Any:
-    """Look up entries of a table of 16 bytes, and return them as pairs of bytes."""
+    """Emit code that looks up 64 entries of a table of 16 bytes, as 32 pairs of bytes."""
     sixteen = loaded(builder, table, offset, ir.VectorType(ir.IntType(8), 16))
     wide = shuffle(builder, sixteen, sixteen, list(range(16)) * 4)
     kind = ir.FunctionType(BYTES, [BYTES, BYTES])
@@ -85,7 +89,7 @@ def looked_up(builder: Any, table: Any, offset: int, indices: Any) -> Any:
 
 
 def sums_of(builder: Any, nibbles: Any, words: Any, table: Any) -> list[Any]:
-    """Add up the table entries of 64 keys, as two vectors of 32."""
+    """Emit code that adds up each key's table entries, as vectors for keys 0 to 31 and 32 to 63."""
     none, eight = (ir.Constant(SHORTS, [n] * (KEYS // 2)) for n in (0, 8))
     both, odd = (cgutils.alloca_once(builder, SHORTS) for _ in range(2))
     builder.store(none, both)
@@ -118,10 +122,10 @@ def _put_nibbles(_: Any, words: Any, out: Any) -> Any:
 
 
 def votes_of(builder: Any, arguments: Any) -> list[Any]:
-    """Compute the votes of 64 keys as two vectors of 32.
+    """Emit code that computes the votes of 64 keys, as vectors for keys 0 to 31 and 32 to 63.
 
-    The arguments are those of `_raise_votes` without `out`. A machine without the instruction
-    cannot compile this function. There it returns nothing and is never called.
+    The arguments are those of `_raise_votes` without `out`. On a CPU without AVX-512BW the function
+    emits nothing, because the code could not be compiled, and kernels do not use it.
     """
     if not SERVED:
         return []
@@ -136,7 +140,7 @@ def votes_of(builder: Any, arguments: Any) -> list[Any]:
 
 
 def place_of(builder: Any, out: Any, part: int, kind: Any) -> Any:
-    """Return a pointer to the first or the last 32 of 64 numbers of four bytes."""
+    """Return a pointer to the results of keys 0 to 31 (`part` 0) or 32 to 63 (`part` 1)."""
     at = builder.add(out, INT64(part * 4 * KEYS // 2))
     return builder.inttoptr(at, kind.as_pointer())
 
@@ -160,7 +164,7 @@ def _raise_votes(
 
 
 def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """Compute `a · b + c` of vectors `SIZES`, rounded once."""
+    """Emit a fused multiply-add `a · b + c`, which rounds once, for vectors of type `SIZES`."""
     kind = ir.FunctionType(SIZES, [SIZES] * 3)
     name = f"llvm.fma.v{SIZES.count}f32"
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [a, b, c])
@@ -202,16 +206,16 @@ def raise_votes(
     nibbles: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Raise `out` int32 `[n]` to the largest vote of the heads, `n` a multiple of 64.
+    """Compute the maximum of each key's votes over the query heads and of `out`, in place.
 
     Args:
-        words: Signs, uint64 `[W, n]`.
+        words: Signs of the keys, 64 coordinates per word, uint64 `[W, n]`; `n` is a multiple of 64.
         tables: Result of `put_tables`, uint8 `[g, W, 16, 16]`.
-        totals: Numbers that `put_tables` returned, int32 `[g]`.
-        factors: Integer factor of each key's weight, int32 `[n]`.
-        offsets: Vote that the block's center adds for each head, int32 `[g]`.
+        totals: Constants that `put_tables` returned, int32 `[g]`.
+        factors: Integers that multiply the votes of the keys, int32 `[n]`.
+        offsets: Vote that the block's center adds for each query head, int32 `[g]`.
         nibbles: Buffer, uint8 `[W, 16, 64]`.
-        out: On entry the largest votes of earlier heads; the result replaces them.
+        out: On entry numbers below all votes, on return the maxima, int32 `[n]`.
     """
     (g, W), n = tables.shape[:2], len(out)
     table, signs, to = tables.ctypes.data, words.ctypes.data, out.ctypes.data
@@ -236,10 +240,11 @@ def raise_sizes(
     nibbles: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Raise `out` float32 `[n]` to the largest size of the heads: votes times gains, plus totals.
+    """Compute the maximum of each key's sizes over the query heads and of `out`, in place.
 
-    Other arguments are as for `raise_votes`; `scales` has gains and totals of `ops.priority`,
-    float32 `[g, 2]`.
+    A size estimates the logarithm of a key's attention weight: `vote * gain + total`. `scales`
+    contains gain and total of each query head (`ops.priority`), float32 `[g, 2]`. `out` is float32
+    `[n]`, and all other arguments are those of `raise_votes`.
     """
     (g, W), n = tables.shape[:2], len(out)
     table, signs, to = tables.ctypes.data, words.ctypes.data, out.ctypes.data
@@ -255,10 +260,17 @@ def raise_sizes(
 
 @kernel
 def put_tables(integers: np.ndarray, out: np.ndarray) -> int:
-    """Write the look-up tables of a rounded query, uint8 `[W, 16, 16]`.
+    """Write the look-up tables of a query that is rounded to integers.
 
-    The query's integers, int64 `[D]`, are at most 31 in size. Entries are shifted to be at least 0,
-    so a key's sum of entries is too large by a constant, which is returned.
+    A constant is added to each entry, so that no entry is negative. The sum of a key's entries is
+    therefore too large by a constant.
+
+    Args:
+        integers: Coordinates of the query, from -31 to 31, int64 `[D]`.
+        out: Result, a table of 16 entries for each four coordinates, uint8 `[W, 16, 16]`.
+
+    Returns:
+        The constant to subtract from the sum of a key's entries.
     """
     W = len(out)
     for n in range(W * NIBBLES):

@@ -1,4 +1,8 @@
-"""Compute the random noise of keys, by which candidates and rows are sampled (`ops.priority`)."""
+"""Compute the random noise by which keys are sampled (`ops.priority`).
+
+Keys with the largest priorities are sampled. A priority is the estimated logarithm of a key's
+attention weight (its size) plus noise.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +25,10 @@ UNIT, SIXTEEN = np.int32(priority.UNIT), np.int32(16)
 NATS = np.float32(priority.NATS)
 
 ABOVE = np.int32((32 + 127 - 8) << 16)
-"""Constant from which a float's exponent is subtracted to get an upper bound of the noise.
+"""Constant of `bound_of`: the upper bound of the noise is this constant minus a float's exponent.
 
-The float has the upper 24 of 32 bits, and its exponent is offset by 127.
+The float is the number formed by the upper 24 of the 32 hash bits. Its exponent is stored with an
+offset of 127.
 """
 
 INTS, PAIRS = (ir.VectorType(ir.IntType(512 // n), n) for n in (LANES, LANES // 2))
@@ -34,13 +39,16 @@ EIGHT, SEVEN, ONE = np.uint32(8), np.int32(7), np.uint32(1)
 
 @inlined
 def number_of(position: int, seed: Number) -> Number:
-    """Return the number (uint32) that is hashed for the key at a position, for a seed (uint32)."""
+    """Return the number from which the noise of the key at `position` is hashed, uint32.
+
+    `seed` is the seed of the key's group, uint32.
+    """
     return np.uint32(np.uint32(position) * SPREAD + seed)
 
 
 @inlined
 def hashed(number: Number) -> Number:
-    """Compiled version of `priority.hashed` for a uint32."""
+    """Hash a uint32 to a uint32; compiled version of `ops.priority.hashed`."""
     both = np.uint64(np.uint32(number)) * FIRST + ADDED
     both = ((both >> HALF) ^ (both & LOWER)) * SECOND + ADDED
     return np.uint32((both >> HALF) ^ (both & LOWER))
@@ -48,7 +56,10 @@ def hashed(number: Number) -> Number:
 
 @inlined
 def noise_of(number: Number) -> Number:
-    """Compiled version of `priority.noise_of` for a uint32; returns an int32."""
+    """Return the noise `-log2 u` for a random number `u` that is hashed from a uint32.
+
+    This is the compiled version of `ops.priority.noise_of`. The result is an int32, in units of
+    `1 / priority.UNIT`."""
     bits = np.float64(hashed(number) | ONE).view(np.int64)  # exponent and mantissa are exact
     octave = np.int32(bits >> np.int64(52)) - np.int32(1023)
     t = np.int32(bits >> np.int64(36)) & np.int32(UNIT - 1)
@@ -62,23 +73,27 @@ def noise_of(number: Number) -> Number:
 
 @inlined
 def bound_of(number: Number) -> Number:
-    """Return an upper bound of `noise_of` that is faster to compute.
+    """Return an upper bound of `noise_of(number)` that is faster to compute.
 
-    The bits of a float, read as an integer, approximate its logarithm: they are linear between
-    powers of two. The bound is at most 0.09 octaves above the noise. For noise of 8 octaves and
-    more, which one key in 256 has, fewer bits are used, and the bound may be higher.
+    The noise is minus a base-2 logarithm. The bits of a float, read as an integer, approximate its
+    logarithm, because they are linear between powers of two. The bound exceeds the noise by at most
+    0.09 octaves, or by more if the noise is 8 octaves or larger, as it is for one key in 256.
     """
     upper = np.float32(np.int32(hashed(number) >> EIGHT))
     return np.int32(ABOVE - (upper.view(np.int32) >> SEVEN))
 
 
 def all_of(kind: Any, number: Any) -> Any:
-    """Return a vector of `kind` in which all numbers are this constant."""
+    """Return a constant vector of the type `kind`, whose elements are all equal to `number`."""
     return ir.Constant(kind, [number] * kind.count)
 
 
 def hashed_pairs(builder: Any, numbers: Any, odd: bool) -> Any:
-    """Hash every second number of a vector `INTS`, in its place; the other places are undefined."""
+    """Emit code that hashes every second element of a vector of the type `INTS`.
+
+    If `odd`, the elements at odd positions are hashed, else those at even positions. The other
+    elements of the result are undefined.
+    """
     lower, half = all_of(PAIRS, priority.BITS), all_of(PAIRS, 32)
     both = builder.bitcast(numbers, PAIRS)
     both = builder.lshr(both, half) if odd else both
@@ -91,7 +106,7 @@ def hashed_pairs(builder: Any, numbers: Any, odd: bool) -> Any:
 
 
 def bounds_of(builder: Any, numbers: Any) -> Any:
-    """Compute `bound_of` for a vector of the type `INTS`."""
+    """Emit code that computes `bound_of` for each element of a vector of the type `INTS`."""
     pairs = [hashed_pairs(builder, numbers, odd) for odd in (False, True)]
     hashes = shuffle(builder, pairs[0], pairs[1], [i + LANES * (i % 2) for i in range(LANES)])
     upper = builder.sitofp(builder.lshr(hashes, all_of(INTS, 8)), FLOATS)
@@ -100,7 +115,7 @@ def bounds_of(builder: Any, numbers: Any) -> Any:
 
 
 def rounded(builder: Any, sizes: Any) -> Any:
-    """Round sizes up to `LARGEST`, a vector of the type `FLOATS`, to the type `INTS`."""
+    """Emit code that limits sizes to `LARGEST` and rounds them to integers (`FLOATS` to `INTS`)."""
     most = all_of(FLOATS, float(LARGEST))
     bounded = builder.select(builder.fcmp_ordered("<", sizes, most), sizes, most)
     name = f"llvm.rint.v{LANES}f32"
@@ -130,9 +145,11 @@ def _add_bounds(_: Any, number: Any, sizes: Any, chunks: Any, out: Any) -> Any:
 
 @inlined
 def add_bounds(sizes: np.ndarray, number: Number, out: np.ndarray) -> None:
-    """Compute upper bounds of priorities, int32 `out[n]`, for sizes float32 `[n]`.
+    """Compute upper bounds of the priorities of keys: their sizes plus upper bounds of their noise.
 
-    `n` is a multiple of 16. `number` is the result of `number_of` for the first key; the numbers of
-    the next keys follow from it.
+    Args:
+        sizes: Sizes of consecutive keys, float32 `[n]`, where `n` is a multiple of 16.
+        number: Result of `number_of` for the first key.
+        out: Result, int32 `[n]`.
     """
     _add_bounds(number, sizes.ctypes.data, len(out) // LANES, out.ctypes.data)

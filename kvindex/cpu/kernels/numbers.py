@@ -1,4 +1,4 @@
-"""Functions that Numba lacks: read 16-bit floats as float32, and an `exp` that LLVM vectorizes."""
+"""Functions that Numba lacks: conversion of 16-bit floats, and vectorizable `exp`, `log`, `max`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvindex.cpu.kernels.compile import Number, float32_at, kernel, uint16_at
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
 
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-"""Dtype -> number with which it is passed to kernels."""
+"""Dtype -> number that stands for the dtype in the arguments of kernels."""
 
 SIXTEEN = np.uint32(16)
 THIRTEEN = np.uint32(13)
@@ -21,12 +21,15 @@ REST = np.uint32(0x7FFF)
 LARGEST = np.uint32(0x7C00)
 INFINITE = np.uint32(0x7F800000)
 BIAS = np.float32(2.0**112)
-"""Difference of the exponents of float16 and float32 as a factor, also for subnormals."""
+"""Factor that corrects the exponent when the bits of a float16 are read as a float32."""
 
 
 @kernel
 def read(address: int, count: int, kind: int, out: np.ndarray) -> None:
-    """Convert `count` numbers at an address, of a dtype in `KINDS`, to float32 `out[:count]`."""
+    """Convert `count` numbers at an address to float32, and write them to `out[:count]`.
+
+    `kind` is the dtype of the numbers (`KINDS`).
+    """
     if kind == FLOAT32:
         floats = float32_at(address, count)
         for i in range(count):
@@ -47,7 +50,7 @@ def read(address: int, count: int, kind: int, out: np.ndarray) -> None:
 
 
 LEAST = np.float32(-87)
-"""Below this, the exponential is 0."""
+"""Argument below which `exp` returns 0."""
 
 LOG2_E = np.float32(1.4426950408889634)
 LN2_UPPER = np.float32(0.693359375)
@@ -58,7 +61,7 @@ ONE = np.float32(1)
 
 @kernel
 def exp(x: Number) -> Number:
-    """Return `e^x` for a float32 of at most 0, accurate to a few units in the last place."""
+    """Return `e^x` for a float32 `x ≤ 0`, accurate to a few units in the last place."""
     bounded = max(np.float32(x), LEAST)
     octaves = np.float32(np.rint(bounded * LOG2_E))
     r = np.float32(np.float32(bounded - octaves * LN2_UPPER) - octaves * LN2_LOWER)
@@ -69,7 +72,7 @@ def exp(x: Number) -> Number:
 
 
 HALF_ROOT = np.uint32(0x3F3504F3)
-"""Bits of the square root of 1/2; mantissas range from there to twice that."""
+"""Bits of `√(1/2)` as a float32; `log` reduces its argument to between `√(1/2)` and `√2`."""
 
 HALF = np.float32(0.5)
 MANTISSA = np.uint32(0x7FFFFF)
@@ -86,7 +89,10 @@ L0, L1, L2, L3, L4, L5, L6, L7, L8 = LOG
 
 @kernel
 def log(x: Number) -> Number:
-    """Return the log of a normal positive float32, accurate to a few units in the last place."""
+    """Return the natural logarithm of a float32, accurate to a few units in the last place.
+
+    The argument must be positive and normal (not subnormal, infinite or NaN).
+    """
     beyond = np.uint32(np.float32(x).view(np.uint32) - HALF_ROOT)
     octaves = np.float32(np.int32(beyond) >> np.int32(23))
     r = np.float32(np.uint32((beyond & MANTISSA) + HALF_ROOT).view(np.float32) - ONE)
@@ -105,7 +111,7 @@ SIGN_SHIFT = np.int32(31)
 
 @kernel
 def largest(numbers: np.ndarray) -> Number:
-    """Return the largest of float32 numbers `[n]`, none of which is NaN.
+    """Return the largest of the float32 numbers `[n]`, none of which may be NaN.
 
     The numbers are compared as integers, because LLVM vectorizes integer comparisons without
     fast-math flags.

@@ -1,6 +1,8 @@
-"""Sample candidates with integer arithmetic, as `ops.priority` does.
+"""Sample candidates by priorities, with the same integer arithmetic as `ops.priority`.
 
-The kernels compute the gains and totals that convert votes to sizes, thresholds, and candidates.
+A priority is a key's size, an estimate of the logarithm of its attention weight, plus random noise.
+The kernels here compute the terms that convert votes to sizes, find the threshold that priorities
+must reach, and list the candidates.
 """
 
 from __future__ import annotations
@@ -24,12 +26,16 @@ LEAST = np.int64(priority.LEAST)
 OF_NATS = priority.UNIT / math.log(2)
 
 SLACK = 5700
-"""Units by which the upper bound of noise may exceed it, except for large noise."""
+"""How far the upper bound of a key's noise may exceed the noise, except for large noise."""
 
 
 @kernel
 def total_of(logits: np.ndarray) -> Number:
-    """Compiled version of `priority.totals` for a head's logits float32 `[n]`."""
+    """Return the term that makes the sizes of a query head comparable to those of other heads.
+
+    It is minus the log-sum-exp of the head's logits for block centers, float32 `[n]`. This is the
+    compiled version of `ops.priority.totals`.
+    """
     found = np.float32(log_sum(logits, np.empty(0, np.int64)) * np.float32(-OF_NATS))
     return found if abs(found) < LONGEST else np.float32(0)
 
@@ -46,19 +52,23 @@ def put_scales(
     products: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Compute the gains and totals of `ops.priority`, float32 `[B·G, g, 2]`.
+    """Compute two numbers for each query head, gain and total, which convert votes to sizes.
+
+    A size estimates the logarithm of a key's attention weight: `vote * gain + total`
+    (`ops.priority`).
 
     Args:
         queries: Float32 `[B·G, g, D]`.
-        units: As for `scan.scan`.
-        centers: As for `scan.scan`.
-        length: As for `scan.scan`.
-        full: As for `scan.scan`.
-        block: As for `scan.scan`.
+        units: Inner product that a vote of 1 represents, float64 `[B·G, g]`.
+        centers: Addresses of centers, int64 `[2, B·G]`: of the full blocks, and of the last, partly
+            filled block.
+        length: Number of keys.
+        full: Number of keys in full blocks; later keys are in the last, partly filled block.
+        block: Number of tokens in a block.
         scale: Factor of the logits.
-        products: Result: inner products with the centers of the blocks that totals use
-            (`scan.is_sampled`).
-        out: Result.
+        products: Result, inner products with block centers, float32 `[B·G, S, g]`, only for the
+            blocks that `scan.is_sampled` selects. Totals are computed from them.
+        out: Result, gains and totals, float32 `[B·G, g, 2]`.
     """
     (groups, g, D), blocks = queries.shape, -(-length // block)
     count = min(blocks, CENTERS)
@@ -86,17 +96,17 @@ def put_scales(
 def list_priorities(
     bounds: np.ndarray, seed: Number, least: int, listed: np.ndarray, out: np.ndarray
 ) -> int:
-    """List the positions (ascending) and the priorities of keys whose priority is at least `least`.
+    """List the keys whose priority is at least `least`.
 
     Args:
-        bounds: Upper bounds of priorities, int32 `[N]`.
+        bounds: Upper bounds of the keys' priorities, int32 `[N]`.
         seed: Seed of the noise.
-        least: Lowest priority.
-        listed: Result, positions, int32, as long as for `list_from`.
-        out: Result, priorities, int32, as long as `listed`.
+        least: Lowest priority of a listed key.
+        listed: Result, positions of the keys, ascending, int32, as long as `list_from` requires.
+        out: Result, priorities of the keys, int32, as long as `listed`.
 
     Returns:
-        Number of keys.
+        Number of listed keys.
     """
     count, found = list_from(bounds, least, listed), 0
     for i in range(count):
@@ -113,7 +123,9 @@ def list_priorities(
 
 @kernel
 def cut_for(priorities: np.ndarray, limit: int) -> tuple[Number, Number]:
-    """Compiled version of `priority.thresholds` for int32 priorities of more keys than `limit`."""
+    """Find the threshold that about `limit` priorities reach, and the lowest sampled priority.
+
+    This is the compiled version of `ops.priority.thresholds`, for more than `limit` priorities."""
     low = high = np.int64(priorities[0])
     for i in range(len(priorities)):
         low, high = min(low, np.int64(priorities[i])), max(high, np.int64(priorities[i]))
@@ -134,22 +146,23 @@ def cut_for(priorities: np.ndarray, limit: int) -> tuple[Number, Number]:
 def candidates(
     bounds: np.ndarray, limit: int, seed: Number, listed: np.ndarray, room: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sample about `limit` candidates by priority.
+    """Sample about `limit` candidates for one KV head of one sequence.
 
     Args:
-        bounds: Upper bounds of priorities, int32 `[N]`, `INVALID` for padding.
+        bounds: Upper bounds of the keys' priorities, int32 `[N]`, `INVALID` for padding.
         limit: Number of candidates.
         seed: Seed of the noise, uint32.
         listed: Buffer, int32 `[N + 2 · SAMPLED]`.
         room: Buffer, int32 `[N + 2 · SAMPLED]`.
 
     Returns:
-        Ids int32 `[C]`, ascending, their noise and `log π`, float32 `[C]`.
+        Token ids of the candidates, ascending, int32 `[C]`; their noise, float32 `[C]`; and the
+        logarithms of the probabilities with which they were sampled, float32 `[C]`.
     """
     more, count = 0, 0
     while True:
         sampled = np.int64(sampled_threshold(bounds, limit + 1, more, room))
-        whole = (sampled - (SLACK << more)) // STEP * STEP  # a threshold is not below it
+        whole = (sampled - (SLACK << more)) // STEP * STEP  # lower bound of the exact threshold
         lowest = max(whole, np.int64(INVALID) + 1)
         count = list_priorities(bounds, seed, lowest, listed, room)
         if count > limit or lowest == INVALID + 1:

@@ -1,4 +1,4 @@
-"""Prepare the queries of a step: rotate them and round them to integers (paper, A.1)."""
+"""Prepare the queries of a search: rotate them and round them to integers (ParisKV, A.1)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvindex.ops.codes import FACTOR, TINY
 from kvindex.ops.transform import LONGEST
 
 GROUP = 6
-"""Bit planes of one digit of a rounded query; a digit is from -32 to 31."""
+"""Number of bit planes of one digit of a rounded query; a digit is from -32 to 31."""
 
 
 @kernel
 def rotate(query: np.ndarray, rotation: np.ndarray, out: np.ndarray) -> Number:
-    """Write the rotated direction of a query float32 `[D]` into `out`, and return its norm."""
+    """Normalize and rotate a query, float32 `[D]`, into `out`, and return the query's norm."""
     D, total = len(query), 0.0
     for i in range(D):
         total += np.float64(query[i]) * np.float64(query[i])
@@ -36,9 +36,14 @@ def rotate(query: np.ndarray, rotation: np.ndarray, out: np.ndarray) -> Number:
 
 @kernel
 def put_voting(rotated: np.ndarray, matrix: np.ndarray, out: np.ndarray) -> None:
-    """Compiled version of `sign_regression.voting` for one direction float32 `[D]`.
+    """Multiply a rotated query by the matrix of the sign regression, for use in votes.
 
-    `matrix` is float32 `[D, D]`, transposed, or empty without a regression.
+    This is the compiled version of `pariskv.sign_regression.voting`.
+
+    Args:
+        rotated: Rotated unit vector, float32 `[D]`.
+        matrix: Matrix of the regression, transposed, float32 `[D, D]`; empty without a regression.
+        out: Result, float32 `[D]`.
     """
     D, rows = len(rotated), np.empty(FOUR, np.int64)
     if not len(matrix):
@@ -54,7 +59,10 @@ def put_voting(rotated: np.ndarray, matrix: np.ndarray, out: np.ndarray) -> None
 
 @kernel
 def round_query(rotated: np.ndarray, query_max: int, out: np.ndarray) -> None:
-    """Compiled version of `ops.coarse.rounded` for one query float32 `[D]`, int64 `[D]`."""
+    """Scale a query, float32 `[D]`, and round it to integers up to `query_max`, int64 `[D]`.
+
+    This is the compiled version of `ops.coarse.rounded`.
+    """
     peak = 0.0
     for i in range(len(rotated)):
         peak = max(peak, abs(np.float64(rotated[i])))
@@ -65,10 +73,11 @@ def round_query(rotated: np.ndarray, query_max: int, out: np.ndarray) -> None:
 
 @kernel
 def put_planes(integers: np.ndarray, out: np.ndarray) -> None:
-    """Split integers int64 `[D]` into bit planes uint64 `[P, W]`, 64 coordinates per word.
+    """Split a rounded query, int64 `[D]`, into bit planes, uint64 `[P, W]`.
 
-    An integer is written to the base 64 with digits from -32 to 31. Each digit has `GROUP` bit
-    planes, in two's complement.
+    Integers are written in base 64 with digits from -32 to 31. A digit is stored in two's
+    complement as `GROUP` bits, and each of these bits has its bit plane. A word of a bit plane has
+    the bits of 64 coordinates.
     """
     out[:] = 0
     for d in range(len(integers)):
@@ -103,19 +112,23 @@ def prepare(
     tables: np.ndarray,
     totals: np.ndarray,
 ) -> None:
-    """Compute all forms of the queries that later stages read.
+    """Rotate and round the queries, and compute all other numbers that votes need.
+
+    Votes are computed with look-up tables or with bit planes. The arrays of the method that is not
+    used have `W = 0`.
 
     Args:
         queries: Float32 `[B·G, g, D]`.
-        rotation: Float32 `[D, D]`.
-        matrices: Sign regressions, float32 `[B·G, D, D]`, transposed, or without matrix rows.
+        rotation: Rotation matrix, float32 `[D, D]`.
+        matrices: Transposed matrices of the sign regression, float32 `[B·G, D, D]`, or `[B·G, 0,
+            0]` without a regression.
         query_max: Largest coordinate of a rounded query.
-        scales: Scales of weights, float64 `[B·G]`.
-        level: Size that a sign alone represents.
-        rotated: Result, queries with norms, float32 `[B·G, g, D]`.
+        scales: Powers of two above all weights of a group, float64 `[B·G]`.
+        level: Absolute value of a coordinate of which only the sign is known.
+        rotated: Result, rotated queries, not normalized, float32 `[B·G, g, D]`.
         units: Result, inner product that a vote of 1 represents, float64 `[B·G, g]`.
-        planes: Result, bit planes of the rounded queries, uint64 `[B·G, g, P, W]`, if `W` is not 0.
-        tables: Result, look-up tables, uint8 `[B·G, g, W, 16, 16]`, if `W` is not 0.
+        planes: Result, bit planes of the rounded queries, uint64 `[B·G, g, P, W]` (`put_planes`).
+        tables: Result, look-up tables, uint8 `[B·G, g, W, 16, 16]` (`lookup.put_tables`).
         totals: Result, the constant to subtract from inner products that were computed with planes
             or tables, int32 `[B·G, g]`.
     """

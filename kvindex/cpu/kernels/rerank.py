@@ -1,6 +1,7 @@
-"""Rerank: estimate inner products with candidates from all bits of their codes, and score them.
+"""Rerank the candidates: estimate their inner products with the queries, and score them.
 
-The score of a candidate combines the estimates of all heads of the group.
+Inner products are estimated from all bits of the candidates' codes. A score combines the estimates
+of all query heads that share a KV head.
 """
 
 from __future__ import annotations
@@ -17,17 +18,20 @@ from kvindex.cpu.kernels.vectors import FOUR, four_dots
 NEVER = np.float32(-np.inf)
 
 AHEAD = 24
-"""How many candidates ahead of the current one are prefetched."""
+"""Prefetch distance, in candidates."""
 
 STEPS = 2**11
-"""Weights per octave: the lower 11 of the 16 bits of a weight's code."""
+"""Number of logarithmic weight codes per octave: the lower 11 of the 16 bits of a code."""
 
 
 @inlined
 def weight_of(upper: int, lower: int, fine: np.ndarray) -> Number:
-    """Compiled version of `ops.codes.log_weights` for a code of two bytes.
+    """Decode a 16-bit logarithmic weight, given as upper and lower byte.
 
-    `fine` contains the weights from 1 to 2 (one octave), float32 `[2^11]`.
+    This is the compiled version of `ops.codes.log_weights`.
+
+    `fine` is a table of the weights from 1 to 2 (one octave), float32 `[2^11]`, indexed by the
+    lower 11 bits of the code.
     """
     code = np.int32(upper) << np.int32(8) | np.int32(lower)
     if code == 0:
@@ -40,10 +44,16 @@ def weight_of(upper: int, lower: int, fine: np.ndarray) -> Number:
 def put_direction(
     signs: int, magnitudes: int, bits: int, M: int, levels: int, room: int, out: int
 ) -> None:
-    """Decode a key's direction, float32 `[8 · M]`, padded to a multiple of 64.
+    """Decode a key's quantized direction.
 
-    Arrays are given by addresses: signs uint8 `[M]`, magnitudes uint8 `[bits, M]`, and the buffer
-    `room` uint8 `[1 + bits, 8]`.
+    Args:
+        signs: Address of the signs, uint8 `[M]`.
+        magnitudes: Address of the magnitudes, uint8 `[bits, M]`.
+        bits: Number of bits of a magnitude.
+        M: Number of bytes of signs.
+        levels: Address of the levels, float32 `[2^bits]`, padded to at least 16.
+        room: Address of a buffer, uint8 `[1 + bits, 8]`.
+        out: Address of the result, float32 `[8 · M]`, padded to a multiple of 64.
     """
     for b in range(0, M - 7, 8):
         put_word(signs + b, magnitudes + b, M, bits, levels, out + b * 32)
@@ -68,7 +78,7 @@ def ask_for(
     full: int,
     M: int,
 ) -> None:
-    """Prefetch a key's codes; arguments are as for `estimate`."""
+    """Prefetch the codes of the key with the id `id_of`, which `estimate` will read."""
     of = int(id_of >= full)
     own = id_of - full * of
     prefetch(signs[of] + own * M)
@@ -94,21 +104,25 @@ def estimate(
     fine: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Compiled version of `ops.rerank.estimate`, plus the inner products with centers.
+    """Estimate the inner products of one KV head's queries with the candidates.
+
+    This is the compiled version of `ops.rerank.estimate`, plus the inner products of the queries
+    with the centers of the candidates' blocks. The four arrays of addresses, int64 `[2]`, contain
+    the address in the full blocks and the address in the last, partly filled block.
 
     Args:
-        ids: Int32 `[C]`.
-        signs: Addresses int64 `[2]`, of full blocks and of the open block.
-        magnitudes: Addresses int64 `[2]`.
-        weights: Addresses int64 `[2]`.
-        fractions: Addresses int64 `[2]`.
-        bits: Bits of a magnitude.
-        full: Number of keys in full blocks; later keys are in the open block.
-        block: Tokens of a block.
+        ids: Token ids of the candidates, int32 `[C]`.
+        signs: Addresses of the signs.
+        magnitudes: Addresses of the magnitudes.
+        weights: Addresses of the upper bytes of the logarithmic weights.
+        fractions: Addresses of the lower bytes of the logarithmic weights.
+        bits: Number of bits of a magnitude.
+        full: Number of keys in full blocks; later keys are in the last, partly filled block.
+        block: Number of tokens in a block.
         queries: Rotated queries, float32 `[g, D]`.
-        products: Inner products with centers, float32 `[S, g]`.
-        levels: Float32 `[2^bits]`, at least 16.
-        fine: As for `weight_of`.
+        products: Inner products of the queries with block centers, float32 `[S, g]`.
+        levels: Quantized absolute values of a coordinate, float32 `[2^bits]`, padded to 16 or more.
+        fine: Table of weights from 1 to 2, float32 `[2^11]` (`weight_of`).
         out: Result, float32 `[g, C]`.
     """
     (g, D), C = queries.shape, len(ids)
@@ -142,7 +156,10 @@ def estimate(
 
 @kernel
 def cap(logits: np.ndarray, scale: float, softcap: float) -> None:
-    """Compiled version of `ops.attention.cap` in place for float32 `[n]`; 0 is no softcap."""
+    """Scale inner products to logits and apply the softcap, in place, float32 `[n]`.
+
+    A `softcap` of 0 means no softcap.
+    """
     factor = np.float32(scale)
     for i in range(len(logits)):
         logits[i] *= factor
@@ -153,9 +170,11 @@ def cap(logits: np.ndarray, scale: float, softcap: float) -> None:
 
 @kernel
 def put_log_softmax(logits: np.ndarray, most: np.ndarray) -> None:
-    """Replace a head's logits float32 `[C]` by the logarithms of their softmax.
+    """Replace a query head's logits by the logarithms of their softmax, in place.
 
-    `most`, float32 `[C]`, becomes the maximum of itself and the result.
+    Args:
+        logits: Float32 `[C]`.
+        most: Largest result of the earlier heads of the group, float32 `[C]`, updated in place.
     """
     peak, total = largest(logits), 0.0
     for c in range(len(logits)):
@@ -175,10 +194,12 @@ def agree(
     sums: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Compiled version of `ops.group.agree` for one group.
+    """Combine the query heads' estimates for one KV head into one score per candidate.
+
+    This is the compiled version of `ops.group.agree`.
 
     Args:
-        estimates: Float32 `[g, C]`, overwritten.
+        estimates: Estimates of inner products, float32 `[g, C]`, overwritten.
         scale: Factor of the logits.
         softcap: Bound of the logits; 0 for none.
         by_largest: True for "max_share", False for "mean_share".

@@ -1,4 +1,4 @@
-"""Copy rows by id."""
+"""Gather rows (keys and values of tokens) by their ids."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from kvindex.cpu.kernels.compile import kernel, prefetch, uint8_at, uint64_at
 
 AHEAD = 8
-"""How many rows ahead of the current one are prefetched."""
+"""Prefetch distance, in rows."""
 
 LINE = 64
 """Bytes of a cache line."""
@@ -15,7 +15,7 @@ LINE = 64
 
 @kernel
 def copy_bytes(source: int, to: int, count: int) -> None:
-    """Copy bytes between addresses, eight at a time; a source of 0 gives zeros."""
+    """Copy `count` bytes from an address `source` to an address `to`; a source of 0 gives zeros."""
     words, tail = count // 8, uint8_at(to, count)
     if not source:
         tail[:] = 0
@@ -30,7 +30,7 @@ def copy_bytes(source: int, to: int, count: int) -> None:
 
 @kernel
 def ask_for(source: int, count: int) -> None:
-    """Prefetch bytes at an address."""
+    """Prefetch `count` bytes at the address `source`."""
     for line in range(0, count, LINE):
         prefetch(source + line)
 
@@ -45,15 +45,17 @@ def gather_rows(
     ids: np.ndarray,
     out: int,
 ) -> None:
-    """Compiled version of `ops.fetch.gather_rows` for a part of the rows of each group.
+    """Copy the rows with some of the ids of each group into the result.
+
+    This is the compiled version of `ops.fetch.gather_rows`. A group is one KV head of one sequence.
 
     Args:
-        part: Index of the part that this call processes, below `parts`.
-        parts: Number of parts into which the work is divided, one per thread.
-        table: Addresses of the groups' first rows, int64 `[P]`.
-        step: Bytes between rows.
-        wide: Bytes to copy per row.
-        ids: Int64 `[P, K]`.
+        part: Number of this thread, from 0 to `parts - 1`.
+        parts: Number of threads among which the work is divided.
+        table: Address of each group's first row, int64 `[B·G]`.
+        step: Distance in bytes from one row to the next.
+        wide: Number of bytes to copy per row.
+        ids: Ids of the rows to gather, int64 `[B·G, K]`; a negative id gives zeros.
         out: Address of the result.
     """
     groups, K = ids.shape

@@ -1,4 +1,4 @@
-"""Sample rows from the sampled candidates, group by group, in float32 (`ops.priority`)."""
+"""Sample the rows to attend to from the candidates, with float32 arithmetic (`ops.priority`)."""
 
 from __future__ import annotations
 
@@ -29,9 +29,18 @@ def put_sizes(
     softcap: float,
     out: np.ndarray,
 ) -> None:
-    """Compute the sizes of rows, float32 `[C]`: `priority.root_mean_square` over the heads.
+    """Compute the sizes of the candidates, in proportion to which rows are sampled.
 
-    `estimates` float32 `[g, C]` is overwritten; `chances` are `log π` of candidates, float32 `[C]`.
+    A size is the root mean square of the estimated attention weights for the query heads
+    (`ops.priority.root_mean_square`).
+
+    Args:
+        estimates: Estimates of inner products, float32 `[g, C]`, overwritten.
+        chances: Logarithms of the probabilities with which the candidates were sampled, float32
+            `[C]`.
+        scale: Factor of the logits.
+        softcap: Bound of the logits; 0 for none.
+        out: Result, logarithms of sizes, float32 `[C]`.
     """
     (g, C), once = estimates.shape, np.empty(0, np.int64)
     room = np.empty(C, np.float32)
@@ -68,20 +77,22 @@ def sample(
     scores: np.ndarray,
     log_weight: np.ndarray,
 ) -> int:
-    """Compiled version of `priority.sample` for rows with ids int32 `[C]`, ascending.
+    """Sample up to `k` of `C` candidates; compiled version of `ops.priority.sample`.
 
     Args:
-        sizes: Float32 `[C]`.
-        noises: Float32 `[C]`.
-        chances: `log π` of candidates, float32 `[C]`.
-        ids: Int32 `[C]`.
-        power: The weight of a row is `1 / π` raised to this power.
-        to: Result, ids int64 `[k]`, best first, padded with -1.
-        scores: Result, float32 `[k]`.
-        log_weight: Result, float32 `[g, k]`.
+        sizes: Logarithms of the candidates' sizes, float32 `[C]`.
+        noises: Noise of the candidates, float32 `[C]`.
+        chances: Logarithms of the probabilities with which the candidates were sampled, float32
+            `[C]`.
+        ids: Token ids of the candidates, ascending, int32 `[C]`.
+        power: Exponent for log weights: a row sampled with probability `π` has the weight
+            `(1 / π)^power`.
+        to: Result, token ids of the rows, best first, padded with -1, int64 `[k]`.
+        scores: Result, priorities of the rows, float32 `[k]`.
+        log_weight: Result, log weights of the rows for each query head, float32 `[g, k]`.
 
     Returns:
-        Number of rows.
+        Number of sampled rows.
     """
     C, k = len(sizes), len(to)
     count, sampled = min(k + 1, C), min(k, C)
@@ -136,17 +147,19 @@ def sample_rows(
     found: np.ndarray,
     log_weight: np.ndarray,
 ) -> None:
-    """Sample up to `k` rows in a part of the groups; other arguments are as for `step.find_rows`.
+    """Sample candidates and then up to `k` rows, for some of the groups (KV heads of sequences).
 
-    The number of candidates depends on the threshold, so arrays of their length are allocated here.
+    Arguments that are not listed here are those of `step.find_rows`. The number of candidates is
+    not known before they are sampled, so this function allocates the arrays of that length.
 
     Args:
-        bounds: Upper bounds of priorities, int32 `[B·G, N]`.
+        bounds: Upper bounds of the keys' priorities, int32 `[B·G, N]`.
         seeds: Seeds of the noise, uint32 `[B·G]`.
-        power: The weight of a row is `1 / π` raised to this power.
+        power: Exponent for log weights: a row sampled with probability `π` has the weight
+            `(1 / π)^power`.
         listed: Buffer, int32 `[parts, N + 2 · SAMPLED]`.
         room: Buffer, int32 `[parts, N + 2 · SAMPLED]`.
-        log_weight: Result, float32 `[B·G, g, k]`.
+        log_weight: Result, log weights of the rows, float32 `[B·G, g, k]`.
     """
     groups, heads = len(ids), queries.shape[1]
     for group in range(groups * part // parts, groups * (part + 1) // parts):

@@ -1,4 +1,7 @@
-"""Scan: compute every key's vote from its signs, its weight's upper byte and its block's center."""
+"""Scan all keys: compute a vote for each key from its signs, its weight and its block's center.
+
+Of a key's 16-bit logarithmic weight, only the upper byte is read.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,13 @@ CENTERS = priority.CENTERS
 def multiply_center(
     center: int, queries: int, g: int, D: int, room: np.ndarray, places: np.ndarray, out: np.ndarray
 ) -> None:
-    """Compute inner products of queries with a center, bfloat16 `[D]` at an address.
+    """Compute inner products of queries with the center of a block.
 
     Args:
-        center: Address of the center.
-        queries: Address of float32 `[g, D]`.
+        center: Address of the center, bfloat16 `[D]`.
+        queries: Address of the queries, float32 `[g, D]`.
         g: Number of queries.
-        D: Dimension.
+        D: Dimension of a query.
         room: Buffer, float32 `[D + 4]`.
         places: Buffer, int64 `[4]`.
         out: Result, float32 `[g]`.
@@ -44,14 +47,18 @@ def multiply_center(
 
 @kernel
 def is_sampled(s: int, blocks: int) -> bool:
-    """Return True if block `s` is one of `ops.priority.sampled_blocks`."""
+    """Return True if `ops.priority.sampled_blocks(blocks)` contains block `s`."""
     count = min(blocks, CENTERS)
     return blocks * -(-s * count // blocks) // count == s
 
 
 @kernel
 def offset_of(product: float, unit: float) -> Number:
-    """Compiled version of `ops.coarse.dot_offsets` for one product and the unit of a vote."""
+    """Convert a query's inner product with a block center to a number of votes.
+
+    This is the compiled version of `ops.coarse.dot_offsets`. `unit` is the inner product that a
+    vote of 1 represents.
+    """
     if not unit > 0:
         return np.int32(0)
     return np.int32(min(max(np.rint(np.float64(product) / unit), -MOST), MOST))
@@ -79,29 +86,30 @@ def scan_block(
     sizes: np.ndarray,
     votes: np.ndarray,
 ) -> None:
-    """Compute votes of a block's keys, int32 `[count]`; with scales, upper bounds of priorities.
+    """Compute the votes of one block's keys or, with sampling, upper bounds of their priorities.
 
     Args:
         signs: Address of the block's signs.
-        weights: Address of the block's weights.
-        valid: Address of bool `[count]`, or 0.
+        weights: Address of the upper bytes of the block's weights.
+        valid: Address of the mask of valid keys, bool `[count]`; 0 if all keys are valid.
         count: Number of keys.
-        M: Bytes of a key's signs.
-        planes: Bit planes of the queries, uint64 `[g, P, W]`.
-        tables: Look-up tables of the queries, uint8 `[g, W, 16, 16]`. Only one of planes and tables
-            is used; `W` is 0 in the other.
-        totals: Result of `query.prepare`, int32 `[g]`.
-        factors: Integer factor of each weight, int32 `[256]`.
-        offsets: Vote that the block's center adds for each head, int32 `[g]`.
-        scales: Gains and totals of `ops.priority`, float32 `[g, 2]`; `[0, 2]` without sampling.
-        number: Number that is hashed for the first key (`noise.number_of`).
+        M: Number of bytes that the signs of a key take.
+        planes: Bit planes of the queries, uint64 `[g, P, W]`. Either these or `tables` are used,
+            and `W` is 0 in the other array.
+        tables: Look-up tables of the queries, uint8 `[g, W, 16, 16]`.
+        totals: Constants to subtract from the inner products of signs with queries, int32 `[g]`.
+        factors: Integer that votes are multiplied by for each weight, int32 `[256]`.
+        offsets: Vote that the block's center adds for each query head, int32 `[g]`.
+        scales: Gain and total of each query head (`ops.priority`), float32 `[g, 2]`; `[0, 2]`
+            without sampling.
+        number: Number from which the noise of the first key is hashed (`noise.number_of`).
         words: Buffer, uint64 `[W, CHUNK]`.
         nibbles: Buffer, uint8 `[W, 16, 64]`.
         dots: Buffer, int32 `[CHUNK]`.
         own: Buffer, int32 `[CHUNK]`.
         some: Buffer, int32 `[CHUNK]`.
         sizes: Buffer, float32 `[CHUNK]`.
-        votes: Result.
+        votes: Result, int32 `[count]`.
     """
     for start in range(0, count, CHUNK):
         n = min(CHUNK, count - start)
@@ -157,31 +165,33 @@ def scan(
     products: np.ndarray,
     votes: np.ndarray,
 ) -> None:
-    """Compute the votes of a part of all groups' blocks; with scales, upper bounds of priorities.
+    """Compute the votes of all keys in some of the blocks of all groups (KV heads of sequences).
 
-    A key's vote is that of the group's best head (`ops.coarse.votes`).
+    A key's vote is the largest vote of the group's query heads (`ops.coarse.votes`). With sampling,
+    upper bounds of the keys' priorities are computed instead of votes.
 
     Args:
-        part: Index of the part that this call processes, below `parts`.
-        parts: Number of parts into which the work is divided, one per thread.
-        signs: Addresses int64 `[2, B·G]`, of full blocks and of the open block.
-        weights: Addresses int64 `[2, B·G]`.
-        centers: Addresses int64 `[2, B·G]`; 0 if there are none.
-        valid: Addresses of flags, int64 `[B·G]`, or 0.
+        part: Number of this thread, from 0 to `parts - 1`.
+        parts: Number of threads among which the work is divided.
+        signs: Addresses of signs, int64 `[2, B·G]`: in the full blocks, and in the last, partly
+            filled block.
+        weights: Addresses of the weights' upper bytes, int64 `[2, B·G]`.
+        centers: Addresses of centers, int64 `[2, B·G]`; 0 if blocks have no centers.
+        valid: Addresses of the masks of valid keys, int64 `[B·G]`; 0 if all keys are valid.
         length: Number of keys.
-        full: Number of keys in full blocks; later keys are in the open block.
-        block: Tokens of a block.
-        factors: Int32 `[B·G, 256]`.
-        queries: As for `query.prepare`.
-        units: As for `query.prepare`.
-        planes: As for `query.prepare`.
-        tables: As for `query.prepare`.
-        totals: As for `query.prepare`.
-        scales: Gains and totals of `ops.priority`, float32 `[B·G, g, 2]`; `[B·G, 0, 2]` without
-            sampling.
+        full: Number of keys in full blocks; later keys are in the last, partly filled block.
+        block: Number of tokens in a block.
+        factors: Integer that votes are multiplied by for each weight, int32 `[B·G, 256]`.
+        queries: Float32 `[B·G, g, D]`.
+        units: Inner product that a vote of 1 represents, float64 `[B·G, g]`.
+        planes: Bit planes of the rounded queries, from `query.prepare`.
+        tables: Look-up tables of the rounded queries, from `query.prepare`.
+        totals: Constants to subtract from inner products, from `query.prepare`.
+        scales: Gain and total of each query head (`ops.priority`), float32 `[B·G, g, 2]`; `[B·G, 0,
+            2]` without sampling.
         seeds: Seeds of the noise, uint32 `[B·G]`.
-        products: Result: inner products with centers, float32 `[B·G, S, g]`. With sampling, those
-            of the sampled blocks were computed before (`priority.put_scales`).
+        products: Result, inner products with block centers, float32 `[B·G, S, g]`. With sampling,
+            `priority.put_scales` has already computed those of the sampled blocks.
         votes: Result, int32 `[B·G, N]`.
     """
     groups, g, D = queries.shape

@@ -1,6 +1,7 @@
-"""Select candidates by votes, then rows by scores. Equal scores go to the lower id.
+"""Select candidates by their votes, and rows by their scores.
 
-Thresholds are found by counting, without data-dependent branches, which a CPU could not predict.
+Of keys with equal votes or scores, those with lower ids are selected. Thresholds are found by
+counting, without branches on the data, which a CPU could not predict.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ Within these bounds, an eighth of all votes is sampled.
 """
 
 WORD = 64
-"""Votes that are compared at a time."""
+"""Number of votes that are compared at a time."""
 
 MARGIN = 4
-"""Extra length of lists, because this many positions are written at once."""
+"""Number of unused elements at the end of a list, because positions are written four at a time."""
 
 FEW = 256
-"""Up to this many rows are sorted by counting, for each row, how many are better."""
+"""Largest number of entries that `put_in_order` sorts by counting the larger entries of each."""
 
 LAST = np.int64(2**32 - 1)
 MOST = np.int32(2**31 - 1)
@@ -35,33 +36,36 @@ ONE = np.uint64(1)
 
 @kernel
 def order_of(score: float) -> Number:
-    """Map a float32 score to an int32 with the same order; -0 and 0 give the same."""
+    """Map a float32 score to an int32 so that integers compare as the scores do; -0 equals 0."""
     bits = np.int32(0) if score == 0 else np.float32(score).view(np.int32)
     return np.int32(bits ^ (bits >> np.int32(31) & np.int32(0x7FFFFFFF)))
 
 
 @kernel
 def entry_of(order: Number, position: Number) -> Number:
-    """Return an entry that is larger for a larger `order`, then for a lower position."""
+    """Combine an integer score (`order_of`) and a position into one int64, called an entry.
+
+    The entry is larger for a larger score and, if scores are equal, for a lower position.
+    """
     return np.int64(order) << np.int64(32) | (LAST - np.int64(position))
 
 
 @kernel
 def position_of(entry: int) -> Number:
-    """Return the position of an entry."""
+    """Extract the position from an entry (`entry_of`)."""
     return LAST - (entry & LAST)
 
 
 @kernel
 def score_of(entry: int) -> Number:
-    """Return the float32 score of an entry."""
+    """Extract the float32 score from an entry (`entry_of`)."""
     order = np.int32(entry >> np.int64(32))
     return np.int32(order ^ (order >> np.int32(31) & np.int32(0x7FFFFFFF))).view(np.float32)
 
 
 @kernel
 def count_from(numbers: np.ndarray, threshold: int) -> Number:
-    """Count the int32 numbers `[n]` that are at least `threshold`."""
+    """Return how many of the int32 numbers `[n]` are at least `threshold`."""
     count, least = np.int32(0), np.int32(threshold)
     for i in range(len(numbers)):
         count += np.int32(numbers[i] >= least)
@@ -70,10 +74,10 @@ def count_from(numbers: np.ndarray, threshold: int) -> Number:
 
 @kernel
 def threshold_for(numbers: np.ndarray, k: int) -> Number:
-    """Return a threshold that at least `k` of the int32 numbers `[n]` reach.
+    """Find a threshold that at least `k` of the int32 numbers `[n]` reach, by binary search.
 
-    The binary search ends early at a threshold that exactly `k` numbers reach. If it finds none,
-    the result is the largest threshold that at least `k` numbers reach.
+    The search ends at the first threshold that exactly `k` numbers reach. If there is none, because
+    of equal numbers, the result is the largest threshold that at least `k` numbers reach.
     """
     least = most = np.int32(numbers[0])
     for i in range(len(numbers)):
@@ -93,9 +97,10 @@ def threshold_for(numbers: np.ndarray, k: int) -> Number:
 
 @kernel
 def put_chosen(numbers: np.ndarray, k: int, out: np.ndarray) -> None:
-    """Write the positions of the `k` largest of int32 numbers `[n]` into `out[:k]`, ascending.
+    """Write the positions of the `k` largest int32 numbers into `out[:k]`, ascending.
 
-    Equal numbers go to the lower position; `out` is int32 and longer than `k`.
+    Of equal numbers, those at lower positions are preferred. `out` is int32 and has at least
+    `k + 1` elements.
     """
     threshold = np.int32(threshold_for(numbers, k))
     ties = k - (0 if threshold == MOST else count_from(numbers, threshold + 1))
@@ -109,10 +114,13 @@ def put_chosen(numbers: np.ndarray, k: int, out: np.ndarray) -> None:
 
 @kernel
 def sampled_threshold(votes: np.ndarray, limit: int, more: int, room: np.ndarray) -> Number:
-    """Estimate a threshold that somewhat more than `limit` of the votes int32 `[n]` reach.
+    """Estimate a threshold that somewhat more than `limit` votes reach, from a sample of the votes.
 
-    The estimate uses a sample of the votes. `more` is the number of earlier estimates that were too
-    high; each one makes the result lower. `room` is a buffer, int32, at least `2 · SAMPLED` long.
+    Args:
+        votes: Int32 `[n]`.
+        limit: Number of votes that must reach the threshold.
+        more: Number of earlier calls whose result was too high. It lowers the result.
+        room: Buffer, int32, at least `2 · SAMPLED` long.
     """
     step = max(1, len(votes) // min(max(len(votes) // 8, FEWEST), SAMPLED))
     count = (len(votes) - 1) // step + 1
@@ -127,9 +135,15 @@ def sampled_threshold(votes: np.ndarray, limit: int, more: int, room: np.ndarray
 
 @kernel
 def list_from(votes: np.ndarray, threshold: int, out: np.ndarray) -> int:
-    """List the positions of votes of at least a threshold, ascending, and return their number.
+    """List the positions of all votes that reach the threshold.
 
-    `out` is int32, `MARGIN` longer than the list.
+    Args:
+        votes: Int32 `[n]`.
+        threshold: Lowest vote of a listed position.
+        out: Result, positions, ascending, int32. It needs `MARGIN` elements more than the list.
+
+    Returns:
+        Number of listed positions.
     """
     count, least, at = 0, np.int32(threshold), votes.ctypes.data
     whole = len(votes) // WORD * WORD
@@ -152,14 +166,15 @@ def list_from(votes: np.ndarray, threshold: int, out: np.ndarray) -> int:
 def candidates(
     votes: np.ndarray, limit: int, listed: np.ndarray, room: np.ndarray, out: np.ndarray
 ) -> None:
-    """Compiled version of `ops.select.candidates` for one head: ids int32 `out[:limit]`, ascending.
+    """Select the `limit` keys with the largest votes, as `ops.select.candidates` does for one head.
 
     Args:
         votes: Int32 `[n]`, `INVALID` for padding.
         limit: Number of candidates, at most the number of valid keys.
         listed: Buffer, int32 `[n + MARGIN]`.
         room: Buffer, int32 `[n + 2 · SAMPLED]`.
-        out: Result, longer than `limit`.
+        out: Result, ids of the keys, ascending, in `out[:limit]`; int32 with at least `limit + 1`
+            elements.
     """
     if limit == 0:
         return
@@ -177,7 +192,7 @@ def candidates(
 
 @kernel
 def put_in_order(entries: np.ndarray, out: np.ndarray) -> None:
-    """Sort distinct entries int64 `[k]`, the largest first, into `out`."""
+    """Sort int64 entries `[k]`, which must differ from each other, into `out`, largest first."""
     k = len(entries)
     if k > FEW:
         out[:k] = entries
@@ -202,16 +217,16 @@ def top_k(
     room: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Compiled version of `ops.select.top_k`: write the best entries, best first, int64 `out[:k]`.
+    """Select the `k` rows with the best scores; compiled version of `ops.select.top_k`.
 
     Args:
         scores: Float32 `[C]`.
-        ids: Ascending ids of the rows, int32 `[C]`.
-        k: Number of entries, at most `C`.
+        ids: Ids of the rows, ascending, int32 `[C]`.
+        k: Number of rows to select, at most `C`.
         orders: Buffer, int32 `[C]`.
         places: Buffer, int32 `[k + 1]`.
         room: Buffer, int64 `[k]`.
-        out: Result.
+        out: Result, entries (`entry_of`) of the selected rows, best first, int64 `[k]`.
     """
     if k == 0:
         return

@@ -1,7 +1,8 @@
-"""Compute the votes of a chunk of a block's keys, or upper bounds of their priorities.
+"""Compute the votes of up to 256 keys or, with sampling, upper bounds of their priorities.
 
-Sampling needs the bounds: a key's size plus an upper bound of its noise (`noise.bound_of`). The
-exact noise is computed later, only for the few keys whose bound reaches the threshold.
+A priority is a key's size plus random noise. Its upper bound is the size plus an upper bound of the
+noise (`noise.bound_of`), which is faster to compute. The exact noise is computed later, only for
+the few keys whose bound reaches the threshold.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from kvindex.cpu.kernels.noise import LARGEST, add_bounds
 from kvindex.cpu.kernels.query import GROUP
 
 CHUNK = 256
-"""Keys that are processed at a time, so that intermediate results stay in the L1 cache."""
+"""Number of keys that are processed at a time; their intermediate results fit in the L1 cache."""
 
 INVALID = np.int32(np.iinfo(np.int32).min)
 """Vote of a padded token."""
@@ -25,7 +26,10 @@ ONE, TWO, THREE, FOUR, FIVE = (np.uint64(n) for n in range(1, 6))
 
 @inlined
 def put_words(signs: int, count: int, M: int, out: np.ndarray) -> None:
-    """Convert sign bytes of keys `[count, M]` to words uint64 `out[:, :count]`, zero-padded."""
+    """Convert the sign bytes of keys, `[count, M]`, to 64-bit words, uint64 `[W, count]`.
+
+    `signs` is the address of the bytes. Each key's bytes are padded with zeros to whole words.
+    """
     if M % 8 == 0:
         W = M // 8
         words = uint64_at(signs, count * W)
@@ -44,9 +48,16 @@ def put_words(signs: int, count: int, M: int, out: np.ndarray) -> None:
 
 @kernel
 def put_dots(words: np.ndarray, planes: np.ndarray, total: int, out: np.ndarray) -> None:
-    """Compute inner products of signs with a rounded query: `2 · (sum where signs are 1) - total`.
+    """Compute the inner products of keys' signs (±1) with a rounded query, from bit planes.
 
-    `words` are uint64 `[W, CHUNK]`, `planes` of the query uint64 `[P, W]`, `out` is int32 `[n]`.
+    The inner product is twice the sum of the coordinates whose sign bit is 1, minus the sum of all
+    coordinates.
+
+    Args:
+        words: Sign bits of the keys, uint64 `[W, CHUNK]`.
+        planes: Bit planes of the query (`query.put_planes`), uint64 `[P, W]`.
+        total: Sum of the query's coordinates.
+        out: Result, int32 `[n]`.
     """
     for i in range(len(out)):
         out[i] = -total
@@ -74,9 +85,11 @@ def raise_by_planes(
     dots: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Raise `out` to the largest votes as `lookup.raise_votes`, with bit planes and for any `n`.
+    """Compute the maximum of each key's votes over the query heads and of `out`, in place.
 
-    `planes` are uint64 `[g, P, W]`; `dots` is a buffer, int32 `[n]`.
+    Votes are computed with bit planes of the queries, `planes`, uint64 `[g, P, W]`. `dots` is a
+    buffer, int32 `[n]`. All other arguments are those of `lookup.raise_votes`, which uses tables
+    instead. Here the number of keys `n` does not need to be a multiple of 64.
     """
     for h in range(len(planes)):
         put_dots(words, planes[h], totals[h], dots)
@@ -95,9 +108,12 @@ def raise_sizes_by_planes(
     dots: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Raise `out` to the largest sizes as `lookup.raise_sizes`, with bit planes and for any `n`.
+    """Compute the maximum of each key's sizes over the query heads and of `out`, in place.
 
-    `planes` are uint64 `[g, P, W]`; `dots` is a buffer, int32 `[n]`.
+    A size estimates the logarithm of a key's attention weight. Sizes are computed with bit planes
+    of the queries, `planes`, uint64 `[g, P, W]`. `dots` is a buffer, int32 `[n]`. All other
+    arguments are those of `lookup.raise_sizes`, which uses tables instead. Here the number of keys
+    `n` does not need to be a multiple of 64.
     """
     for h in range(len(planes)):
         put_dots(words, planes[h], totals[h], dots)
@@ -121,7 +137,11 @@ def put_votes(
     some: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Compute votes int32 `out[n]` of up to `CHUNK` keys; `some` is a buffer, int32 `[CHUNK]`."""
+    """Compute the votes of `n` keys into `out`, int32 `[n]`, where `n` is at most `CHUNK`.
+
+    `words` are the signs of the keys (`put_words`), and `factors` are the integers that multiply
+    their votes, int32 `[CHUNK]`. All other arguments are those of `scan.scan_block`.
+    """
     n = len(out)
     some[:] = INVALID
     if tables.shape[1]:
@@ -148,10 +168,11 @@ def put_bounds(
     sizes: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Compute upper bounds of priorities, int32 `out[n]`, of up to `CHUNK` keys.
+    """Compute upper bounds of the priorities of `n` keys into `out`, int32 `[n]`.
 
-    `number` is `noise.number_of` the first key; `some` int32 and `sizes` float32 `[CHUNK]` are
-    buffers.
+    `n` is at most `CHUNK`. `words` are the signs of the keys (`put_words`), and `factors` are the
+    integers that multiply their votes, int32 `[CHUNK]`. All other arguments are those of
+    `scan.scan_block`.
     """
     n = len(out)
     sizes[:] = -LARGEST

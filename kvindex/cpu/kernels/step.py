@@ -1,6 +1,7 @@
-"""The stages of a decode step after the scan.
+"""The stages of a decode step that follow the computation of votes.
 
-They select candidates, rerank them, combine the scores of a group's heads, select rows, and attend.
+These stages select candidates, rerank them, combine the estimates of the query heads that share a
+KV head, select rows, and attend to the rows.
 """
 
 from __future__ import annotations
@@ -46,25 +47,28 @@ def find_rows(
     scores: np.ndarray,
     found: np.ndarray,
 ) -> None:
-    """Find the best `k` rows of a part of the groups, from the votes of all keys.
+    """Select the best `k` rows from the votes of all keys, for some of the groups.
+
+    A group is one KV head of one sequence. `most` is the largest number of candidates of a group.
 
     Args:
-        part: Index of the part that this call processes, below `parts`.
-        parts: Number of parts into which the work is divided, one per thread.
-        votes: Int32 `[B·G, N]`.
-        limits: Number of candidates `C`, int64 `[B·G]`.
+        part: Number of this thread, from 0 to `parts - 1`.
+        parts: Number of threads among which the work is divided.
+        votes: Votes of all keys, int32 `[B·G, N]`.
+        limits: Number of candidates of each group, int64 `[B·G]`.
         length: Number of keys.
-        full: As for `rerank.estimate`.
-        block: As for `rerank.estimate`.
-        signs: Addresses int64 `[2, B·G]`.
-        magnitudes: Addresses int64 `[2, B·G]`.
-        weights: Addresses int64 `[2, B·G]`.
-        fractions: Addresses int64 `[2, B·G]`.
-        bits: Bits of a magnitude.
+        full: Number of keys in full blocks; later keys are in the last, partly filled block.
+        block: Number of tokens in a block.
+        signs: Addresses of signs, int64 `[2, B·G]`: in the full blocks, and in the last, partly
+            filled block.
+        magnitudes: Addresses of magnitudes, int64 `[2, B·G]`.
+        weights: Addresses of the weights' upper bytes, int64 `[2, B·G]`.
+        fractions: Addresses of the weights' lower bytes, int64 `[2, B·G]`.
+        bits: Number of bits of a magnitude.
         queries: Rotated queries, float32 `[B·G, g, D]`.
-        products: Inner products with centers, float32 `[B·G, S, g]`.
-        levels: As for `rerank.estimate`.
-        fine: As for `rerank.estimate`.
+        products: Inner products with block centers, float32 `[B·G, S, g]`.
+        levels: Quantized absolute values of a coordinate, float32 `[2^bits]`, padded to 16 or more.
+        fine: Table of weights from 1 to 2, float32 `[2^11]` (`rerank.weight_of`).
         scale: Factor of the logits.
         softcap: Bound of the logits; 0 for none.
         by_largest: True for "max_share", False for "mean_share".
@@ -76,9 +80,9 @@ def find_rows(
         room: Buffer, int32 `[parts, N + 2 · SAMPLED]`.
         places: Buffer, int32 `[parts, k + 1]`.
         entries: Buffer, int64 `[parts, 2, k]`.
-        ids: Result, int64 `[B·G, k]`, best first, padded with -1.
-        scores: Result, float32 `[B·G, k]`.
-        found: Result, number of rows, int32 `[B·G]`.
+        ids: Result, token ids of the rows, best first, padded with -1, int64 `[B·G, k]`.
+        scores: Result, scores of the rows, float32 `[B·G, k]`.
+        found: Result, number of selected rows, int32 `[B·G]`.
     """
     groups, k = ids.shape
     for group in range(groups * part // parts, groups * (part + 1) // parts):
@@ -135,31 +139,34 @@ def attend_groups(
     output: np.ndarray,
     lse: np.ndarray,
 ) -> None:
-    """Attend to rows with ids int64 `[B·G, K]` and to resident rows, for a part of the groups.
+    """Attend to selected rows and resident rows (sink and window), for some of the groups.
+
+    A group is one KV head of one sequence.
 
     Args:
-        part: Index of the part that this call processes, below `parts`.
-        parts: Number of parts into which the work is divided, one per thread.
+        part: Number of this thread, from 0 to `parts - 1`.
+        parts: Number of threads among which the work is divided.
         queries: Float32 `[B·G, g, D]`.
-        ids: Int64 `[B·G, K]`.
-        bases: Addresses of the store's rows, int64 `[B·G]`.
-        row_bytes: Bytes of a row.
-        weights: Log weights, float32 `[B·G, g, K]`; `[B·G, g, 0]` if all are zero.
-        resident: Addresses of resident rows, int64 `[B·G]`.
+        ids: Token ids of the selected rows, int64 `[B·G, K]`; negative ids are unused.
+        bases: Addresses of each group's rows in the store, int64 `[B·G]`.
+        row_bytes: Bytes of a row in the store.
+        weights: Log weights of the selected rows, float32 `[B·G, g, K]`; `[B·G, g, 0]` if all are
+            zero.
+        resident: Addresses of each group's resident rows, int64 `[B·G]`.
         resident_bytes: Bytes of a resident row.
-        mask: Addresses of the mask of resident rows, int64 `[B·G]`.
+        mask: Addresses of the masks of resident rows, int64 `[B·G]`.
         count: Number of resident rows.
         kind: Dtype of the rows (`numbers.KINDS`).
-        value_bytes: As for `attend`.
+        value_bytes: Distance in bytes from a key's address to its value.
         scale: Factor of the logits.
         softcap: Bound of the logits; 0 for none.
-        addresses: Buffer, int64 `[parts, K + W]`.
-        places: Buffer for each part, as for `attend`.
-        keys: Buffer for each part, as for `attend`.
-        values: Buffer for each part, as for `attend`.
-        logits: Buffer for each part, as for `attend`.
+        addresses: Buffer, int64 `[parts, K + count]`.
+        places: For each thread the buffer `places` of `attend`.
+        keys: For each thread the buffer `keys` of `attend`.
+        values: For each thread the buffer `values` of `attend`.
+        logits: For each thread the buffer `logits` of `attend`.
         output: Result, float32 `[B·G, g, Dv]`.
-        lse: Result, float32 `[B·G, g]`.
+        lse: Result, log-sum-exp of the logits, float32 `[B·G, g]`.
     """
     groups, K = ids.shape
     for group in range(groups * part // parts, groups * (part + 1) // parts):

@@ -1,4 +1,7 @@
-"""The stages of a decode step with tiered votes that follow the votes, group by group."""
+"""The stages of a decode step with `coarse="tiered_votes"` that follow the computation of votes.
+
+These stages select candidates, rerank them, and select rows.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from kvindex.cpu.kernels.top import list_best
 from kvindex.cpu.kernels.vectors import FLOAT, FOUR, chunk, element, four_dots, shuffle
 
 PAIR, WIDE = (ir.VectorType(ir.IntType(bits), 2) for bits in (16, 32))
-"""Vectors of the two weights of 16 consecutive coordinates, in 16 and in 32 bits."""
+"""Vectors of two weights, which 16 consecutive coordinates share, with 16 and with 32 bits each."""
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba is not typed
@@ -40,11 +43,14 @@ def _scale(_: Any, weights: Any, chunks: Any, out: Any) -> Any:
 
 @kernel
 def scale(weights: int, M: int, out: int) -> None:
-    """Multiply the subspaces of a key by their weights. Arguments are the addresses of both.
+    """Multiply each subspace (8 coordinates) of a decoded key by its weight, in place.
 
-    Subspaces are float32 `[M, 8]`, weights bfloat16 `[M]`.
+    Args:
+        weights: Address of the weights, bfloat16 `[M]`.
+        M: Number of subspaces.
+        out: Address of the key, float32 `[M, 8]`.
     """
-    if M == 8:  # unrolled
+    if M == 8:  # a constant number of subspaces, so that LLVM unrolls the loop
         _scale(weights, 4, out)
         return
     _scale(weights, M // 2, out)
@@ -66,17 +72,19 @@ def estimate(
     levels: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Compiled version of `ops.rerank.estimate` with a weight for each subspace.
+    """Estimate the queries' inner products with candidates whose subspaces have one weight each.
+
+    This is the compiled version of `ops.rerank.estimate`, for one KV head of one sequence.
 
     Args:
-        ids: Int32 `[C]`.
-        signs: Address of the group's signs.
-        magnitudes: Address of the group's magnitudes.
-        weights: Address of the group's weights.
-        bits: Bits of a magnitude.
+        ids: Token ids of the candidates, int32 `[C]`.
+        signs: Address of the KV head's signs.
+        magnitudes: Address of the KV head's magnitudes.
+        weights: Address of the KV head's weights.
+        bits: Number of bits of a magnitude.
         queries: Rotated queries, float32 `[g, D]`.
-        levels: Float32 `[2^bits]`, at least 16.
-        out: Result, float32 `[g, C]`.
+        levels: Quantized absolute values of a coordinate, float32 `[2^bits]`, padded to 16 or more.
+        out: Result, estimated inner products, float32 `[g, C]`.
     """
     (g, D), C = queries.shape, len(ids)
     M, words = D // 8, -(-D // WORD)
@@ -133,21 +141,23 @@ def find_rows(
     scores: np.ndarray,
     found: np.ndarray,
 ) -> None:
-    """Find the best `k` rows of a part of the groups, from the votes of all keys.
+    """Select the best `k` rows from the votes of all keys, for some of the groups.
+
+    A group is one KV head of one sequence. `most` is the largest number of candidates of a group.
 
     Args:
-        part: Index of the part that this call processes, below `parts`.
-        parts: Number of parts into which the work is divided, one per thread.
-        votes: Result of `tiered_votes.vote`.
-        counts: Result of `tiered_votes.vote`.
-        limits: Number of candidates of a head, int64 `[P]`.
-        signs: Addresses int64 `[P]`.
-        magnitudes: Addresses int64 `[P]`.
-        weights: Addresses int64 `[P]`.
-        valid: Addresses of flags, int64 `[P]`, or 0.
-        bits: Bits of a magnitude.
-        queries: Rotated queries, float32 `[P, g, D]`.
-        levels: As for `estimate`.
+        part: Number of this thread, from 0 to `parts - 1`.
+        parts: Number of threads among which the work is divided.
+        votes: Votes of all keys, from `tiered_votes.vote`.
+        counts: Number of keys with each vote, from `tiered_votes.vote`.
+        limits: Number of candidates of each query head, int64 `[B·G]`.
+        signs: Addresses of signs, int64 `[B·G]`.
+        magnitudes: Addresses of magnitudes, int64 `[B·G]`.
+        weights: Addresses of weights, int64 `[B·G]`.
+        valid: Addresses of the masks of valid keys, int64 `[B·G]`; 0 if all keys are valid.
+        bits: Number of bits of a magnitude.
+        queries: Rotated queries, float32 `[B·G, g, D]`.
+        levels: Quantized absolute values of a coordinate, float32 `[2^bits]`, padded to 16 or more.
         scale: Factor of the logits.
         softcap: Bound of the logits; 0 for none.
         by_largest: True for "max_share", False for "mean_share".
@@ -156,9 +166,9 @@ def find_rows(
         sums: Buffer, float32 `[parts, most]`.
         agreed: Buffer, float32 `[parts, most]`.
         entries: Buffer, int64 `[parts, most]`.
-        ids: Result, int64 `[P, k]`, best first, padded with -1.
-        scores: Result, float32 `[P, k]`.
-        found: Result, number of rows, int32 `[P]`.
+        ids: Result, token ids of the rows, best first, padded with -1, int64 `[B·G, k]`.
+        scores: Result, scores of the rows, float32 `[B·G, k]`.
+        found: Result, number of selected rows, int32 `[B·G]`.
     """
     (groups, k), g = ids.shape, queries.shape[1]
     cuts, left = np.empty(g, np.int64), np.empty(g, np.int64)

@@ -1,6 +1,8 @@
-"""Find candidates by tiered votes: give points to centroids, add them up, take the best keys.
+"""Find candidates by tiered votes (`coarse="tiered_votes"`).
 
-The points for up to eight query heads are the bytes of one word, so one look-up serves them all.
+In each subspace, the centroids that are closest to the query give points to their keys. A key's
+vote is the sum of its points, and the keys with the largest votes become candidates. The points for
+up to eight query heads are the bytes of one 64-bit word, so that one look-up serves all heads.
 """
 
 from __future__ import annotations
@@ -11,18 +13,18 @@ from kvindex.cpu.kernels.compile import Number, kernel, uint8_at, uint64_at
 from kvindex.cpu.kernels.query import rotate
 
 HEADS = 8
-"""Query heads whose points are in one word."""
+"""Number of query heads whose points are in one 64-bit word."""
 
 CENTROIDS = 256
 
 POINTS = 256
-"""Upper bound of a key's points: 6 in each subspace."""
+"""Upper bound of a key's points, which are at most 6 in each subspace."""
 
 CHUNK = 1024
-"""Keys that are processed at a time."""
+"""Number of keys that are processed at a time."""
 
 VALID, TAKEN = np.uint8(2), np.uint8(3)
-"""Flags of keys: valid, and both valid and taken."""
+"""Flags of a key that is valid, and of a key that is valid and a candidate."""
 
 BYTE, EIGHT = np.uint64(255), np.uint64(8)
 
@@ -37,20 +39,21 @@ def merge_flipped(
     merged: np.ndarray,
     numbers: np.ndarray,
 ) -> None:
-    """Merge two sorted lists: `count` centroids, and the same centroids with bit `j` flipped.
+    """Merge a sorted list of centroids with the list of the same centroids with bit `j` flipped.
 
-    The result is sorted by ascending loss, and equal losses by the lower id. The loss of a centroid
-    is the best centroid's inner product with the query minus its own. The merge runs from both ends
-    at the same time, so that the CPU can overlap the two chains of dependent instructions.
+    The loss of a centroid is how much smaller its inner product with the query is than that of the
+    best centroid. Lists are sorted by ascending loss, and centroids with equal losses by id. The
+    merge runs from both ends at the same time, so that the CPU can overlap two chains of dependent
+    instructions.
 
     Args:
         losses: Losses of the centroids, float64 `[256]`, ascending.
         ids: Ids of the centroids, int64 `[256]`.
-        count: Number of centroids.
-        j: Bit that is flipped.
-        loss: By how much flipping the bit increases a loss.
-        merged: Result, losses of twice as many centroids.
-        numbers: Result, ids of twice as many centroids.
+        count: Number of centroids in the list.
+        j: Number of the bit that is flipped.
+        loss: Increase of a centroid's loss if the bit is flipped.
+        merged: Result, losses of `2 * count` centroids.
+        numbers: Result, ids of `2 * count` centroids.
     """
     x = y = 0
     u = v = count - 1
@@ -71,9 +74,12 @@ def merge_flipped(
 
 @kernel
 def put_order(part: np.ndarray, losses: np.ndarray, ids: np.ndarray) -> None:
-    """Sort the centroids by their inner product with a query's subspace float32 `[8]`, best first.
+    """Sort the centroids of a subspace by their inner products with the query, largest first.
 
-    The result is `ids[0]` of int64 `[2, 256]`; `losses` float64 `[2, 256]` is a buffer.
+    Args:
+        part: Coordinates of the query in the subspace, float32 `[8]`.
+        losses: Buffer, float64 `[2, 256]`.
+        ids: Result, ids of the centroids in `ids[0]`; int64 `[2, 256]`, where `ids[1]` is a buffer.
     """
     best = 0
     for j in range(len(part)):
@@ -88,11 +94,15 @@ def put_order(part: np.ndarray, losses: np.ndarray, ids: np.ndarray) -> None:
 def put_points(
     ids: np.ndarray, histogram: np.ndarray, limits: np.ndarray, up: Number, table: np.ndarray
 ) -> None:
-    """Write the points of centroids int64 `[256]`, best first, into a byte of `table[256]`.
+    """Write the points that each centroid of a subspace gives to its keys, for one query head.
 
-    `histogram` is the number of keys per centroid, int64 `[256]`. `limits` are the bounds of the
-    tiers, int64 `[tiers]`, ascending. `up` is the position of the byte's lowest bit in the uint64
-    entries of the table.
+    Args:
+        ids: Centroids, best first, int64 `[256]`.
+        histogram: Number of keys per centroid, int64 `[256]`.
+        limits: Cumulative number of keys up to each tier, int64 `[tiers]`. A centroid gives a point
+            for each limit that exceeds the number of keys of better centroids.
+        up: Position of the lowest bit of the head's byte in the words of `table`.
+        table: Result, uint64 `[256]`, one word per centroid, with one byte for each query head.
     """
     better, first = 0, 0
     for i in range(len(ids)):
@@ -113,15 +123,16 @@ def prepare(
     rotated: np.ndarray,
     tables: np.ndarray,
 ) -> None:
-    """Rotate queries, and compute their tables of points (`ops.coarse.tier_table`).
+    """Rotate the queries, and compute the points of all centroids (`ops.coarse.tier_table`).
 
     Args:
-        queries: Float32 `[P, g, D]`.
-        rotation: Float32 `[D, D]`.
-        histogram: Keys per centroid, int64 `[P, M, 256]`.
-        limits: Bounds of the tiers, int64 `[P, tiers]`.
-        rotated: Result, queries with norms, float32 `[P, g, D]`.
-        tables: Result, points, uint64 `[P, words, M, 256]`.
+        queries: Float32 `[B·G, g, D]`.
+        rotation: Rotation matrix, float32 `[D, D]`.
+        histogram: Number of keys per centroid, int64 `[B·G, M, 256]`.
+        limits: Cumulative number of keys up to each tier, int64 `[B·G, tiers]`.
+        rotated: Result, rotated queries, not normalized, float32 `[B·G, g, D]`.
+        tables: Result, points of the centroids, one byte for each query head, uint64 `[B·G, words,
+            M, 256]`.
     """
     groups, g, D = queries.shape
     losses = np.empty((2, CENTROIDS), np.float64)
@@ -140,9 +151,13 @@ def prepare(
 
 @kernel
 def look_up(signs: int, M: int, table: np.ndarray, out: np.ndarray) -> None:
-    """Add up the points of keys into uint64 `out[n]`.
+    """Add up the points of `n` keys over the subspaces, for up to eight query heads at a time.
 
-    `table` is uint64 `[M, 256]`. The keys' signs, uint8 `[n, M]`, are passed by address.
+    Args:
+        signs: Address of the keys' signs, uint8 `[n, M]`. A byte is the id of a centroid.
+        M: Number of subspaces.
+        table: Points of the centroids, one byte for each query head, uint64 `[M, 256]`.
+        out: Result, votes, one byte for each query head, uint64 `[n]`.
     """
     n = len(out)
     if M % 8:
@@ -174,17 +189,19 @@ def vote(
     votes: np.ndarray,
     counts: np.ndarray,
 ) -> None:
-    """Compute votes of a part of all groups' keys (`ops.coarse.votes`), and count the keys by vote.
+    """Compute the votes of some of the keys of all groups, and count the keys with each vote.
+
+    A group is one KV head of one sequence.
 
     Args:
-        part: Index of the part that this call processes, below `parts`.
-        parts: Number of parts into which the work is divided, one per thread.
-        signs: Addresses, int64 `[P]`.
-        valid: Addresses of flags, int64 `[P]`, or 0.
-        heads: Number of query heads.
-        tables: Result of `prepare`.
-        votes: Result, uint64 `[P, words, N]`.
-        counts: Result, number of valid keys by vote, int64 `[parts, P, g, 256]`.
+        part: Number of this thread, from 0 to `parts - 1`.
+        parts: Number of threads among which the work is divided.
+        signs: Addresses of signs, int64 `[B·G]`.
+        valid: Addresses of the masks of valid keys, int64 `[B·G]`; 0 if all keys are valid.
+        heads: Number of query heads of a group.
+        tables: Points of the centroids, from `prepare`.
+        votes: Result, votes, one byte for each query head, uint64 `[B·G, words, N]`.
+        counts: Result, number of valid keys with each vote, int64 `[parts, B·G, g, 256]`.
     """
     (groups, words, N), M = votes.shape, tables.shape[2]
     chunks = -(-N // CHUNK)
@@ -202,7 +219,14 @@ def vote(
 
 @kernel
 def count(votes: np.ndarray, up: Number, valid: int, counts: np.ndarray) -> None:
-    """Count valid keys by one byte of their votes uint64 `[n]`, in int64 `counts[256]`."""
+    """Count the valid keys with each vote, for one query head.
+
+    Args:
+        votes: Votes, one byte for each query head, uint64 `[n]`.
+        up: Position of the lowest bit of the head's byte.
+        valid: Address of the mask of valid keys; 0 if all keys are valid.
+        counts: Number of keys with each vote, int64 `[256]`, increased in place.
+    """
     if not valid:
         for i in range(len(votes)):
             counts[votes[i] >> up & BYTE] += 1
@@ -214,10 +238,14 @@ def count(votes: np.ndarray, up: Number, valid: int, counts: np.ndarray) -> None
 
 @kernel
 def put_cut(counts: np.ndarray, limit: int, h: int, cuts: np.ndarray, left: np.ndarray) -> None:
-    """Find the lowest vote of the best `limit` keys, and how many of these keys have it.
+    """Find the lowest vote (the cut) among the `limit` best keys, for the query head `h`.
 
-    The vote is written to `cuts[h]`, and the number of keys to `left[h]`. `counts` contains the
-    number of keys with each vote, for all parts, int64 `[parts, 256]`.
+    Args:
+        counts: Number of keys with each vote, as counted by each thread, int64 `[parts, 256]`.
+        limit: Number of candidates of a query head.
+        h: Number of the query head.
+        cuts: Result, the cut is written to `cuts[h]`.
+        left: Result, the number of candidates with exactly this vote is written to `left[h]`.
     """
     above = 0
     for v in range(POINTS - 1, -1, -1):
@@ -230,10 +258,16 @@ def put_cut(counts: np.ndarray, limit: int, h: int, cuts: np.ndarray, left: np.n
 
 @kernel
 def flag_best(votes: np.ndarray, up: Number, cut: int, flags: np.ndarray) -> Number:
-    """Set the flags of votes above a cut, and return how many valid votes are at the cut.
+    """Flag the keys whose vote exceeds the cut, for one query head.
 
-    The function compares one byte of each vote, uint64 `[n]`. In flags, uint8 `[n]`, it sets bit 0;
-    bit 1 marks valid keys.
+    Args:
+        votes: Votes, one byte for each query head, uint64 `[n]`.
+        up: Position of the lowest bit of the head's byte.
+        cut: Lowest vote of a candidate.
+        flags: Uint8 `[n]`. Bit 1 is set for valid keys. This function sets bit 0.
+
+    Returns:
+        Number of valid keys whose vote equals the cut.
     """
     ties, least = np.int64(0), np.uint64(cut)
     for i in range(len(votes)):
@@ -245,7 +279,10 @@ def flag_best(votes: np.ndarray, up: Number, cut: int, flags: np.ndarray) -> Num
 
 @kernel
 def flag_ties(votes: np.ndarray, up: Number, cut: int, most: int, flags: np.ndarray) -> None:
-    """Set the flags of the first `most` valid votes at the cut; see `flag_best`."""
+    """Flag the first `most` valid keys whose vote equals the cut, for one query head.
+
+    Other arguments are those of `flag_best`.
+    """
     taken, least = 0, np.uint64(cut)
     if most >= len(votes):
         for i in range(len(votes)):
@@ -268,16 +305,21 @@ def candidates(
     left: np.ndarray,
     out: np.ndarray,
 ) -> int:
-    """Compiled version of `ops.select.candidates` for one group; returns the number of candidates.
+    """Select the candidates of one KV head: the union of the best keys of its query heads.
+
+    This is the compiled version of `ops.select.candidates`.
 
     Args:
-        votes: Uint64 `[words, N]`.
-        counts: Int64 `[parts, g, 256]`.
-        limit: Number of candidates of a head.
-        valid: Address of flags, or 0.
+        votes: Votes, one byte for each query head, uint64 `[words, N]`.
+        counts: Number of keys with each vote, as counted by each thread, int64 `[parts, g, 256]`.
+        limit: Number of candidates of each query head.
+        valid: Address of the mask of valid keys; 0 if all keys are valid.
         cuts: Buffer, int64 `[g]`.
         left: Buffer, int64 `[g]`.
-        out: Result, ids, ascending, int32 `[N + 1]`.
+        out: Result, token ids of the candidates of any query head, ascending, int32 `[N + 1]`.
+
+    Returns:
+        Number of candidates.
     """
     N, count, room = votes.shape[1], 0, np.empty(CHUNK, np.uint8)
     for h in range(len(cuts)):

@@ -1,7 +1,8 @@
 """Transpose, center, normalize and rotate tiles of keys.
 
-In a tile `[D, L]`, each coordinate of all `L` keys is contiguous, so every inner loop runs over
-keys. Apart from the center, the result for a key does not depend on other keys.
+A tile `[D, L]` contains `L` keys. The values of one coordinate for all keys are adjacent in memory,
+so that inner loops run over keys and LLVM vectorizes them. Apart from the center, which is
+subtracted, the result for a key does not depend on other keys.
 
 Source: ParisKV, section A.1.
 """
@@ -16,10 +17,10 @@ from kvindex.ops.codes import TINY
 from kvindex.ops.transform import LONGEST
 
 TILE = 64
-"""Largest number of keys in a tile, `L`, a multiple of 8.
+"""Largest number of keys in a tile, a multiple of 8.
 
-Loops run to `L` instead of a constant, because LLVM would unroll a loop of constant length instead
-of vectorizing it.
+Loops run to a variable length `L` instead of this constant, because LLVM would unroll a loop of
+constant length instead of vectorizing it.
 """
 
 
@@ -34,10 +35,20 @@ def put_tile(
     row: np.ndarray,
     tile: np.ndarray,
 ) -> bool:
-    """Subtract the center float32 `[D]` from up to `L` keys; transpose them to float32 `[D, L]`.
+    """Subtract the center of a block from its keys, and transpose the keys into a tile.
 
-    If there are fewer than `L` keys, the rest of the tile is zero. Returns True if no coordinate is
-    NaN or larger than the limit. Other arguments are as for `encode.put_center`.
+    Args:
+        keys: Address of the first key.
+        step: Distance in bytes from one key to the next.
+        kind: Dtype of the keys (`numbers.KINDS`).
+        count: Number of keys, at most `L`.
+        limit: Largest allowed absolute value of a key's coordinate.
+        center: Float32 `[D]`.
+        row: Buffer, float32 `[D]`.
+        tile: Result, float32 `[D, L]`; zero for keys from `count` on.
+
+    Returns:
+        True if all coordinates of the keys are within the limit (NaN is not).
     """
     (D, L), most, wrong = tile.shape, np.float32(limit), 0
     for i in range(count):
@@ -54,7 +65,7 @@ def put_tile(
 
 @kernel
 def put_squares(tile: np.ndarray, sums: np.ndarray) -> None:
-    """Compute the squared norms of a tile float32 `[D, L]`, float64 `[L]`."""
+    """Compute the squared norms of the keys of a tile, from float32 `[D, L]` to float64 `[L]`."""
     D, L = tile.shape
     for i in range(L):
         sums[i] = 0
@@ -65,10 +76,15 @@ def put_squares(tile: np.ndarray, sums: np.ndarray) -> None:
 
 @kernel
 def normalize(tile: np.ndarray, sums: np.ndarray, norms: np.ndarray) -> None:
-    """Compiled version of `ops.transform.normalize` for a tile float32 `[D, L]`, in place.
+    """Divide the keys of a tile by their norms, in place.
 
-    The result is exact to 2^-52 before it is rounded. `norms` is float32 `[L]`; `sums` float64
-    `[L]` is a buffer.
+    This is the compiled version of `ops.transform.normalize`. Before the result is rounded to
+    float32, it is accurate to 2^-52.
+
+    Args:
+        tile: Keys on entry, unit vectors on return, float32 `[D, L]`.
+        sums: Buffer, float64 `[L]`.
+        norms: Result, norms of the keys, float32 `[L]`.
     """
     D, L = tile.shape
     put_squares(tile, sums)
@@ -83,14 +99,18 @@ def normalize(tile: np.ndarray, sums: np.ndarray, norms: np.ndarray) -> None:
 
 @kernel
 def rotate(tile: np.ndarray, flips: np.ndarray, hartley: np.ndarray, out: np.ndarray) -> None:
-    """Compiled version of `ops.transform.rotate` for a tile float32 `[D, L]`, with other rounding.
+    """Rotate the keys of a tile; a fast version of `ops.transform.rotate`, which rounds otherwise.
 
-    The matrix is `(Q ⊗ H) diag(s)`; `flips` is `s`, float32 `[D]`, and `hartley` is `Q / √D`,
-    float32 `[p, p]`. The tile is overwritten.
+    The rotation matrix is `(Q ⊗ H) diag(s) / √D`, where `s` are signs, `H` is a Hadamard matrix of
+    size `2^a`, `Q` is a Hartley matrix of size `p`, and `D = p · 2^a`. A coordinate of a rotated
+    unit vector has an error of at most `√2 (a + p + 2) 2^-24`. It is the result of `a` sums of two
+    numbers, one product with a rounded entry of `Q / √D`, and `p - 1` further sums.
 
-    For a unit vector, a coordinate differs from the exact one by at most `√2 (a + p + 2) 2^-24`,
-    where `D = p · 2^a`. The operations that round are `a` sums of two numbers, one product with a
-    rounded matrix entry, and `p - 1` further sums.
+    Args:
+        tile: Unit vectors, float32 `[D, L]`, overwritten.
+        flips: Signs `s`, float32 `[D]`.
+        hartley: `Q / √D`, float32 `[p, p]`.
+        out: Result, float32 `[D, L]`.
     """
     D, L = tile.shape
     order, numbers, results = len(hartley), tile.reshape(-1), out.reshape(-1)

@@ -1,4 +1,4 @@
-"""Top-k of float scores, and positions of True flags. Every search ends with one of the two."""
+"""Select the best `k` of float scores, and list the positions of True elements of a mask."""
 
 from __future__ import annotations
 
@@ -21,12 +21,19 @@ SMALLEST = 8
 """Smallest number of scores in a block of `list_best`."""
 
 WIDE = 32
-"""Scores that are compared at a time; larger blocks are multiples of it."""
+"""Number of scores that are compared at a time. The size of a larger block is a multiple of it."""
 
 
 @kernel
 def put_orders(scores: np.ndarray, size: int, orders: np.ndarray, highest: np.ndarray) -> None:
-    """Compute `order_of` for scores float32 `[n]`, int32 `[n]`, and the largest of each block."""
+    """Map scores to integers with the same order, and find the largest integer of each block.
+
+    Args:
+        scores: Float32 `[n]`.
+        size: Number of scores in a block.
+        orders: Result, `select.order_of` of each score, int32 `[n]`.
+        highest: Result, the largest of each block's `orders`, int32 `[blocks]`.
+    """
     for i in range(len(scores)):
         orders[i] = order_of(scores[i])
     for s in range(len(highest)):
@@ -38,11 +45,16 @@ def put_orders(scores: np.ndarray, size: int, orders: np.ndarray, highest: np.nd
 
 @kernel
 def list_best(scores: np.ndarray, k: int, entries: np.ndarray) -> None:
-    """Write the entries of the `k` best of scores float32 `[n]` into int64 `entries[:k]`.
+    """List the `k` best scores as entries (`select.entry_of`), the best first.
 
-    The best is first, and `k` is 1 to `n`. The `k`-th largest of the blocks' maxima is a threshold
-    that at least `k` scores reach, but not many more. Only blocks whose maximum reaches the
-    threshold are searched.
+    Scores are divided into blocks. At least `k` scores reach the `k`-th largest of the blocks'
+    maxima, and usually not many more. Therefore only blocks whose maximum reaches this threshold
+    are searched.
+
+    Args:
+        scores: Float32 `[n]`.
+        k: Number of scores to list, 1 to `n`.
+        entries: Result in `entries[:k]`, int64.
     """
     n, count = len(scores), 0
     size = max(SMALLEST, n // (4 * k))
@@ -68,9 +80,12 @@ def list_best(scores: np.ndarray, k: int, entries: np.ndarray) -> None:
 
 @kernel
 def top_rows(scores: np.ndarray, best: np.ndarray, positions: np.ndarray) -> None:
-    """Compiled version of `ops.select.top_k` for scores float32 `[R, n]`.
+    """Select the `k` best scores of each matrix row; compiled version of `ops.select.top_k`.
 
-    The results are `best` float32 and `positions` int64 `[R, k]`.
+    Args:
+        scores: Float32 `[R, n]`.
+        best: Result, the best scores, float32 `[R, k]`, padded with `-inf`.
+        positions: Result, positions of these scores, int64 `[R, k]`, padded with -1.
     """
     (rows, n), k = scores.shape, positions.shape[1]
     most, entries = min(k, n), np.empty(n, np.int64)
@@ -85,7 +100,7 @@ def top_rows(scores: np.ndarray, best: np.ndarray, positions: np.ndarray) -> Non
 
 @kernel
 def count_flags(flags: np.ndarray) -> Number:
-    """Return the largest number of True entries that any matrix row of bool `[R, n]` has."""
+    """Count the True elements of each matrix row of bool `[R, n]`, and return the largest count."""
     most = np.int64(0)
     for r in range(len(flags)):
         count = np.int32(0)
@@ -97,7 +112,12 @@ def count_flags(flags: np.ndarray) -> Number:
 
 @kernel
 def list_flags(flags: np.ndarray, out: np.ndarray) -> None:
-    """List the positions of True entries of bool `[R, n]`, ascending, int64 `[R, C]`, then -1."""
+    """List the positions of the True elements of each matrix row.
+
+    Args:
+        flags: Bool `[R, n]`.
+        out: Result, positions, ascending and padded with -1, int64 `[R, C]`.
+    """
     for r in range(len(flags)):
         count = 0
         for i in range(flags.shape[1]):
@@ -120,19 +140,21 @@ def flag_candidates(
     chosen: np.ndarray,
     flags: np.ndarray,
 ) -> None:
-    """Flag the keys that any head selects, as `ops.select.candidates`: bool `[P, n]`.
+    """Flag the candidates of any query head (`ops.select.candidates`), for some of the groups.
+
+    A group is one KV head of one sequence.
 
     Args:
-        part: Index of the part that this call processes, below `parts`.
-        parts: Number of parts into which the work is divided, one per thread.
-        votes: Int32 `[P, g, n]`.
-        limits: Int64 `[P]`.
-        valid: Bool `[P, n]`, or `[P, 0]` where all are valid.
+        part: Number of this thread, from 0 to `parts - 1`.
+        parts: Number of threads among which the work is divided.
+        votes: Votes of the keys, int32 `[B·G, g, n]`.
+        limits: Number of candidates of each query head, int64 `[B·G]`.
+        valid: Mask of valid keys, bool `[B·G, n]`, or `[B·G, 0]` if all keys are valid.
         stored: Buffer, int32 `[parts, n]`.
-        listed: Buffer for each part, as for `select.candidates`.
-        room: Buffer for each part, as for `select.candidates`.
-        chosen: Buffer for each part, as for `select.candidates`.
-        flags: Result.
+        listed: For each thread the buffer `listed` of `select.candidates`.
+        room: For each thread the buffer `room` of `select.candidates`.
+        chosen: For each thread the result `out` of `select.candidates`.
+        flags: Result, bool `[B·G, n]`.
     """
     groups, g, n = votes.shape
     own, ids = stored[part], chosen[part]

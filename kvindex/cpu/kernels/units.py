@@ -1,4 +1,7 @@
-"""List the rows of the best units (such as pages or clusters), best first, until there are `k`."""
+"""List the rows of the best units, best first, until `k` rows are listed.
+
+A unit is a set of rows with a common score, for example a page, a segment or a cluster.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,27 @@ from kvindex.cpu.kernels.top import list_best
 UNUSED = -1
 
 LOWEST = np.int64(-(2**31))
-"""A number below all ids. It is subtracted from ids, because an entry needs numbers from 0 on."""
+"""A number below all ids. It is subtracted from ids, because entries need numbers of at least 0."""
 
 
 @kernel
 def ranked_entry(score: float, number: int) -> Number:
-    """Return an entry that is larger for a better score, then for a lower id."""
+    """Combine a score and a row id into one int64, called an entry, by which rows are sorted.
+
+    The entry is larger for a better score and, if scores are equal, for a lower id.
+    """
     return entry_of(order_of(score), np.int64(number) - LOWEST)
 
 
 @kernel
 def put_ranked(entries: np.ndarray, count: int, ids: np.ndarray, scores: np.ndarray) -> None:
-    """Sort entries int64 `[k]`, and write ids and scores of the first `count`, best first.
+    """Sort the first `count` entries, and write the ids and scores in them, best first.
 
-    Ids are int64, padded with -1; scores are float32, padded with `-inf`.
+    Args:
+        entries: Int64 `[k]`, sorted in place.
+        count: Number of entries.
+        ids: Result, row ids, padded with -1, int64 `[k]`.
+        scores: Result, scores, padded with `-inf`, float32 `[k]`.
     """
     entries[:count].sort()
     for i in range(len(ids)):
@@ -35,7 +45,10 @@ def put_ranked(entries: np.ndarray, count: int, ids: np.ndarray, scores: np.ndar
 
 @kernel
 def member_at(members: int, width: int, position: int) -> Number:
-    """Return one of the ids stored at an address; an id has 4 or 8 bytes."""
+    """Return the id at `position` of an array of ids at the address `members`.
+
+    `width` is the number of bytes of an id, 4 or 8.
+    """
     if width == 4:
         return np.int64(int32_at(members + position * 4, 1)[0])
     return int64_at(members + position * 8, 1)[0]
@@ -52,11 +65,20 @@ def list_rows(
     singles: np.ndarray,
     entries: np.ndarray,
 ) -> int:
-    """Write the entries of the rows in `units`, best unit first, and return how many were written.
+    """List the rows of the given units for one KV head of one sequence, until `entries` is full.
 
-    Writing stops when `entries` is full. The arguments are those of `best_rows` for one group:
-    scores and sizes `[S + R]`, starts `[S]`, the address of the members' ids (`width` bytes each),
-    and singles `[R]`.
+    Args:
+        units: Units, best first, int64.
+        scores: Scores of all units, float32 `[S + R]`.
+        sizes: Number of rows of each unit, int64 `[S + R]`.
+        starts: Position of each unit's first row id in `members`, int64 `[S]`.
+        members: Address of the row ids of the first `S` units.
+        width: Number of bytes of an id in `members`.
+        singles: Row ids of the last `R` units, which have at most one row each, int64 `[R]`.
+        entries: Result, entries of the rows (`ranked_entry`), int64 `[k]`.
+
+    Returns:
+        Number of listed rows.
     """
     count, slot, S = 0, 0, len(starts)
     for unit in units:
@@ -82,17 +104,20 @@ def best_rows(
     ids: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Compiled version of `ops.units.best_rows`.
+    """Select `k` rows of the best units of each group; compiled version of `ops.units.best_rows`.
+
+    A unit is a set of rows with a common score, such as a cluster. A group is one KV head of one
+    sequence. It has `S` units of any size, and `R` units that have at most one row each.
 
     Args:
-        scores: Float32 `[P, S + R]`.
-        starts: Int64 `[P, S]`.
-        sizes: Int64 `[P, S + R]`.
-        members: Addresses of ids, int64 `[P]`.
-        width: Bytes of an id.
-        singles: Int64 `[P, R]`.
-        ids: Result, int64 `[P, k]`.
-        out: Result, scores, float32 `[P, k]`.
+        scores: Scores of the units, float32 `[B·G, S + R]`.
+        starts: Position of each unit's first row id at the address in `members`, int64 `[B·G, S]`.
+        sizes: Number of rows of each unit, int64 `[B·G, S + R]`.
+        members: Addresses of the row ids of the first `S` units, int64 `[B·G]`.
+        width: Number of bytes of an id at these addresses, 4 or 8.
+        singles: Row ids of the last `R` units, int64 `[B·G, R]`.
+        ids: Result, row ids, best first, int64 `[B·G, k]`.
+        out: Result, scores of the rows, float32 `[B·G, k]`.
     """
     (groups, k), U = ids.shape, scores.shape[1]
     most, own = min(k, U), np.empty(U, np.float32)
@@ -114,7 +139,15 @@ def best_rows(
 
 @kernel
 def walk(sizes: np.ndarray, units: np.ndarray, offsets: np.ndarray) -> None:
-    """Compiled version of `ops.units.walk`: units and offsets int64 `[R, k]`."""
+    """List the first `k` rows of consecutive units (sets of rows) of the given sizes.
+
+    This is the compiled version of `ops.units.walk`.
+
+    Args:
+        sizes: Number of rows of each unit, int64 `[R, S]`.
+        units: Result, the unit of each row, int64 `[R, k]`, padded with -1.
+        offsets: Result, the position of each row in its unit, int64 `[R, k]`.
+    """
     k = units.shape[1]
     for r in range(len(sizes)):
         slot = 0

@@ -1,7 +1,8 @@
-"""Sums over float32 rows, written with LLVM's vector types, which LLVM maps to the machine's.
+"""Sums over float32 rows, written with LLVM's vector types.
 
-Rows have only a few dozen to a few hundred numbers. If LLVM vectorizes such a loop by itself, the
-code before the loop takes longer than the loop.
+LLVM compiles these types to the vector instructions of the CPU. Its automatic vectorization is not
+used, because rows have only a few dozen to a few hundred numbers: the code that LLVM puts before
+the loop would take longer than the loop.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from numba.extending import intrinsic
 from kvindex.cpu.kernels.compile import float32_at, inlined, int64_at
 
 LANES = 16
-"""Float32 numbers in a vector of 512 bits."""
+"""Number of float32 numbers in a vector of 512 bits."""
 
 FOUR = 4
-"""Rows that are processed at a time."""
+"""Number of rows that are processed at a time."""
 
 FREE = "reassoc", "contract", "nsz"
 """LLVM's fast-math flags for sums, as `compile.REORDERED`."""
@@ -28,31 +29,36 @@ FLOATS = ir.VectorType(FLOAT, LANES)
 
 
 def element(builder: Any, address: Any, kind: Any, at: Any) -> Any:
-    """Return a pointer to element `at` of an array of `kind` at an address."""
+    """Return a pointer to element `at` of an array at `address` with elements of type `kind`."""
     return builder.gep(builder.inttoptr(address, kind.as_pointer()), [at])
 
 
 def chunk(builder: Any, address: Any, number: Any) -> Any:
-    """Return a pointer to the `number`-th vector of the float32 numbers at an address."""
+    """Return a pointer to chunk `number` of a float32 array at `address`; a chunk is one vector."""
     at = builder.add(address, builder.mul(number, INT64(4 * LANES)))
     return builder.inttoptr(at, FLOATS.as_pointer())
 
 
 def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """Compute `a · b + c` of vectors, which LLVM may compile to fused multiply-adds."""
+    """Emit `a · b + c` for vectors, which LLVM may compile to fused multiply-adds."""
     return builder.fadd(builder.fmul(a, b, flags=FREE), c, flags=FREE)
 
 
 def shuffle(builder: Any, a: Any, b: Any, order: list[int]) -> Any:
-    """Select numbers of two vectors; indices of the second vector follow those of the first."""
+    """Emit code that makes a vector of elements of `a` and `b`.
+
+    `order` lists the elements: indices from 0 select from `a`, and indices from the length of `a`
+    on select from `b`.
+    """
     mask = ir.Constant(ir.VectorType(ir.IntType(32), len(order)), order)
     return builder.shuffle_vector(a, b, mask)
 
 
 def totals(builder: Any, vectors: list[Any]) -> Any:
-    """Add up the numbers of each of four vectors, into a vector of 4.
+    """Emit code that adds up the elements of each of four vectors, and returns a vector of 4 sums.
 
-    Each step adds the upper half of a vector to its lower half, for two vectors at a time.
+    The length of the vectors is halved repeatedly: the upper half of each is added to its lower
+    half.
     """
     first, second, third, fourth = vectors
     pairs = halved(builder, first, second, 8), halved(builder, third, fourth, 8)
@@ -63,7 +69,10 @@ def totals(builder: Any, vectors: list[Any]) -> Any:
 
 
 def halved(builder: Any, a: Any, b: Any, length: int) -> Any:
-    """Add each run of `length` numbers to the next run, in a vector `a`, or in both `a` and `b`."""
+    """Emit code that adds up pairs of elements of a vector that are `length` elements apart.
+
+    The result is a vector of the sums in `a`, followed by the sums in `b` if `b` is not None.
+    """
     count = a.type.count * (1 if b is None else 2)
     b = ir.Constant(a.type, ir.Undefined) if b is None else b
     lower = [i for i in range(count) if not i // length % 2]
@@ -72,7 +81,7 @@ def halved(builder: Any, a: Any, b: Any, length: int) -> Any:
 
 
 def broadcast(builder: Any, number: Any, kind: Any) -> Any:
-    """Return a vector of `kind` in which all numbers are this one."""
+    """Emit a vector of the type `kind`, whose elements are all equal to `number`."""
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), number, ir.IntType(32)(0))
     zeros = ir.Constant(ir.VectorType(ir.IntType(32), kind.count), [0] * kind.count)
     return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), zeros)
@@ -119,7 +128,10 @@ def _add_four(_: Any, weights: Any, rows: Any, chunks: Any, out: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]  # as above
 def reaching(_: Any, numbers: Any, threshold: Any) -> Any:
-    """Return a uint64 whose bit `i` is 1 if int32 number `i` at an address reaches a threshold."""
+    """Compare the 64 int32 numbers at an address with a threshold.
+
+    Bit `i` of the result, a uint64, is 1 if number `i` is at least the threshold.
+    """
 
     def code(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         kind = ir.VectorType(ir.IntType(32), 64)
@@ -132,11 +144,15 @@ def reaching(_: Any, numbers: Any, threshold: Any) -> Any:
 
 @inlined
 def four_dots(query: int, rows: int, D: int, out: int) -> None:
-    """Compute inner products of a query with four rows, float32 `[D]` each, into float32 `[4]`.
+    """Compute the inner products of a query with four vectors.
 
-    All arrays are given by addresses; `rows` is the address of four addresses.
+    Args:
+        query: Address of the query, float32 `[D]`.
+        rows: Address of an int64 array with the addresses of the four vectors, float32 `[D]` each.
+        D: Dimension.
+        out: Address of the result, float32 `[4]`.
     """
-    if D == 64:  # unrolled
+    if D == 64:  # a constant length, so that LLVM unrolls the loop
         _four_dots(query, rows, 4, out)
     elif D == 128:
         _four_dots(query, rows, 8, out)
@@ -152,8 +168,15 @@ def four_dots(query: int, rows: int, D: int, out: int) -> None:
 
 @inlined
 def add_four(weights: int, rows: int, D: int, out: int) -> None:
-    """Add four rows times four weights to float32 `[D]`; addresses are as for `four_dots`."""
-    if D == 64:  # unrolled
+    """Add the weighted sum of four vectors to `out`.
+
+    Args:
+        weights: Address of the four weights, float32 `[4]`.
+        rows: Address of an int64 array with the addresses of the four vectors, float32 `[D]` each.
+        D: Dimension.
+        out: Address of the sum, float32 `[D]`.
+    """
+    if D == 64:  # a constant length, so that LLVM unrolls the loop
         _add_four(weights, rows, 4, out)
     elif D == 128:
         _add_four(weights, rows, 8, out)

@@ -1,7 +1,10 @@
-"""Executors that run ParisKV with compiled kernels. Stages are named as in `kvindex.pariskv`.
+"""Run ParisKV with kernels for CPUs, which Numba compiles.
 
-`encoding` encodes keys. Three modules contain the stages of a decode step: `sign_votes` for
-`coarse="sign_votes"`, `tiered_votes` for `coarse="tiered_votes"`, and `sampling` for sampled rows.
-`executor` runs the stages, `constants` prepares their tables, and `supported` lists the options
-that they support. `precompile` compiles the kernels before the first search.
+- `executor`: runs appends, searches and attention.
+- `encoding`: encodes keys.
+- `sign_votes`, `tiered_votes`, `sampling`: the stages of a search with `coarse="sign_votes"`, with
+  `coarse="tiered_votes"`, and with sampled rows. The stages are those of `kvindex.pariskv`.
+- `constants`: tables that the kernels read.
+- `supported`: options of ParisKV that the kernels support.
+- `precompile`: compiles the kernels before the first search.
 """

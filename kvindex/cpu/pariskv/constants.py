@@ -1,4 +1,4 @@
-"""Tables for the kernels, which follow from an index's geometry and configuration."""
+"""Tables for the kernels, computed from the options and the head dimension of an index."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ from kvindex.pariskv.config import ParisKVConfig
 
 @dataclass(frozen=True)
 class Constants:
-    """Tables and numbers for the kernels.
+    """Tables and numbers that the kernels read, and that do not depend on the keys.
 
     Attributes:
-        rotation: Float32 `[D, D]`.
-        levels: Sizes of magnitude codes, float32 `[2^bits]`, padded with zeros to 16.
-        fine: Weights from 1 to 2 (one octave), indexed by the lower 11 bits of their code, float32
-            `[2^11]`.
-        factors: Integer factors of logarithmic weights, int32 `[256]`.
-        level: Size that a sign alone represents.
-        query_max: Largest coordinate of a rounded query.
-        encoder: Encodes keys.
+        rotation: Rotation matrix, float32 `[D, D]`.
+        levels: Absolute value of a coordinate for each magnitude code, float32 `[2^bits]`, padded
+            with zeros to at least 16.
+        fine: Weights from 1 to 2 (one octave), indexed by the lower 11 bits of their 16-bit
+            logarithmic code, float32 `[2^11]`.
+        factors: Integer that votes are multiplied by, for each upper byte of a logarithmic weight,
+            int32 `[256]`.
+        level: Absolute value of a coordinate of which only the sign is known.
+        query_max: Largest coordinate of a query that is rounded to integers.
+        encoder: Function that encodes keys.
     """
 
     rotation: np.ndarray
@@ -44,7 +46,7 @@ class Constants:
     def of(
         geometry: Geometry, config: ParisKVConfig, rotation: Tensor, levels: Tensor
     ) -> Constants:
-        """Compute the constants of an index with this rotation and these levels."""
+        """Compute all attributes for an index that has the given rotation and levels."""
         octave = 2**15 + torch.arange(STEPS)
         return Constants(
             rotation=rotation.contiguous().numpy(),

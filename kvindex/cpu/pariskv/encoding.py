@@ -1,4 +1,4 @@
-"""Encoding: one kernel computes the centers and codes of keys (`kernels/encode.py`)."""
+"""Encode keys: call the kernel that computes the centers and codes (`kernels/encode.py`)."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ FEW_KEYS = 2**9
 
 @dataclass(frozen=True)
 class Encoder:
-    """Encodes keys, with the tables that the kernel needs.
+    """Callable that encodes keys. The attributes are tables that the kernel reads.
 
     Attributes:
-        flips: Signs of the rotation, float32 `[D]`.
-        hartley: Hartley matrix of the rotation, float32 `[p, p]`.
-        edges: Boundaries between levels, padded with infinity, float32 `[E]`.
-        levels: Sizes of magnitude codes, padded with zeros, float32 `[E + 1]`.
-        bits: Bits of a magnitude.
-        block: Tokens that are encoded together.
-        centered: True if the block's center is subtracted from keys.
+        flips: Signs of the rotation, float32 `[D]` (`factors`).
+        hartley: Matrix of the rotation, float32 `[p, p]` (`factors`).
+        edges: Boundaries between the levels, padded with infinity, float32 `[E]`.
+        levels: Absolute value of a coordinate for each magnitude code, padded with zeros, float32
+            `[E + 1]`.
+        bits: Number of bits of a magnitude code.
+        block: Number of tokens in a block.
+        centered: True if the mean key of a block is subtracted from its keys.
     """
 
     flips: np.ndarray
@@ -47,7 +48,7 @@ class Encoder:
 
     @staticmethod
     def of(config: ParisKVConfig, rotation: Tensor, levels: Tensor) -> Encoder:
-        """Create the encoder of an index with this rotation (`ops.transform`) and these levels."""
+        """Compute the tables for an index that has the given rotation and levels."""
         flips, hartley = factors(rotation)
         edges = (levels[1:] + levels[:-1]) / 2
         none = -len(edges) % AT_ONCE
@@ -62,12 +63,13 @@ class Encoder:
         )
 
     def __call__(self, keys: Tensor, valid: Tensor | None, wrong: Tensor | None = None) -> Codes:
-        """Encode keys. The first key must be the first one of a block.
+        """Encode keys, of which the first one must begin a block.
 
         Args:
-            keys: `[B, G, N, D]`; an invalid key is zero.
-            valid: Bool `[B, N]`, or None where all are valid.
-            wrong: Int32 `[]`, set to 1 if `check.out_of_range` would find a number; or None.
+            keys: Floating point, `[B, G, N, D]`; invalid keys must be zero.
+            valid: Mask of valid keys, bool `[B, N]`, or None if all are valid.
+            wrong: Int32 `[]`, which is set to 1 if a coordinate is NaN, infinite or too large
+                (`check.out_of_range`). None if this is not checked.
 
         Returns:
             Codes as ParisKV stores them.
@@ -94,7 +96,7 @@ class Encoder:
         return {name: codes[name] for name in codes if name != "centers" or self.centered}
 
     def _empty(self, B: int, G: int, N: int, D: int, blocks: int) -> Codes:
-        """Allocate the codes, in the order of the kernel's arguments."""
+        """Allocate tensors for the codes, in the order of the kernel's arguments."""
         byte, M = torch.uint8, D // 8
         return {
             "signs": torch.empty((B, G, N, M), dtype=byte),
@@ -106,7 +108,10 @@ class Encoder:
 
 
 def factors(rotation: Tensor) -> tuple[Tensor, Tensor]:
-    """Split a rotation of `ops.transform` into signs `s` `[D]` and `Q / √D` `[p, p]`, float32."""
+    """Split a rotation into factors: the signs `s`, float32 `[D]`, and `Q / √D`, float32 `[p, p]`.
+
+    `ops.transform.rotation` defines these factors.
+    """
     D = len(rotation)
     power = D & -D
     signs = rotation[0].sign()  # the first rows of Q and H are ones

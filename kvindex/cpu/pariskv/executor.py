@@ -1,4 +1,4 @@
-"""Executor of ParisKV for CPUs: search, attention and a decode step with compiled kernels."""
+"""Run ParisKV on a CPU with compiled kernels: append, search, attention and decode steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvindex.storage.columns import BlockColumns
 
 
 class ParisKVExecutor:
-    """Runs `ParisKV` with kernels for CPUs; a `kvindex.core.protocol.Executor`."""
+    """Implementation of `kvindex.core.protocol.Executor`, which runs `ParisKV` on a CPU."""
 
     encodes, appends_async, searches_at_once = True, False, True
     length = None
@@ -50,11 +50,11 @@ class ParisKVExecutor:
 
     @property
     def attends(self) -> bool:
-        """True if kernels can attend to the rows of the store."""
+        """True if a kernel can compute attention over the rows of the store."""
         return unreadable(self._contents.rows) is None
 
     def explain(self) -> str:
-        """Return what is compiled and why, one per line."""
+        """Describe in one line each how the index runs, encodes keys and computes attention."""
         return "\n".join(
             [
                 "executor: compiled by Numba",
@@ -64,11 +64,14 @@ class ParisKVExecutor:
         )
 
     def cache_use(self) -> tuple[int, int, int]:
-        """Return zeros, because there is no row cache."""
+        """Return zeros, because rows are in the CPU's memory and need no cache."""
         return 0, 0, 0
 
     def update(self, contents: Contents) -> ParisKVExecutor:
-        """Receive the contents of the index after a change, as `Executor.update`."""
+        """Take over the contents of the index after they changed.
+
+        If the codes are stored in another object than before, return a new executor for them.
+        """
         if contents.codes is not self.codes:
             if not isinstance(contents.codes, BlockColumns):
                 name = type(contents.codes).__name__
@@ -82,25 +85,25 @@ class ParisKVExecutor:
     def prepare(
         self, keys: Tensor, valid: Tensor | None, *, beyond: int, wrong: Tensor | None = None
     ) -> Codes:
-        """Encode keys for an append, as `Executor.prepare`; columns copy the codes later."""
+        """Encode the keys of an append. The index stores the codes when the append is finished."""
         return self._constants.encoder(keys, valid, wrong) if keys.shape[2] else {}
 
     def encoded(self, keys: Tensor, valid: Tensor | None) -> Codes | None:
-        """Encode keys, as `Executor.encoded`."""
+        """Encode keys and return their codes."""
         return self._constants.encoder(keys, valid)
 
     def discard(self) -> None:
         """Do nothing, because `prepare` reserves nothing."""
 
     def warm_up(self, k: int, tokens: int) -> None:
-        """Do nothing: the first search compiles, and buffers grow when needed."""
+        """Do nothing: kernels are compiled by the first search, and buffers grow when needed."""
 
     def reserve(self, tokens: int) -> None:
-        """Do nothing: columns grow when needed."""
+        """Do nothing: the memory for codes grows when needed."""
 
     def search(self, queries: Tensor, k: int) -> Hits:
-        """Search for rows, as `Executor.search`."""
-        # Kernels read memory that `stages` keeps alive; another thread may replace `_ready`.
+        """Select `k` rows per KV head for queries `[B, H, D]`."""
+        # `stages` keeps the memory alive that kernels read, even if another thread calls `update`.
         folded, stages = self._folded(queries), self._stages
         hits, find = self._finding(stages, folded, k)
         threads.run(find, stages.most_parts(len(folded)))
@@ -111,9 +114,9 @@ class ParisKVExecutor:
     def attend(
         self, queries: Tensor, resident: ResidentRows, k: int, wrong: Tensor | None = None
     ) -> Attended:
-        """Search and attend, as `Executor.attend`."""
+        """Select `k` rows per KV head, and attend to them and to the resident rows."""
         folded, stages = self._folded(queries), self._stages
-        # Stages search for at least one row, which stays unused if no row is valid.
+        # Kernels need room for at least one row; it stays unused if there is no valid row.
         hits, find = self._finding(stages, folded, max(1, min(k, self._most)))
         rows, resident_state = (
             (hits.ids, hits.weights(len(queries))),
@@ -129,7 +132,7 @@ class ParisKVExecutor:
         return self._attended(queries, output, lse, hits.found)
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """Attend to given rows, as `Executor.attend_hits`."""
+        """Attend to the rows in `hits` and to the resident rows, without a search."""
         folded, stages, resident_state = (
             self._folded(queries),
             self._stages,
@@ -150,19 +153,19 @@ class ParisKVExecutor:
         wrong: Tensor | None,
         graphs: bool,
     ) -> Attended:
-        """Add a token and attend, as `Executor.decode_step`."""
+        """Add a token to the resident rows and the window, then search and attend."""
         stage_token(token, resident, window)
         return self.attend(queries, resident, k, wrong)
 
     def _folded(self, queries: Tensor) -> np.ndarray:
-        """Return queries `[B, H, D]` as float32 `[B·G, g, D]`."""
+        """Convert queries `[B, H, D]` to a float32 array `[B·G, g, D]`, grouped by KV head."""
         g = self._geometry
         floats: np.ndarray = queries.float().contiguous().numpy()
         return floats.reshape(-1, g.group_size, g.head_dim)
 
     @property
     def _stages(self) -> Stages:
-        """Return the stages for the current contents of the index."""
+        """Object that runs the stages of a search on the current codes and rows of the index."""
         if self._ready is None:
             constants, heads = self._constants, self._geometry.kv_heads
             contents = replace(self._contents, opened=self._opened())
@@ -176,7 +179,7 @@ class ParisKVExecutor:
         return self._ready
 
     def _opened(self) -> Codes:
-        """Return the codes of the open block, or nothing if there is none."""
+        """Encode the keys of the last, partly filled block; return `{}` if all blocks are full."""
         contents, start = self._contents, len(self.codes)
         if start == contents.length:
             return {}
@@ -188,7 +191,7 @@ class ParisKVExecutor:
         return self._resident
 
     def _limits(self, stages: Stages, k: int) -> np.ndarray:
-        """Return the number of candidates of each group for `k` rows, int64 `[B·G]`."""
+        """Return the number of candidates of each group if `k` rows are selected, int64 `[B·G]`."""
         limits = stages.state.limits
         if k not in limits:
             counts = self._contents.counts.tolist()
@@ -197,9 +200,11 @@ class ParisKVExecutor:
         return limits[k]
 
     def _finding(self, stages: Stages, queries: np.ndarray, k: int) -> tuple[Found, threads.Part]:
-        """Compute all votes for queries float32 `[B·G, g, D]`, then return `Stages.find`.
+        """Compute the votes of all keys, and return the function that selects the rows.
 
-        The caller must keep a reference to `stages` until the returned part has run.
+        `queries` are float32 `[B·G, g, D]`. The first result is filled by the returned function,
+        which each thread calls for some of the groups (`threads.run`). The caller must keep a
+        reference to `stages` until then.
         """
         asked = stages.prepare_query(queries)
         return stages.find(asked, stages.scan(asked), k, self._limits(stages, k))
@@ -216,10 +221,11 @@ class ParisKVExecutor:
 
 
 def stage_token(token: Rows, resident: ResidentRows, window: Rows) -> None:
-    """Add a token's keys and values to the resident rows, at their places in the window.
+    """Add a token's key and value to the resident rows, and copy them into `window`.
 
     Raises:
-        ValueError: A shape or dtype does not fit, or there is no room; nothing is written.
+        ValueError: A shape or dtype does not fit, or the buffer of resident rows is full. Nothing
+            is written.
     """
     batch, heads, room, wide = resident.rows.shape
     D = token.keys.shape[-1]
@@ -234,7 +240,7 @@ def stage_token(token: Rows, resident: ResidentRows, window: Rows) -> None:
             )
     if len(resident) >= room:
         raise ValueError(
-            f"resident: got {len(resident)} rows, allowed are fewer than its room of {room}"
+            f"resident: got {len(resident)} rows, allowed is below {room}, the size of its buffer"
         )
     resident.add(token.keys, token.values, None)
     window.keys.copy_(token.keys)

@@ -1,9 +1,9 @@
-"""Compile the kernels before the first search, on another thread.
+"""Compile the kernels on a background thread, before the first search.
 
-A thread runs one step of a small index with the same configuration. A search that starts before the
-thread has finished waits for the compiler, and the process does not end before the thread. A fork
-waits for this thread and for every other thread that compiles, because the child process would
-otherwise inherit the compiler's lock in its locked state.
+The thread appends to a small index with the same options, searches it and computes attention. A
+search that starts before the thread has finished waits for the compiler, and the process does not
+exit before the thread has finished. `os.fork` waits until no thread compiles, because the child
+process would otherwise inherit a locked compiler lock.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _lock = Lock()
 
 
 def begin(config: ParisKVConfig) -> None:
-    """Start compiling the kernels of a configuration, unless this was started before."""
+    """Start to compile the kernels that an index with these options needs.
+
+    Do nothing if an earlier call has started to compile the same kernels.
+    """
     kernels = config.coarse, config.sampling  # these options determine the kernels
     with _lock:
         if kernels not in _threads:
@@ -37,13 +40,13 @@ def begin(config: ParisKVConfig) -> None:
 
 
 def wait() -> None:
-    """Wait until all compilations that were started have ended."""
+    """Wait until all background threads that compile kernels have finished."""
     for thread in list(_threads.values()):
         thread.join()
 
 
 def take_step(config: ParisKVConfig) -> None:
-    """Append to a small index, search and attend, so that all kernels are compiled."""
+    """Append to a small index, search it and attend, so that Numba compiles all kernels."""
     index = ParisKV(q_heads=1, kv_heads=1, head_dim=8, backend="cpu", **vars(config))
     rows = torch.ones(1, 1, 300, 8, dtype=torch.float32, device="cpu")
     index.append(rows, rows)
@@ -53,7 +56,7 @@ def take_step(config: ParisKVConfig) -> None:
 
 
 def _quietly(work: Callable[[], None]) -> Callable[[], None]:
-    """Return the work with its errors suppressed; a search will raise them again."""
+    """Wrap a function so that it suppresses its errors. A later search raises them again."""
 
     def attempt() -> None:
         with suppress(Exception):

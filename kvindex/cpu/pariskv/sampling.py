@@ -1,4 +1,4 @@
-"""Stages of a decode step that samples candidates and rows (`ops.priority`), and their seeds."""
+"""Stages of a search that samples candidates and rows (`ops.priority`)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from kvindex.storage.columns import BlockColumns
 
 
 def seeds_of(contents: Contents, codes: BlockColumns, seed: int) -> np.ndarray:
-    """Return the seed of each group's noise, uint32 `[B·G]`.
+    """Compute the seed of each group's random numbers, uint32 `[B·G]`.
 
-    A key's noise is the hash of the seed plus `SPREAD` times its id.
+    The random number of a key is the hash of `seed + SPREAD * id`.
 
     Args:
-        contents: Contents of the index, with the open block's codes.
+        contents: Contents of the index, including the codes of the last, partly filled block.
         codes: Codes of full blocks.
-        seed: Seed of the configuration.
+        seed: The option `seed` of the index.
     """
     first = torch.zeros(len(contents.counts), dtype=torch.int64)
     if contents.valid is not None:
@@ -43,7 +43,7 @@ def seeds_of(contents: Contents, codes: BlockColumns, seed: int) -> np.ndarray:
 
 
 def signs_at(b: int, position: int, full: Codes, opened: Codes) -> Tensor:
-    """Return the signs of one key, uint8 `[G, M]`, from full blocks or the open block."""
+    """Return the signs of the key at `position` of sequence `b`, uint8 `[G, M]`."""
     stored = full["signs"].shape[2] if full else 0
     return (
         full["signs"][b, :, position]
@@ -54,16 +54,19 @@ def signs_at(b: int, position: int, full: Codes, opened: Codes) -> Tensor:
 
 @dataclass(frozen=True)
 class SampledStages(Stages):
-    """Stages of an index that samples candidates and rows.
+    """The stages of a search that samples candidates and rows.
 
     Attributes:
-        seeds: Seeds of the noise (`seeds_of`).
+        seeds: Seed of each group's random numbers (`seeds_of`).
     """
 
     seeds: np.ndarray
 
     def prepare_query(self, queries: np.ndarray) -> Prepared:
-        """Prepare queries, and compute their gains, totals and inner products with centers."""
+        """Rotate and round the queries, and compute the terms that convert votes to sizes.
+
+        A size is an estimate of the logarithm of a key's attention weight.
+        """
         asked, state = super().prepare_query(queries), self.state
         scales = BUFFERS.array("scales", np.float32, *queries.shape[:2], 2)
         sizes = state.length, state.full, self.config.center or BLOCK
@@ -74,7 +77,10 @@ class SampledStages(Stages):
     def find(
         self, asked: Prepared, scanned: Scanned, k: int, limits: np.ndarray
     ) -> tuple[Found, threads.Part]:
-        """Return hits with log weights, and a function that samples them for part of the groups."""
+        """Allocate the result of a search, and return a function that samples the rows into it.
+
+        Each thread calls the returned function for some of the groups (`threads.run`).
+        """
         (groups, heads, _), codes = asked.queries.shape, self._ranked_codes
         sizes = threads.parts_of(self.most_parts(groups)), self.state.length + 2 * SAMPLED
         room = [BUFFERS.array(name, np.int32, *sizes) for name in ("listed", "numbers")]

@@ -1,8 +1,9 @@
-"""Stages of a step with sign votes: buffers for each stage, and calls of kernels on threads.
+"""The stages of a search with `coarse="sign_votes"`, and of attention to its result.
 
 The stages are `prepare_query`, `scan`, `find` (select candidates, rerank, select rows) and
-`attend`. Intermediate results are stored in buffers that belong to the thread; final results are
-new arrays.
+`attend`. Each stage allocates its buffers and runs a kernel on several threads. Intermediate
+results are stored in buffers that later calls on the same thread reuse. Final results are new
+arrays.
 """
 
 from __future__ import annotations
@@ -31,28 +32,33 @@ from kvindex.pariskv.block_layout import BLOCK
 from kvindex.pariskv.config import ParisKVConfig
 
 FEW_KEYS = 2**19
-"""Total number of keys, over all groups, up to which one thread is used.
+"""Total number of keys of all groups up to which one thread runs all stages.
 
-Waking another thread takes about 0.1 ms, and a thread still has the votes that it wrote in its
-cache.
+Waking another thread takes about 0.1 ms. A thread that selects rows also reads votes faster if it
+has computed them itself, because they are in its CPU cache.
 """
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Queries `[B·G, g, D]` in the forms that the stages read.
+    """The queries of a search in the forms that later stages read.
+
+    Votes are computed with look-up tables if the CPU has AVX-512 and `query_max` is at most 31.
+    Otherwise they are computed with bit planes.
 
     Attributes:
-        queries: Float32.
-        rotated: Rotated queries with their norms, float32.
+        queries: Float32 `[B·G, g, D]`.
+        rotated: Rotated queries, not normalized, float32 `[B·G, g, D]`.
         units: Inner product that a vote of 1 represents, float64 `[B·G, g]`.
-        planes: Bit planes of the rounded queries, or empty if tables are used (`kernels.query`).
-        tables: Look-up tables of the rounded queries, or empty if planes are used
-            (`kernels.query`).
-        totals: Constants to subtract from inner products computed with planes or tables.
-        scales: Gains and totals for sampling (`kernels.scan`), or empty without sampling.
-        seeds: Seeds of the noise for sampling.
-        products: Inner products with centers, float32 `[B·G, S, g]`, which the scan writes.
+        planes: Bit planes of the rounded queries (`kernels.query`); empty if tables are used.
+        tables: Look-up tables of the rounded queries (`kernels.query`); empty if bit planes are
+            used.
+        totals: Constants to subtract from inner products that were computed with bit planes or
+            tables, int32 `[B·G, g]`.
+        scales: Gain and total of each query head (`ops.priority`); empty without sampling.
+        seeds: Seed of each group's random numbers, for sampling.
+        products: Buffer for the queries' inner products with block centers, float32 `[B·G, S, g]`,
+            which `scan` fills.
     """
 
     queries: np.ndarray
@@ -68,20 +74,20 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Scanned:
-    """Votes int32 `[B·G, N]`, or upper bounds of priorities with sampling."""
+    """Votes of all keys or, with sampling, upper bounds of their priorities, int32 `[B·G, N]`."""
 
     votes: np.ndarray
 
 
 @dataclass(frozen=True)
 class Found:
-    """Rows that a search has found.
+    """Rows that a search has selected.
 
     Attributes:
-        ids: Int64 `[B·G, k]`, best first, padded with -1.
-        scores: Float32 `[B·G, k]`.
-        found: Number of rows, int32 `[B·G]`.
-        log_weight: Log weights of sampled rows, float32 `[B·G, g, k]`, or None.
+        ids: Token ids, best first, padded with -1, int64 `[B·G, k]`.
+        scores: Scores of the rows, float32 `[B·G, k]`.
+        found: Number of selected rows, int32 `[B·G]`.
+        log_weight: Log weights of sampled rows, float32 `[B·G, g, k]`, or None without sampling.
     """
 
     ids: np.ndarray
@@ -90,14 +96,14 @@ class Found:
     log_weight: np.ndarray | None = None
 
     def weights(self, batch: int) -> Tensor | None:
-        """Return the log weights in the shape of `Hits.log_weight`."""
+        """Return the log weights as a tensor `[B, H, k]`, or None without sampling."""
         if self.log_weight is None:
             return None
         return torch.from_numpy(self.log_weight).view(batch, -1, self.log_weight.shape[-1])
 
 
 def room_of_queries(shape: tuple[int, ...], query_max: int) -> tuple[np.ndarray, ...]:
-    """Return buffers for the results of the kernel `prepare` for queries of this shape."""
+    """Allocate the arrays that the kernel `query.prepare` fills, for queries of the given shape."""
     array, (groups, heads, D) = BUFFERS.array, shape
     digits = 1 if query_max < 2 ** (GROUP - 1) else 2
     words, looked_up = -(-D // 64), SERVED and query_max <= LARGEST
@@ -114,7 +120,7 @@ def room_of_queries(shape: tuple[int, ...], query_max: int) -> tuple[np.ndarray,
 def room_of_candidates(
     parts: int, heads: int, most: int, length: int, k: int
 ) -> tuple[np.ndarray, ...]:
-    """Return buffers for `find_rows` with up to `most` candidates per group."""
+    """Allocate the buffers of the kernel `step.find_rows`, for up to `most` candidates a group."""
     array, entries = BUFFERS.array, length + 2 * SAMPLED
     return (
         array("chosen", np.int32, parts, most + 1),
@@ -130,7 +136,7 @@ def room_of_candidates(
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages for the current contents of an index."""
+    """The stages of a search, for the codes and rows whose addresses are in `state`."""
 
     geometry: Geometry
     config: ParisKVConfig
@@ -138,11 +144,11 @@ class Stages:
     state: State
 
     def most_parts(self, groups: int) -> int:
-        """Return how many threads are worthwhile for a number of groups."""
+        """Return the largest useful number of threads for `groups` groups."""
         return groups if groups * self.state.length > FEW_KEYS else 1
 
     def prepare_query(self, queries: np.ndarray) -> Prepared:
-        """Rotate and round queries float32 `[B·G, g, D]`."""
+        """Rotate the queries, float32 `[B·G, g, D]`, and round them to integers."""
         constants = self.constants
         query_max, shape = constants.query_max, queries.shape
         made = BUFFERS.room(("asked", shape, query_max), lambda: room_of_queries(shape, query_max))
@@ -164,7 +170,7 @@ class Stages:
         return *codes, state.length, state.full, block, state.factors
 
     def scan(self, asked: Prepared) -> Scanned:
-        """Compute the votes of all keys."""
+        """Compute the votes (coarse scores) of all keys for the queries `asked`."""
         groups, codes = len(asked.queries), self._scanned_codes
         votes = BUFFERS.array("votes", np.int32, groups, self.state.length)
         if not self.config.center:
@@ -193,9 +199,10 @@ class Stages:
     def find(
         self, asked: Prepared, scanned: Scanned, k: int, limits: np.ndarray
     ) -> tuple[Found, threads.Part]:
-        """Return hits, and a function that selects candidates and rows for a part of the groups.
+        """Allocate the result of a search, and return a function that selects the rows into it.
 
-        `limits` is the number of candidates of each group, int64 `[B·G]`.
+        Each thread calls the returned function for some of the groups (`threads.run`). `limits` is
+        the number of candidates of each group, int64 `[B·G]`.
         """
         (groups, heads, _), codes, by = asked.queries.shape, self._ranked_codes, self._ranked_by
         parts = threads.parts_of(self.most_parts(groups))
@@ -218,6 +225,11 @@ class Stages:
         resident: ResidentRows,
         resident_state: ResidentState,
     ) -> tuple[np.ndarray, np.ndarray, threads.Part]:
-        """Return output float32 `[B·G, g, Dv]`, lse `[B·G, g]`, and a function that writes both."""
+        """Allocate the output of attention, and return a function that computes it.
+
+        Returns:
+            Output float32 `[B·G, g, Dv]`, log-sum-exp float32 `[B·G, g]`, and the function that
+            fills both.
+        """
         rows = self.state.rows, self.state.row_bytes, self.most_parts(len(queries))
         return attending(self.geometry, *rows, queries, ids, log_weight, resident, resident_state)

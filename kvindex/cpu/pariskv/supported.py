@@ -1,4 +1,4 @@
-"""Check which options of ParisKV the kernels support, and explain why others are not supported."""
+"""Check whether the kernels support the options of a ParisKV index, and if not, explain why."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SERVED: dict[str, dict[str, Any]] = {
         candidates_per="head", block="subspace", weights="bfloat16", single_stage_below=0
     ),
 }
-"""Coarse stage -> values of other options that the kernels require."""
+"""Value of the option `coarse` -> values of other options that the kernels require with it."""
 
 POLICIES = "mean_share", "max_share"
 
 
 def refusal(config: ParisKVConfig, geometry: Geometry) -> str | None:
-    """Return the first option that the kernels do not support, or None if all are supported."""
+    """Return a message about the first unsupported option, or None if all are supported."""
     if config.coarse not in SERVED:
         return f"coarse: got {config.coarse!r}, allowed is {' or '.join(map(repr, SERVED))}"
     got = {field.name: value for field in fields(config) for value in [vars(config)[field.name]]}
@@ -46,7 +46,7 @@ def refusal(config: ParisKVConfig, geometry: Geometry) -> str | None:
 
 
 def too_wide(geometry: Geometry) -> str | None:
-    """Return why tiered votes do not fit in a byte, or None if they do."""
+    """Return a message if the head dimension is too large for votes of one byte, else None."""
     most = 255 // len(TIERS) * SUBSPACE
     if geometry.head_dim > most:
         got = f"head_dim: got {geometry.head_dim}"
@@ -55,12 +55,12 @@ def too_wide(geometry: Geometry) -> str | None:
 
 
 def query_max_of(config: ParisKVConfig, geometry: Geometry) -> int:
-    """Return the largest coordinate of a rounded query."""
+    """Return the largest coordinate of a query that is rounded to integers."""
     return min(config.query_max, 2**15 // geometry.head_dim)
 
 
 def unreadable(rows: object) -> str | None:
-    """Return why kernels cannot attend to the rows of a store, or None if they can."""
+    """Return a message if kernels cannot attend to the rows of a store, else None."""
     if not isinstance(rows, TensorStore):
         return f"store: got {type(rows).__name__}, allowed is TensorStore"
     if rows.row_codec != "plain":

@@ -1,4 +1,4 @@
-"""State, stages and executor for the paper's tiered votes, with compiled kernels."""
+"""Run ParisKV with `coarse="tiered_votes"` (the paper's votes) by compiled kernels on a CPU."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ from kvindex.pariskv.config import ParisKVConfig
 from kvindex.storage.columns import BlockColumns
 
 FEW_KEYS = 2**15
-"""Number of keys up to which one thread is used, as in `sign_votes`.
+"""Total number of keys of all groups up to which one thread computes the votes.
 
-It is smaller here, because a look-up for each subspace takes longer.
+The number is smaller than in `sign_votes`, because tiered votes take longer: they need a look-up
+for each subspace of a key.
 """
 
 
 @dataclass(frozen=True)
 class TieredVotesState(State):
-    """A `State` with blocks of one token, so every block is full.
+    """Addresses of codes and rows (`State`), and the statistics that tiered votes need.
+
+    A block is one token here, so all blocks are full.
 
     Attributes:
-        histogram: Keys per centroid, int64 `[B·G, M, 256]`.
-        bounds: Bounds of the tiers in keys, int64 `[B·G, tiers]`.
+        histogram: Number of keys per centroid, int64 `[B·G, M, 256]`.
+        bounds: Cumulative number of keys up to each tier of votes, int64 `[B·G, tiers]`.
     """
 
     histogram: np.ndarray
@@ -40,7 +43,7 @@ class TieredVotesState(State):
     def of_contents(
         contents: Contents, codes: BlockColumns, config: ParisKVConfig
     ) -> TieredVotesState:
-        """Collect the addresses and tables for the contents of an index."""
+        """Collect the addresses of an index's codes and rows, and compute the tiers' sizes."""
         histogram = contents.statistics["histogram"].contiguous()
         batch, heads, *shape = histogram.shape
         bounds = [config.tier_bounds(n) for n in contents.counts.tolist()]
@@ -53,11 +56,12 @@ class TieredVotesState(State):
 
 @dataclass(frozen=True)
 class Asked:
-    """Queries `[B·G, g, D]` in the forms that the stages read.
+    """The queries of a search in the forms that later stages read.
 
     Attributes:
-        rotated: Rotated queries with their norms, float32.
-        tables: Points of centroids, one byte per head, uint64 `[B·G, words, M, 256]`.
+        rotated: Rotated queries, not normalized, float32 `[B·G, g, D]`.
+        tables: Points of the centroids, one byte for each query head, uint64 `[B·G, words, M,
+            256]`.
     """
 
     rotated: np.ndarray
@@ -66,11 +70,12 @@ class Asked:
 
 @dataclass(frozen=True)
 class Voted:
-    """Votes of all keys, and how many keys have each vote.
+    """Votes of all keys, and the number of keys with each vote.
 
     Attributes:
-        votes: One byte per head, uint64 `[B·G, words, N]`.
-        counts: Int64 `[parts, B·G, g, 256]`.
+        votes: Votes, one byte for each query head, uint64 `[B·G, words, N]`.
+        counts: Number of keys with each vote, counted by each of `parts` threads, int64 `[parts,
+            B·G, g, 256]`.
     """
 
     votes: np.ndarray
@@ -79,12 +84,12 @@ class Voted:
 
 @dataclass(frozen=True)
 class TieredVotesStages(Stages):
-    """The stages with tiered votes for the current contents of an index."""
+    """The stages of a search with tiered votes, for the codes whose addresses are in `state`."""
 
     state: TieredVotesState
 
     def prepare_query(self, queries: np.ndarray) -> Asked:  # type: ignore[override]
-        """Rotate queries float32 `[B·G, g, D]`, and give points to centroids."""
+        """Rotate the queries, float32 `[B·G, g, D]`, and compute the points of all centroids."""
         groups, heads, D = queries.shape
         rotated = BUFFERS.array("rotated", np.float32, groups, heads, D)
         words = -(-heads // tiered_votes.HEADS)
@@ -94,7 +99,7 @@ class TieredVotesStages(Stages):
         return Asked(rotated, tables)
 
     def scan(self, asked: Asked) -> Voted:  # type: ignore[override]
-        """Compute the votes of all keys."""
+        """Compute the votes (coarse scores) of all keys for the queries `asked`."""
         state, (groups, heads, _) = self.state, asked.rotated.shape
         chunks = groups * -(-state.length // tiered_votes.CHUNK)
         most = chunks if groups * state.length > FEW_KEYS else 1
@@ -112,9 +117,10 @@ class TieredVotesStages(Stages):
     def find(  # type: ignore[override]
         self, asked: Asked, scanned: Voted, k: int, limits: np.ndarray
     ) -> tuple[Found, threads.Part]:
-        """Return hits and a function that finds them, as `Stages.find`.
+        """Allocate the result of a search, and return a function that selects the rows into it.
 
-        `limits` is the number of candidates of each head, int64 `[B·G]`.
+        Each thread calls the returned function for some of the groups (`threads.run`). `limits` is
+        the number of candidates of each query head, int64 `[B·G]`.
         """
         state, array, (groups, heads, _) = self.state, BUFFERS.array, asked.rotated.shape
         most = min(int(limits.max()) * heads, state.length)
@@ -142,16 +148,16 @@ class TieredVotesStages(Stages):
 
 
 class TieredVotesExecutor(ParisKVExecutor):
-    """A `ParisKVExecutor` with tiered votes. It has no kernel that encodes keys."""
+    """Runs `ParisKV` with tiered votes on a CPU. Keys are encoded in plain torch."""
 
     encodes = False
 
     def encoded(self, keys: Tensor, valid: Tensor | None) -> None:
-        """Return None, because no kernel encodes keys."""
+        """Return None: there is no kernel that encodes keys, so the caller encodes them."""
 
     @property
     def _stages(self) -> Stages:
-        """Return the stages for the current contents of the index."""
+        """Object that runs the stages of a search on the current codes and rows of the index."""
         if self._ready is None:
             state = TieredVotesState.of_contents(self._contents, self.codes, self._config)
             self._ready = TieredVotesStages(self._geometry, self._config, self._constants, state)
