@@ -90,7 +90,7 @@ def test_graphs_are_of_decoded_tokens_alone(entered):
         ({"index": "pariskv"}, "on a GPU: sign_decoder: got 'regression', allowed is 'mean'"),
         ({"index": "pariskv:preset=paper"}, "on a GPU: coarse: got 'tiers', allowed is 'dots'"),
         ({"index": "pariskv:preset=scan"}, "on a GPU: coarse: got 'none', allowed is 'sign_votes'"),
-        ({**EVERY, "local_window": 0}, "local_window: got 0, allowed is 1 or more on a GPU"),
+        ({**EVERY, "local_window": 0}, "local_window: got 0, allowed is at least 1 on a GPU"),
     ],
 )
 def test_what_no_fused_step_serves_is_refused(entered, asked, said):

@@ -64,7 +64,7 @@ def test_what_the_host_does_not_serve_is_refused():
     unsupported.check_host(engine(**fine), sliding=False)
     unsupported.check_host(engine(**{**fine, "prefix_match_unit": 256}), sliding=False)
     for other, sliding, said in (
-        (fine, True, "rows: got host, and sliding layers, allowed is device"),
+        (fine, True, "rows: got host in a model with sliding-window"),
         ({**fine, "prefix_match_unit": 64}, False, "prefix_match_unit: got 64"),
         ({**fine, "use_ubatching": True}, False, "use_ubatching: got True"),
         ({**fine, "enable_sleep_mode": True}, False, "enable_sleep_mode: got True"),
@@ -76,5 +76,5 @@ def test_what_the_host_does_not_serve_is_refused():
     with pytest.raises(ValueError, match="kvindex: no room; set num_gpu_blocks_override"):
         unsupported.refuse_memory(MemoryError("no room"))
     unsupported.refuse_capture(False)
-    with pytest.raises(ValueError, match="rows: got host, and a graph captured before"):
+    with pytest.raises(ValueError, match="rows: got host, with a graph that is captured"):
         unsupported.refuse_capture(True)

@@ -34,8 +34,8 @@ def test_options_and_their_defaults():
         ({"index": "quest"}, "index: got 'quest', allowed is 'pariskv'"),
         ({"index": "pariskv+reuse"}, "index: got 'pariskv\\+reuse', allowed is 'pariskv'"),
         ({"index": "pariskv:bits=3"}, "option: got 'bits'"),
-        ({"index": "pariskv:preset=accurate"}, "allowed are options whose codes fill blocks"),
-        ({"index": "pariskv:center=128"}, "allowed are options whose codes fill blocks"),
+        ({"index": "pariskv:preset=accurate"}, "but codes are stored per block"),
+        ({"index": "pariskv:center=128"}, "but codes are stored per block"),
     ],
 )
 def test_what_is_not_allowed_is_said(given, said):

@@ -77,7 +77,7 @@ def test_attention_in_both_directions(stock, configured):
     with configured():
         made = layer().impl
     metadata = SimpleNamespace(causal=False)
-    with pytest.raises(ValueError, match="kvindex: attention: got one that is not causal"):
+    with pytest.raises(ValueError, match="kvindex: attention: got attention that is not causal"):
         made.forward(None, None, None, None, None, metadata, None)
 
 
@@ -197,7 +197,7 @@ def test_a_scaled_output(stock, configured):
     with configured():
         made = layer().impl
     given = (None,) * 5
-    with pytest.raises(ValueError, match="kvindex: output_scale: got one, allowed is None"):
+    with pytest.raises(ValueError, match="kvindex: output_scale: got a scale, allowed is None"):
         made.forward(*given, SimpleNamespace(causal=True), None, torch.ones(1))
 
 

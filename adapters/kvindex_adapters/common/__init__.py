@@ -1,1 +1,2 @@
-"""Parts that several adapters share: layer options, placement of memory, token timing, ranks."""
+"""Helpers that several adapters use: options of layers, prompts, memory placement, timing, and
+processes of torchrun."""

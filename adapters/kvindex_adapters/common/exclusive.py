@@ -1,4 +1,4 @@
-"""`Exclusive`: admits one thread at a time; the call of a second thread raises an error."""
+"""`Exclusive`: a lock that raises an error in a second thread instead of making it wait."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from threading import get_ident
 
 
 class Exclusive:
-    """Admits one thread at a time, which may enter again while it is inside.
+    """A reentrant lock: if another thread holds it, a call raises RuntimeError instead of waiting.
 
     Args:
-        name: The argument or object that the error message names first.
-        target: Phrase for the error message that names the object the other thread uses.
+        name: Argument name at the beginning of the error message, for example "session".
+        target: Phrase for the locked object in the error message, for example "the same session".
     """
 
     def __init__(self, name: str, target: str) -> None:
         self._name, self._target = name, target
         self._lock = threading.RLock()
-        self._inside: int | None = None  # identifier of the thread that is inside
+        self._inside: int | None = None  # identifier of the thread that holds the lock
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Let the current thread in while the context is open.
+        """Hold the lock for the duration of a `with` block.
 
         Raises:
-            RuntimeError: Another thread is inside. It is raised immediately, without waiting.
+            RuntimeError: Another thread holds the lock. The call does not wait.
         """
         if not self._lock.acquire(blocking=False):
             raise self._error()
@@ -39,15 +39,15 @@ class Exclusive:
 
     @property
     def used_by_other_thread(self) -> bool:
-        """True if a thread other than the caller's is inside."""
+        """True if a thread other than the calling thread holds the lock."""
         inside = self._inside
         return inside is not None and inside != get_ident()
 
     def check(self) -> None:
-        """Check that no other thread is inside.
+        """Check that no other thread holds the lock.
 
         Raises:
-            RuntimeError: Another thread is inside.
+            RuntimeError: Another thread holds the lock.
         """
         if self.used_by_other_thread:
             raise self._error()

@@ -1,5 +1,5 @@
-"""`LayerOptions`: the options of `attach`, which make each layer's index and its attention
-layer."""
+"""`LayerOptions`: the options of `attach`, with a factory for the index and attention layer of each
+model layer."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ IndexFactory = Callable[..., KVIndex]
 """A function that makes an index from the keyword arguments of `kvindex.create`, without a name."""
 
 Ropes = dict[int, Tensor | None]
-"""Number of each layer with an index -> its inverse rotary frequencies `[F]`, or None if
-unknown."""
+"""Maps the number of each model layer that gets an index to its inverse rotary frequencies `[F]`,
+or to None if they are unknown."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerOptions:
-    """The options of `attach`, which documents each of them.
+    """The options of `kvhf.attach`. See its docstring for the meaning of each.
 
     Raises:
-        ValueError: `index` is not an index, options are not a mapping, or they contain options that
-            the model determines.
+        ValueError: `index` is neither a name nor a factory, `index_options` or `layer_options` is
+            not a mapping, or one of them sets a size that the model determines, such as `head_dim`.
     """
 
     index: str | IndexFactory = "pariskv"
@@ -52,18 +52,16 @@ class LayerOptions:
         _check_options(self.index, self.index_options, self.layer_options)
 
     def make(self, ropes: Ropes, number: int, **geometry: Any) -> AttentionLayer:
-        """Make the attention layer of a model layer, around a new index.
+        """Make the attention layer for one model layer, with a new index inside.
 
-        The layers append to their indexes in different steps: the updates of the `i`-th of `n`
-        layers are shifted by `i / n` of `update_every` tokens.
+        A layer passes new tokens to its index every `update_every` decode steps. To spread this
+        work over the steps, the schedule of the `i`-th of `n` layers is shifted by `update_every *
+        i / n` steps.
 
         Args:
-            ropes: Rotary frequencies of all layers with an index.
-            number: Number of the layer.
-            **geometry: Keyword arguments of `Geometry`.
-
-        Returns:
-            The attention layer.
+            ropes: Inverse rotary frequencies of all model layers that get an index.
+            number: Number of the model layer.
+            **geometry: Keyword arguments of `Geometry`, such as `head_dim` and `device`.
         """
         layer_index = self._make_index(ropes[number], number, geometry)
         return self.layer(
@@ -80,23 +78,27 @@ class LayerOptions:
         )
 
     def probe(self, ropes: Ropes, geometry: Callable[[int], dict[str, Any]]) -> list[KVIndex]:
-        """Make the indexes of some layers, so that wrong options raise an error early.
+        """Make a few trial indexes, so that wrong options raise an error before the model runs.
+
+        There is a trial index for each layer in `layer_options`, and for one layer without options
+        of its own.
 
         Args:
-            ropes: Rotary frequencies of all layers with an index.
-            geometry: Returns the geometry of a layer by its number.
+            ropes: Inverse rotary frequencies of all model layers that get an index.
+            geometry: Function that returns the keyword arguments of `Geometry` for a layer number.
 
         Returns:
-            The indexes, for further checks.
+            The trial indexes, for further checks.
 
         Raises:
-            ValueError: `layer_options` name a layer without an index, or an option is wrong.
+            ValueError: A key of `layer_options` is not the number of a layer with an index, or an
+                index does not accept its options.
         """
         configured = set(self.layer_options or {})
         if not configured <= ropes.keys():
             raise ValueError(
-                f"layer_options: got {sorted(configured - ropes.keys(), key=str)}, allowed are "
-                f"layers with an index, {sorted(ropes)}"
+                f"layer_options: got layers {sorted(configured - ropes.keys(), key=str)}; "
+                f"allowed are the layers with an index, {sorted(ropes)}"
             )
         usual = min(ropes, key=lambda number: ropes[number] is not None)
         numbers = {usual, *configured}
@@ -114,32 +116,36 @@ class LayerOptions:
 
 
 def _check_options(index: object, index_options: object, layer_options: object) -> None:
-    """Raise ValueError if `index` is not an index, or options are not mappings."""
+    """Raise ValueError if `index` is neither a name nor a factory, or options are not mappings."""
     if not isinstance(layer_options, Mapping | None):
         raise ValueError(
-            f"layer_options: got {layer_options!r}, allowed is a mapping from a layer's number to "
-            "its options"
+            f"layer_options: got {layer_options!r}, allowed is a mapping from layer numbers to "
+            "mappings of options"
         )
     named = {f"layer_options[{i!r}]": options for i, options in (layer_options or {}).items()}
     for name, options in {"index_options": index_options, **named}.items():
         if not isinstance(options, Mapping | None):
-            raise ValueError(f"{name}: got {options!r}, allowed is a mapping from name to value")
+            raise ValueError(
+                f"{name}: got {options!r}, allowed is a mapping from option names to values"
+            )
         check_spec(index, options)
 
 
 def check_spec(index: object, index_options: Mapping[str, Any] | None = None) -> None:
-    """Raise ValueError if `index` is not an index, or if options set a part of the geometry."""
+    """Raise ValueError if `index` is neither a name nor a factory, or if an option sets a field of
+    `Geometry`."""
     names = set(index_options or {})
     if isinstance(index, str):
         names |= set(parse_spec(index.partition("+")[0])[1])
     elif not callable(index):
         raise ValueError(
-            f"index: got {index!r}, allowed is a name, a line name:option=value:… or a factory"
+            f"index: got {index!r}, allowed is the name of an index, a name with options "
+            "(name:option=value:…), or a function that makes an index"
         )
     decided = names & {field.name for field in dataclasses.fields(Geometry)}
     if decided:
         raise ValueError(
-            f"index_options: got {', '.join(sorted(decided))}, which the model decides; allowed "
-            "are the index's own options, preset, store, row_codec, backend, device_fraction and "
-            "check"
+            f"index_options: got {', '.join(sorted(decided))}, but the model determines these; "
+            "allowed are the index's own options, preset, store, row_codec, backend, "
+            "device_fraction and check"
         )

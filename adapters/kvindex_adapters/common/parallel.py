@@ -1,4 +1,5 @@
-"""Tensor parallelism and torchrun: join the other processes, and check what they shard."""
+"""Helpers for runs with torchrun: join the process group, and check how heads or tokens are
+sharded."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from kvindex.wrappers import Sharded, Wrapper
 from kvindex_adapters.common.unsupported import UnsupportedError
 
 BOTH_SHARDED = (
-    "index: got one whose tokens are sharded, with a model whose heads are sharded, "
-    "allowed is one or the other: ranks that shard tokens must have the same heads"
+    "index: got an index that shards tokens, with a model whose heads are sharded; "
+    "shard either tokens or heads: ranks that shard tokens must all have the same heads"
 )
 
 
@@ -31,17 +32,17 @@ def launched() -> bool:
 
 
 def rank() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks; (0, 1) without a process group."""
+    """Return this process's rank and the number of ranks, or (0, 1) without a process group."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
 
 
 def join(device: str, timeout_s: float = TIMEOUT_S) -> str:
-    """Join the processes that torchrun has started.
+    """Join the process group of the processes that torchrun has started.
 
-    On GPUs, each process of a host uses the GPU of its local rank, and processes communicate with
-    NCCL; on CPUs, with gloo. Afterwards only rank 0 prints to standard output.
+    On GPUs, each process uses the GPU of its local rank, and the processes communicate with NCCL.
+    On CPUs, they communicate with gloo. Afterwards only rank 0 prints to standard output.
 
     Args:
         device: "cpu" or "cuda".
@@ -64,8 +65,8 @@ def join(device: str, timeout_s: float = TIMEOUT_S) -> str:
 def leave() -> None:
     """Leave the process group. All ranks must call this before they exit.
 
-    Unused CUDA graphs that contain collective operations are freed first, because NCCL waits for
-    them.
+    It first frees unreferenced CUDA graphs: NCCL cannot shut down while graphs with collective
+    operations exist.
     """
     gc.collect()
     if rank()[1] > 1:
@@ -91,8 +92,8 @@ def check_heads(config: Any) -> None:
     heads = vars(text).get("num_key_value_heads") or text.num_attention_heads
     if heads % ranks:
         raise ValueError(
-            f"--nproc-per-node: got {ranks} processes for {heads} KV heads, allowed are numbers "
-            "that divide them, or an index that shards tokens, such as pariskv+sharded"
+            f"--nproc-per-node: got {ranks}, but the model has {heads} KV heads; pass a number "
+            "that divides the KV heads, or an index that shards tokens, such as pariskv+sharded"
         )
 
 
@@ -105,14 +106,14 @@ def check_whole(decoder: nn.Module) -> None:
     """Raise UnsupportedError for a decoder whose weights are sharded over several ranks."""
     if has_head_shards(decoder):
         raise UnsupportedError(
-            "cache: got one of a model whose heads are sharded over ranks, allowed for save and "
-            "load is a model that is whole in one process: a rank has only the keys and values of "
-            "its own heads"
+            "cache: got the cache of a model whose heads are sharded over ranks; save and load "
+            "need a model that is in one process, because each rank has only the keys and values "
+            "of its own heads"
         )
 
 
 def check_shards(model: nn.Module, index: KVIndex) -> None:
-    """Raise UnsupportedError if tokens and heads are both sharded."""
+    """Raise UnsupportedError if the index shards tokens and the model shards heads."""
     if is_sharded(index) and has_head_shards(model):
         raise UnsupportedError(BOTH_SHARDED)
 
@@ -123,7 +124,7 @@ def is_sharded(index: KVIndex) -> bool:
 
 
 def sharded(index: KVIndex) -> Sharded | None:
-    """Find the wrapper that shards the tokens of an index over processes, or None."""
+    """Return the wrapper that shards the tokens of an index over processes, or None without one."""
     while isinstance(index, Wrapper):
         if isinstance(index, Sharded) and index.ranks > 1:
             return index
@@ -132,9 +133,9 @@ def sharded(index: KVIndex) -> Sharded | None:
 
 
 def waiting(indexes: Iterable[KVIndex]) -> dict[str, Callable[[Any], None]]:
-    """Return the keyword arguments of `TokenRing` that limit how long it waits for other ranks.
+    """Return keyword arguments that let `TokenRing` wait for other ranks with a timeout.
 
-    All ranks must call this.
+    All ranks must call this. With one rank the result is empty.
 
     Args:
         indexes: The indexes of the cache.

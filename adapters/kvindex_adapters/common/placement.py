@@ -18,18 +18,19 @@ from kvindex.core.protocol import KVIndex, Reserves, ReservesAhead
 def default_placement(
     device: torch.device | str | None, index: str, options: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Choose the backend and the store of an index, unless they are given.
+    """Choose default values for the options `backend` and `store` of an index.
 
-    On a GPU these are `backend="cuda"` and `store="host"` (pinned memory that kernels read). If the
-    kernels cannot run, a warning states why, and the result is empty. On a CPU, it is empty, too.
+    On a GPU these are `backend="cuda"` and `store="host"` (pinned memory that kernels read). The
+    result is empty on a CPU, or if the kernels cannot run on this GPU; in the second case a warning
+    states why.
 
     Args:
         device: The device of the index; None means a CPU.
-        index: A name of an index, possibly with options.
-        options: Names of the other options that the caller has set.
+        index: Name of an index, possibly followed by options (`name:option=value`).
+        options: Names of the options that the caller sets in addition to those in `index`.
 
     Returns:
-        Keyword arguments of the index.
+        Keyword arguments for `kvindex.create`, without those that the caller sets.
     """
     named = {*parse_spec(index.partition("+")[0])[1], *options}
     if device is None or torch.device(device).type != "cuda" or "backend" in named:
@@ -44,7 +45,8 @@ def default_placement(
 
 
 def expect(indexes: Iterable[KVIndex], tokens: int, batch: int) -> None:
-    """Start reserving memory for `tokens` tokens of `batch` sequences in the background."""
+    """Start to reserve memory in each index, in the background, for `tokens` tokens per
+    sequence."""
     for index in indexes:
         reserves = capability(index, ReservesAhead)
         if reserves is not None:
@@ -52,9 +54,9 @@ def expect(indexes: Iterable[KVIndex], tokens: int, batch: int) -> None:
 
 
 def make_room(indexes: Iterable[KVIndex], tokens: int) -> None:
-    """Reserve memory for `tokens` tokens in total, if there is enough memory."""
+    """Reserve memory in each index for `tokens` tokens per sequence, if there is enough memory."""
     for index in indexes:
         reserves = capability(index, Reserves)
         if reserves is not None:
-            with suppress(MemoryError):  # if the answer ends early, it may fit
+            with suppress(MemoryError):  # an answer that ends early may still fit
                 reserves.reserve(tokens)

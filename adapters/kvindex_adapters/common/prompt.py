@@ -1,4 +1,4 @@
-"""Encode a prompt, which is a text, the messages of a chat, or token ids."""
+"""Convert a prompt (a text, chat messages, or token ids) to token ids."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Prompt = str | Messages | Tensor
 
 
 class Conversation(NamedTuple):
-    """The messages of a chat, and the ids int64 `[N]` under which a cache stores them."""
+    """Chat messages, and their token ids int64 `[N]` in a cache."""
 
     ids: Tensor
     messages: Messages
@@ -68,14 +68,14 @@ def render_chat(
 
 
 def messages_of(ids: Tensor | None, conversation: Conversation | None) -> Messages | None:
-    """Get the messages that a cache stores.
+    """Return the chat messages whose tokens a cache contains.
 
     Args:
         ids: Int64 `[N]`, the ids of all tokens in the cache, or None if unknown.
-        conversation: The conversation that was last recorded, or None.
+        conversation: The last conversation that was recorded for this cache, or None.
 
     Returns:
-        The messages, or None if the cache does not store exactly the tokens of these messages.
+        The messages of `conversation`, or None if the cache contains any other tokens.
     """
     if ids is None or conversation is None or conversation.ids is not ids:
         return None
@@ -85,19 +85,20 @@ def messages_of(ids: Tensor | None, conversation: Conversation | None) -> Messag
 def encode_prompt(
     tokenizer: Any, prompt: Prompt, *, follows: bool = False, cue: bool = True
 ) -> Tensor:
-    """Encode a prompt.
+    """Convert a prompt to token ids.
 
     Args:
         tokenizer: The model's tokenizer.
         prompt: Text, chat messages, or ids int64 `[N]`, which are returned unchanged.
-        follows: Whether other tokens come before. A text then gets no token that begins a sequence.
-        cue: Whether messages get the generation prompt of the chat template.
+        follows: Whether the prompt continues a sequence. If so, a text gets no special tokens such
+            as BOS.
+        cue: Whether to add the generation prompt of the chat template after the messages.
 
     Returns:
         Ids int64 `[N]`.
 
     Raises:
-        TypeError: The prompt is of another kind.
+        TypeError: The prompt is neither text, messages nor a tensor.
         ValueError: The chat template does not accept the messages.
     """
     if isinstance(prompt, Tensor):
@@ -120,15 +121,15 @@ def check_messages(prompt: object) -> Messages:
         The messages.
 
     Raises:
-        TypeError: It is not a list of messages.
-        ValueError: There is no message.
+        TypeError: The prompt is not a list of messages.
+        ValueError: The list is empty.
     """
     if not isinstance(prompt, Sequence) or not all(isinstance(one, Mapping) for one in prompt):
         kind = type(prompt).__name__
         kind += f" of {type(prompt[0]).__name__}" if isinstance(prompt, Sequence) else ""
         raise TypeError(
-            f"prompt: got {kind}, allowed is one text, messages (a list of dicts with role and "
-            "content), or ids as a tensor int64 [N]"
+            f"prompt: got {kind}, allowed is a text, a list of messages (dicts with role and "
+            "content), or a tensor of token ids, int64 [N]"
         )
     if not prompt:
         raise ValueError("prompt: got no messages, allowed is at least one")
@@ -136,7 +137,7 @@ def check_messages(prompt: object) -> Messages:
 
 
 def common_length(prompts: Sequence[Tensor]) -> int:
-    """Return the length of the prefix that all prompts `[N]` share."""
+    """Return the length of the longest common prefix of prompts, int64 `[N]` each."""
     length = 0
     for column in zip(*(prompt.tolist() for prompt in prompts), strict=False):
         if len(set(column)) > 1:
@@ -161,7 +162,7 @@ def _rendered(
     except TemplateError as error:
         roles = ", ".join(str(message.get("role")) for message in messages)
         raise ValueError(
-            f"prompt: got messages of the roles {roles}, which the tokenizer's chat template does "
-            f"not accept: {error}"
+            f"prompt: got messages with the roles {roles}, but the tokenizer's chat template "
+            f"rejects them: {error}"
         ) from error
     return text

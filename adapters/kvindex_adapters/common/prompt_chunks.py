@@ -1,4 +1,4 @@
-"""Divide a prompt into the chunks in which an adapter reads it."""
+"""Divide a prompt into chunks for chunked prefill."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 Progress = Callable[[str, int, int], None]
-"""A function that is called with a phase ("prefill" or "decode"), tokens done, and tokens in
-total."""
+"""A progress callback. Its arguments are the phase ("prefill" or "decode"), the number of tokens
+done, and the total number of tokens."""
 
 MIN_CHUNK, MAX_CHUNK = 1024, 4096
-"""Tokens of a chunk: MIN_CHUNK on a CPU, MIN_CHUNK to MAX_CHUNK on a GPU."""
+"""Tokens in a chunk: `MIN_CHUNK` on a CPU, from `MIN_CHUNK` to `MAX_CHUNK` on a GPU."""
 
 CHUNK_BYTES = 2**29
 """Maximum bytes of a layer's activations in a chunk of more than `MIN_CHUNK` tokens, for all
@@ -20,14 +20,14 @@ sequences of a batch."""
 
 
 def chunk_of(token_bytes: int, device: torch.device) -> int:
-    """Choose the default number of tokens of a chunk.
+    """Choose the default number of tokens in a chunk of a prompt.
 
-    The number of kernels that the host launches per chunk does not depend on its length, so long
-    chunks are faster. On a GPU, the number is the largest power of two from 1,024 to 4,096 for
-    which a layer's activations take at most `CHUNK_BYTES`.
+    Long chunks are faster on a GPU, because each chunk needs the same number of kernel launches.
+    The result is the largest power of two from 1,024 to 4,096 for which one layer's activations
+    take at most `CHUNK_BYTES`. On a CPU it is 1,024.
 
     Args:
-        token_bytes: Bytes of one layer's activations per token.
+        token_bytes: Bytes of one layer's activations per token of a chunk, for the whole batch.
         device: The device of the model.
     """
     if device.type != "cuda":
@@ -37,7 +37,11 @@ def chunk_of(token_bytes: int, device: torch.device) -> int:
 
 
 def chunks(stop: int, chunk: int) -> Iterator[tuple[int, int]]:
-    """Yield the start and end of the chunks in which `prefill` reads `stop` tokens."""
+    """Yield the first and end position of each chunk of `stop` tokens.
+
+    Chunks have `chunk` tokens. The last chunk can be shorter, but takes one token more rather than
+    leaving a chunk of one token.
+    """
     start = 0
     while start < stop:
         end = start + chunk if stop - start - chunk > 1 else stop

@@ -1,4 +1,5 @@
-"""`TokenRing`: passes tokens from the device to the host, which reads them a few steps later."""
+"""`TokenRing`: copies chosen tokens to the host asynchronously; the host reads them a few decode
+steps later."""
 
 from __future__ import annotations
 
@@ -11,17 +12,17 @@ from torch import Tensor
 from kvindex.core.transaction import in_plain_torch
 
 AHEAD = 4
-"""Number of decode steps that are launched before a token is read. The host delays the device only
-if it is late by more than this number of steps."""
+"""Number of decode steps that the host launches before it reads the token of the first of them. A
+host that is at most this number of steps late does not delay the device."""
 
 
 class TokenRing:
-    """A queue of up to `AHEAD + 1` tensors of tokens that the device copies to pinned memory.
+    """A queue of up to `AHEAD + 1` token tensors in pinned memory, which the device fills.
 
     Args:
-        batch: Number of tokens in each tensor, `B`.
+        batch: Number of tokens in each tensor, `B`: one per sequence.
         device: The device of the tokens.
-        wait: Waits for a CUDA event.
+        wait: Function that blocks the host until a CUDA event has occurred.
     """
 
     @in_plain_torch
@@ -39,24 +40,25 @@ class TokenRing:
         self._coming: deque[tuple[int, torch.cuda.Event | None]] = deque()
 
     def __len__(self) -> int:
-        """Return the number of tensors that are in the queue."""
+        """Return the number of token tensors in the queue."""
         return len(self._coming)
 
     def put(self, tokens: Tensor) -> None:
-        """Copy tokens int64 `[B]` to the host, in the current stream."""
+        """Add tokens int64 `[B]` to the queue: copy them to the host in the current stream."""
         slot, self._next = self._next, (self._next + 1) % len(self._slots)
         self._slots[slot].copy_(tokens, non_blocking=True)
         event = torch.cuda.current_stream(tokens.device).record_event() if self._pinned else None
         self._coming.append((slot, event))
 
     def take(self) -> Tensor:
-        """Wait for the oldest tokens int64 `[B]`, and return them on the CPU."""
+        """Remove the oldest tokens from the queue, wait for their copy, and return them: int64
+        `[B]`, on the CPU."""
         slot, event = self._coming.popleft()
         if event is not None:
             self._wait_for(event)
         return self._slots[slot].clone()
 
     def wait(self) -> None:
-        """Wait for all tokens, and drop them."""
+        """Wait for all copies in the queue, and discard the tokens."""
         while self._coming:
             self.take()

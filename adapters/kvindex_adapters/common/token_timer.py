@@ -1,4 +1,4 @@
-"""`TokenTimer`: a streamer that records when tokens arrive, and reports progress."""
+"""`TokenTimer`: a transformers streamer that measures token times and reports progress."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from kvindex_adapters.common.prompt_chunks import Progress
 
 
 class TokenTimer(BaseStreamer):
-    """Records the times of the first and the last token of an answer.
+    """A streamer that records when the first and the last token of an answer arrive.
 
     Args:
-        inner: A streamer to which tokens are passed on, or None.
-        progress: Called with the phase, the tokens done and the tokens in total, or None.
-        prompt: Int64 `[N]`, the ids of the prompt, which `inner` gets first. They are given here
-            because transformers may pass other ids to a streamer, including those of earlier tokens
-            in the cache.
+        inner: Another streamer, which also gets the prompt and the tokens, or None.
+        progress: Called with the phase, the number of tokens done and the total number, or None.
+        prompt: Int64 `[N]`, the ids of the prompt, which `inner` gets first. The ids that
+            transformers passes to a streamer may also include earlier tokens in the cache.
         total: Maximum number of tokens of the answer.
     """
 
@@ -39,7 +38,8 @@ class TokenTimer(BaseStreamer):
             if self._tokens == 0:
                 self.first = now
                 length = len(self._prompt)
-                self._report("prefill", length, length)  # before a token of the answer appears
+                # report this before `inner` prints the first token of the answer
+                self._report("prefill", length, length)
             self._tokens += value.numel()
         if self._inner:
             self._inner.put(value if answer else self._prompt[None].cpu())
@@ -47,7 +47,7 @@ class TokenTimer(BaseStreamer):
             self._report("decode", self._tokens, self._total)
 
     def end(self) -> None:
-        """End the answer."""
+        """Report that the answer is complete, and end `inner`."""
         if self._tokens < self._total:
             self._report("decode", self._tokens, self._tokens)
         if self._inner:

@@ -2,4 +2,5 @@
 
 
 class UnsupportedError(ValueError):
-    """An adapter does not support a model, an option or a call. The message states why."""
+    """Raised when an adapter does not support a model, an option or a call. The message states
+    why."""

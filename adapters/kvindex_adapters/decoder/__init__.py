@@ -1,4 +1,4 @@
-"""A minimal decoder: a language model's forward pass in plain torch, short enough to read.
+"""A minimal decoder: the forward pass of a Llama-like model in plain torch, short enough to read.
 
 ```python
 from kvindex_adapters.decoder import Decoder

@@ -1,4 +1,4 @@
-"""Make the attention of each layer: through an index, or to all tokens."""
+"""Make the attention object of each model layer: with an index, or with full attention."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from kvindex_adapters.hf.unsupported import check_dense
 def make_attentions(
     config: DecoderConfig, ropes: Ropes, like: Tensor, options: LayerOptions | None
 ) -> list[AttentionLayer | DenseAttention]:
-    """Make one attention object per layer, without tokens.
+    """Make one attention object per model layer. The objects contain no tokens yet.
 
     Args:
         config: Sizes of the model.
-        ropes: Rotary frequencies of each layer.
-        like: A weight of the model. Keys and values get its dtype and device.
-        options: Options of `attach`, or None for full attention in all layers.
+        ropes: Inverse rotary frequencies of each layer.
+        like: Any weight of the model. Keys and values get the dtype and device of this tensor.
+        options: Options of `kvhf.attach`, or None for full attention in all layers.
 
     Raises:
-        ValueError: An option does not fit the model.
+        ValueError: A value in `options` is wrong or does not suit the model.
     """
     numbers = list(range(config.layers))
     if options is None:
@@ -41,7 +41,7 @@ def make_attentions(
 
 
 def _geometry(config: DecoderConfig, like: Tensor) -> dict[str, Any]:
-    """Return the model's sizes that `kvindex.create` needs for the index of a layer."""
+    """Return the keyword arguments of `kvindex.create` that the model determines."""
     sizes = dict(q_heads=config.q_heads, kv_heads=config.kv_heads, head_dim=config.head_dim)
     where = dict(dtype=like.dtype, device=like.device)
     return {**sizes, "value_dim": config.head_dim, "scale": config.scale, **where}

@@ -1,4 +1,4 @@
-"""Prompts of unequal lengths as one tensor, padded on the left."""
+"""Encode prompts, and stack prompts of different lengths with padding on the left."""
 
 from __future__ import annotations
 
@@ -14,40 +14,41 @@ from kvindex_adapters.common.prompt_chunks import check_prompt
 from kvindex_adapters.decoder.config import DecoderConfig
 
 Prompts = list[str] | list[list[dict[str, str]]] | list[Tensor]
-"""Several prompts of the same kind: texts, chats, or ids (see `Prompt`)."""
+"""Several prompts: all texts, all lists of chat messages, or all token ids."""
 
 
 class Batch(NamedTuple):
-    """Token ids int64 `[B, N]`, and the number of padded tokens of each sequence."""
+    """Padded token ids int64 `[B, N]`, and the number of padding tokens in each sequence."""
 
     ids: Tensor
     padding: list[int]
 
 
 def is_one(prompt: Prompt | Prompts) -> bool:
-    """Return True for one prompt (text, messages or ids), False for a list of prompts."""
+    """Return True for a single prompt (text, chat messages or ids), False for a list of prompts."""
     return not isinstance(prompt, list) or isinstance(next(iter(prompt), None), Mapping)
 
 
 def prompts_of(prompt: Prompt | Prompts) -> list[Any]:
-    """Return the prompts, one or several, in a list."""
+    """Return a list of prompts. A single prompt becomes a list of length 1."""
     return [prompt] if is_one(prompt) else list(prompt)
 
 
 def encode(tokenizer: Any, prompts: Sequence[Any], config: DecoderConfig) -> list[Tensor]:
-    """Encode each prompt.
+    """Convert each prompt to token ids.
 
     Args:
         tokenizer: The model's tokenizer; None if all prompts are ids.
-        prompts: Each one as `Prompt` describes.
-        config: Sizes of the model, of which the vocabulary is used.
+        prompts: Texts, lists of chat messages, or tensors of ids.
+        config: Sizes of the model. Ids are checked against the size of the vocabulary.
 
     Returns:
         Ids int64 `[N]` of each prompt.
 
     Raises:
-        ValueError: There is no prompt, or a prompt is empty; also what `encode_prompt` and
-            `check_prompt` raise.
+        ValueError: There is no prompt, a prompt is empty, an id is outside of the vocabulary, or
+            the chat template rejects the messages.
+        TypeError: A prompt is neither text, messages nor a tensor.
     """
     if not len(prompts):
         raise ValueError("prompts: got none, allowed is at least one")
@@ -63,18 +64,21 @@ def check_tokenizer(tokenizer: Any, prompts: Sequence[Any]) -> None:
 
     Args:
         tokenizer: The decoder's tokenizer, or None.
-        prompts: Each one as `Prompt` describes.
+        prompts: Texts, lists of chat messages, or tensors of ids.
 
     Raises:
         ValueError: There is no tokenizer, and a prompt is not a tensor of ids.
     """
     if tokenizer is None and not all(isinstance(prompt, Tensor) for prompt in prompts):
         kinds = sorted({type(prompt).__name__ for prompt in prompts})
-        raise ValueError(f"prompt: got {', '.join(kinds)}, allowed without a tokenizer are ids")
+        raise ValueError(
+            f"prompt: got {', '.join(kinds)}, but the decoder has no tokenizer; pass token ids"
+        )
 
 
 def left_padded(rows: Sequence[Tensor], device: torch.device) -> Batch:
-    """Stack sequences of ids, int64 `[N]` each, with zeros before the shorter ones."""
+    """Stack sequences of ids, int64 `[N]` each. Shorter sequences are padded with zeros on the
+    left."""
     longest = max(map(len, rows))
     padding = [longest - len(row) for row in rows]
     padded = [

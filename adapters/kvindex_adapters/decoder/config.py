@@ -1,4 +1,4 @@
-"""Read the sizes of a model, and check that the decoder supports it."""
+"""`DecoderConfig`: the sizes of a model; and checks that the decoder supports a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DecoderConfig:
         kv_heads: KV heads, `G`.
         head_dim: Dimension of a head, `D`.
         vocabulary: Size of the vocabulary, `V`.
-        scale: Factor of the attention logits.
+        scale: Factor by which `q·k` is multiplied before the softmax.
     """
 
     layers: int
@@ -35,7 +35,7 @@ class DecoderConfig:
     scale: float
 
     def shard(self, ranks: int) -> DecoderConfig:
-        """Return the sizes of one rank's shard of the heads."""
+        """Return the sizes of one rank's shard, which has `1 / ranks` of the heads."""
         return replace(self, q_heads=self.q_heads // ranks, kv_heads=self.kv_heads // ranks)
 
     @classmethod
@@ -54,40 +54,42 @@ class DecoderConfig:
 
 
 def check_shards(config: DecoderConfig, inner: Sequence[int], ranks: int) -> None:
-    """Raise UnsupportedError if the ranks cannot divide the model evenly.
+    """Raise UnsupportedError if KV heads or MLP rows cannot be divided evenly among the ranks.
 
     Args:
         config: Sizes of the whole model.
-        inner: Number of rows of each layer's gate matrix.
+        inner: Number of rows of the MLP's gate matrix in each layer.
         ranks: Number of ranks.
     """
-    sizes = [("KV heads", config.kv_heads), *(("rows of the perceptron", rows) for rows in inner)]
+    sizes = [("KV heads", config.kv_heads), *(("rows of the MLP", rows) for rows in inner)]
     for name, size in sizes:
         if size % ranks:
             raise UnsupportedError(
-                f"heads: got {ranks} ranks for {size} {name}, allowed are numbers of ranks that "
-                "divide them, or an index that distributes tokens, for example pariskv+sharded"
+                f"heads: got {ranks} ranks, but the model has {size} {name}; use a number of ranks "
+                f"that divides {size}, or shard tokens instead, for example with pariskv+sharded"
             )
 
 
 def check_model(model: Any) -> None:
-    """Raise TypeError if this is no transformers model, UnsupportedError if the decoder cannot run
-    it."""
+    """Raise TypeError if `model` is not a transformers model, and UnsupportedError if the decoder
+    cannot run it."""
     if not isinstance(model, PreTrainedModel):
         raise no_model(model)
     if model in attached:
-        raise UnsupportedError("model: got one that is attached, allowed is one outside attach()")
+        raise UnsupportedError(
+            "model: got a model with an attached index; call this outside of kvhf.attach()"
+        )
     check_family(model)
 
 
 def supports(model: Any) -> str | None:
-    """Return why the decoder does not support a model, or None if it does.
+    """Return the reason why the decoder cannot run a model, or None if the decoder can run it.
 
     Args:
         model: A loaded transformers model.
 
     Returns:
-        One sentence, or None.
+        The reason as one sentence, or None.
     """
     try:
         check_model(model)

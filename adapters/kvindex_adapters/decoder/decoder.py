@@ -1,4 +1,5 @@
-"""`Decoder`: run a model of the Llama family with any index, or with full attention."""
+"""`Decoder`: generates text with a model of the Llama family, with an index or with full
+attention."""
 
 from __future__ import annotations
 
@@ -52,18 +53,21 @@ from kvindex_adapters.llama.weights import Weights
 
 
 class Decoder:
-    """A model's weights and its tokenizer, which generate answers with an index.
+    """Generates answers with a model's weights, its tokenizer, and an index or full attention.
 
-    Make one with `of` or `from_pretrained`. Each call of `generate` is a new sequence, unless it
-    gets a session. The weights are the model's own. Each call checks whether the model has changed;
-    if so, it reads the model again or raises an error. With `weights="fp8"` or `ranks`, the layers'
-    matrices are copies, and the model must not change as long as it exists.
+    Make a decoder with `Decoder.of` or `Decoder.from_pretrained`. Each call of `generate` begins a
+    new sequence, unless a session is passed.
+
+    The decoder uses the tensors of the model without copying them. Each call checks whether the
+    model has changed. If so, the decoder reads the model again, or raises an error if it cannot run
+    the changed model. With `weights="fp8"` or `ranks` the
+    matrices are copies, and a call raises ValueError if the model has changed.
     """
 
     def __init__(self, reading: Reading, tokenizer: Any, ends: Collection[int]) -> None:
         self._reading, self.tokenizer = reading, tokenizer
         self.ends = frozenset(ends)
-        """Tokens that end an answer, unless a call names others."""
+        """Default stop tokens, for calls without the option `stop`."""
 
     @classmethod
     def of(
@@ -74,28 +78,27 @@ class Decoder:
         weights: str = PLAIN,
         ranks: HeadRanks | None = None,
     ) -> Self:
-        """Make a decoder of a loaded model.
+        """Make a decoder from a loaded model.
 
         Args:
             model: The transformers model. The decoder does not change it.
             tokenizer: The model's tokenizer, or None if all prompts are ids.
             weights: "plain" to use the model's weights, or "fp8" to copy the layers' matrices as
-                float8 e4m3 with a scale per matrix row. The model's own matrices are freed with the
-                model.
-            ranks: The processes over which the model's heads are sharded, or None for one process.
-                Each process passes the whole model, on any device, and copies its own shard to the
-                ranks' device. All processes make the same calls and get the same tokens
-                (docs/distributed.md).
+                float8 e4m3 with a scale per matrix row. The original matrices are freed when the
+                model is deleted.
+            ranks: The processes that shard the model's heads, or None for one process. Each process
+                passes the whole model, on any device, and copies its shard to `ranks.device`. All
+                processes must make the same calls; they get the same tokens (docs/distributed.md).
 
         Returns:
             The decoder.
 
         Raises:
             TypeError: `model` is not a transformers model.
-            UnsupportedError: The decoder does not support the model, or the ranks cannot divide its
-                heads. This is a ValueError.
-            ValueError: `weights` has another value, or "fp8" without Triton, or the ranks have
-                different models.
+            UnsupportedError: The decoder does not support the model, or the number of ranks does
+                not divide the heads. (UnsupportedError is a ValueError.)
+            ValueError: `weights` is neither "plain" nor "fp8", it is "fp8" and Triton is not
+                installed, or the ranks have different models.
         """
         check_weights(weights)
         check_model(model)
@@ -115,41 +118,45 @@ class Decoder:
         weights: str = PLAIN,
         ranks: HeadRanks | None = None,
     ) -> Self:
-        """Load a model and its tokenizer, and make a decoder of them.
+        """Load a model and its tokenizer, and make a decoder from them.
 
         Args:
             model: A folder with safetensors, a .gguf file, or a hub id.
             gguf_file: Name of the .gguf file inside the folder.
             lora: A LoRA adapter to merge into the model.
-            dtype: Data type to compute in.
-            device: Device of the weights; None for the device of `ranks`, or the CPU without
+            dtype: Dtype of the weights and activations.
+            device: Device of the weights. None means the device of `ranks`, or the CPU without
                 `ranks`.
-            weights: As in `of`. With "fp8" the original matrices are freed.
-            ranks: As in `of`. Each process reads the model into host memory and keeps its shard.
+            weights: "plain" for weights of `dtype`, or "fp8" to convert the layers' matrices to
+                float8 e4m3. With "fp8" the original matrices are freed.
+            ranks: The processes that shard the model's heads, or None for one process. Each process
+                reads the whole model into host memory, and keeps only its shard.
 
         Returns:
             The decoder.
 
         Raises:
             FileNotFoundError: The model or a file does not exist.
-            ValueError: The model cannot be loaded, or `device` is not that of `ranks`; also what
-                `of` raises.
+            ValueError: The model cannot be loaded, `device` is not the device of `ranks`, or
+                `Decoder.of` rejects the arguments.
         """
         check_weights(weights)
         if ranks is not None and device is not None and not ranks.on(torch.device(device)):
-            raise ValueError(f"device: got {device!r}, allowed is that of ranks, {ranks.device}")
+            raise ValueError(
+                f"device: got {device!r}, allowed is the device of ranks, {str(ranks.device)!r}"
+            )
         place = "cpu" if device is None or ranks is not None else device
         loaded = load(model, gguf_file=gguf_file, lora=lora, dtype=dtype, device=place)
         return cls.of(*loaded, weights=weights, ranks=ranks)
 
     @property
     def weights(self) -> Weights:
-        """The weights that the decoder last read from the model."""
+        """The weights in the decoder, as last read from the model."""
         return self._reading.weights
 
     @property
     def config(self) -> DecoderConfig:
-        """Sizes of the model, or of this rank's shard of it."""
+        """Sizes of the model. If several ranks shard the heads, sizes of this rank's shard."""
         return self._reading.config
 
     @property
@@ -190,35 +197,36 @@ class Decoder:
     ) -> Generation | list[Generation]:
         """Generate an answer to a prompt, or to each of a list of prompts in one batch.
 
-        Only the end tokens come from the model's generation configuration. Temperature, penalties
-        and lengths come from the options. (`kvhf.generate` uses the whole configuration.)
+        Of the model's generation configuration, only the EOS tokens are used. Sampling and length
+        are set by `options`. (`kvhf.generate` uses the whole configuration.)
 
         Args:
-            prompt: Text (used unchanged), messages for the tokenizer's chat template, ids int64
-                `[N]`, or a list of these.
-            session: A session of this decoder, in place of `index`, `k` and `attach_options`. The
-                prompt follows its tokens, and prompt and answer are appended to it. Messages
-                continue the chat in it as in `kvhf.generate`. A call that fails leaves the session
-                unchanged. Pass a `fork` of the session to keep it unchanged in any case.
-            streamer: A streamer of transformers, which gets each token of one prompt.
-            on_progress: Called with a phase, the tokens done and the tokens in total (of the
-                longest prompt).
-            **options: `Options`.
+            prompt: Text (without a chat template), chat messages, ids int64 `[N]`, or a list of
+                prompts.
+            session: A session of this decoder, which already has an index and `k`. The prompt
+                continues the tokens of the session, and the call appends prompt and answer to the
+                session. Chat messages continue the conversation as in `kvhf.generate`. A call that
+                fails leaves the session unchanged. To keep a session, pass `session.fork()`.
+            streamer: A transformers streamer, which gets the prompt and each token of the answer.
+                Only for a single prompt.
+            on_progress: Called with the phase ("prefill" or "decode"), the number of tokens done,
+                and the total number. In a batch, "prefill" counts the tokens of the longest prompt.
+            **options: See `Options`.
 
         Returns:
-            The answer to the prompt, or a list of answers to a list of prompts. An answer ends with
-            its stop token, if it has one. Times and the report are of the whole batch.
+            One answer for a single prompt, or a list of answers for a list of prompts. An answer
+            includes its stop token. Times and the report in an answer cover the whole batch.
 
         Raises:
-            ValueError: A prompt is empty, a size is out of range, or options do not fit.
-            TypeError: An option does not exist.
+            ValueError: A prompt is empty, or an option is out of range or conflicts with `session`.
+            TypeError: An option is unknown.
         """
         self._follow()
         prompts = prompts_of(prompt)
         for name, given in {"streamer": streamer, "session": session}.items():
             if given is not None and len(prompts) > 1:
                 count = len(prompts)
-                raise ValueError(f"{name}: got one for {count} prompts, allowed is one prompt")
+                raise ValueError(f"{name}: got a {name} for {count} prompts; pass a single prompt")
         if session is None or not prompts:
             turn, rows = None, encode(self.tokenizer, prompts, self.config)
         else:
@@ -250,14 +258,14 @@ class Decoder:
         graphs: bool = True,
         fused: bool = True,
     ) -> OpenSession:
-        """Open a session without tokens, for `read` and `generate`.
+        """Open an empty session, to which `read` and `generate` append tokens.
 
         Args:
-            index: As in `Options`.
-            k: As in `Options`.
-            attach_options: As in `Options`.
-            graphs: As in `Options`.
-            fused: As in `Options`.
+            index: Name of an index, possibly with options, or a factory; None for full attention.
+            k: Number of rows to retrieve per KV head and decode step.
+            attach_options: Further keyword arguments of `kvhf.attach`.
+            graphs: Whether a decode step may run as one CUDA graph.
+            fused: Whether Triton kernels compute the matrix products of a decode step on a GPU.
 
         Returns:
             The session.
@@ -274,18 +282,19 @@ class Decoder:
         chunk: int | None = None,
         on_progress: Progress | None = None,
     ) -> None:
-        """Read a prompt into a session, after the tokens that it stores, without answering.
+        """Append a prompt to a session, without generating an answer.
 
-        If the call fails, the session keeps its state.
+        A call that fails leaves the session unchanged.
 
         Args:
-            prompt: As in `generate`. Messages get no generation prompt.
+            prompt: Text, chat messages (rendered without a generation prompt), or ids int64 `[N]`.
             session: A session of this decoder.
-            chunk: As in `Options`.
-            on_progress: As in `generate`.
+            chunk: Number of prompt tokens that a layer computes at a time; None for the default.
+            on_progress: Called with "prefill", the number of tokens read, and the total number.
 
         Raises:
-            ValueError: As in `generate`.
+            ValueError: The prompt is empty, `chunk` is below 2, or the session belongs to another
+                decoder.
         """
         self._follow()
         chunk = self._chunk(chunk, batch=1)
@@ -301,67 +310,69 @@ class Decoder:
     def stream(self, prompt: Prompt | Prompts, **options: Unpack[Options]) -> Iterator[Tensor]:
         """Yield the tokens of an answer while they are generated.
 
-        The iteration ends when each sequence has had a stop token. Ignore the tokens of a sequence
-        after its own stop token.
+        The iteration ends when every sequence has produced a stop token, or after `max_new_tokens`.
+        In a batch, ignore what a sequence yields after its stop token.
 
         Args:
-            prompt: As in `generate`.
-            **options: `Options`.
+            prompt: Text, chat messages, ids int64 `[N]`, or a list of prompts.
+            **options: See `Options`.
 
         Returns:
-            An iterator of int64 `[B]` on the CPU: one token of each prompt at a time.
+            An iterator of tensors int64 `[B]` on the CPU, each with the next token of every
+            sequence.
 
-        Raises:
-            ValueError: As in `generate`.
+            Raises:
+                ValueError: A prompt is empty, or an option is out of range.
         """
         return self.start(prompt, **options).tokens()
 
     def start(self, prompt: Prompt | Prompts, **options: Unpack[Options]) -> Run:
-        """Prepare a run that has not read its prompts yet.
+        """Prepare a run. The run reads its prompts when `tokens()` is called.
 
         Args:
-            prompt: As in `generate`.
-            **options: `Options`.
+            prompt: Text, chat messages, ids int64 `[N]`, or a list of prompts.
+            **options: See `Options`.
 
         Returns:
-            The run, whose `tokens()` are those that `stream` yields.
+            A run. Its method `tokens()` yields the same tokens as `stream`.
 
         Raises:
-            ValueError: As in `generate`.
+            ValueError: A prompt is empty, or an option is out of range.
         """
         self._follow()
         rows = encode(self.tokenizer, prompts_of(prompt), self.config)
         return self._begin(rows, **options)
 
     def explain(self, *, batch: int = 1, **options: Unpack[Options]) -> str:
-        """Report how a decode step would run, and why.
+        """Describe how a decode step would run: dtype, kernels, CUDA graph and index, with reasons.
 
-        Some layers can only report after they store tokens; the text says so. For a run in its
-        present state, call `start(prompt, …).explain()`.
+        Some facts are unknown before a layer contains tokens; the text says so. To describe a run
+        in progress, call its method `explain`.
 
         Args:
             batch: Number of prompts.
-            **options: `Options`.
+            **options: See `Options`.
 
         Returns:
             Text of several lines.
 
         Raises:
-            ValueError: As in `generate`.
+            ValueError: An option is out of range.
         """
         self._follow()
         check.at_least("batch", batch, 1)
         return self._begin([torch.zeros(1, dtype=torch.int64)] * batch, **options).explain()
 
     def _turn(self, prompt: Prompt, session: OpenSession, *, cue: bool = True) -> Turn:
-        """Find how a prompt continues the tokens of a session. Raises as `generate`."""
+        """Encode a prompt as a continuation of a session. Raise ValueError if the prompt is empty
+        or invalid."""
         check_tokenizer(self.tokenizer, [prompt])
         turn = next_turn(self.tokenizer, prompt, session, session.length, cue=cue)
         check_prompt(turn.ids, self.config.vocabulary)
         return turn
 
     def _text(self, answer: Tensor) -> str:
-        """Decode an answer's ids; "" if there is no tokenizer."""
+        """Decode the ids of an answer. Without a tokenizer the text is empty."""
         tokenizer = self.tokenizer
         return "" if tokenizer is None else tokenizer.decode(answer, skip_special_tokens=True)
 
@@ -380,7 +391,7 @@ class Decoder:
         graphs: bool = True,
         fused: bool = True,
     ) -> Run:
-        """Make a run that has not read its prompts yet. Raise ValueError for bad options."""
+        """Make a run for encoded prompts. Raise ValueError if an option is out of range."""
         chunk = self._chunk(chunk, batch=len(rows))
         check.at_least("max_new_tokens", max_new_tokens, 1)
         check.flag("graphs", graphs)
@@ -392,7 +403,8 @@ class Decoder:
             passed["attach_options"] = attach_options is not None
             for name in (name for name, changed in passed.items() if changed):
                 raise ValueError(
-                    f"{name}: got a value, allowed is none with session=, which has its own"
+                    f"{name}: got a value together with session, which has its own {name}; "
+                    f"pass {name} to Decoder.session instead"
                 )
         given: Session = session or Session(
             self.weights,
@@ -413,7 +425,7 @@ class Decoder:
         )
 
     def _chunk(self, chunk: int | None, *, batch: int) -> int:
-        """Return how many tokens of each prompt a layer computes at a time."""
+        """Return the chunk size: how many tokens of each prompt a layer computes at a time."""
         if chunk is None:
             return default_chunk(self.weights, batch, self.device)
         return check.at_least("chunk", chunk, 2)
@@ -425,7 +437,7 @@ class Decoder:
         attach_options: Mapping[str, Any] | None,
         graphs: bool,
     ) -> list[AttentionLayer | DenseAttention]:
-        """Make the attention of each layer, without tokens."""
+        """Make the attention object of each layer. The objects contain no tokens yet."""
         options = None
         if index is not None:
             check_attach_options(attach_options)
@@ -438,12 +450,13 @@ class Decoder:
         return made
 
     def _fused_for(self, batch: int, fused: bool) -> Fused | None:
-        """Return the kernels that run decode steps of `batch` sequences, or None to use torch."""
+        """Return the Triton kernels for decode steps of `batch` sequences, or None to use plain
+        torch."""
         runs = fused and fused_refusal(self.weights, batch) is None
         return self._reading.kernels if runs else None
 
     def _follow(self) -> None:
-        """Read the model again if it has changed. Raises an error if that is not possible."""
+        """Read the model again if it has changed. Raise ValueError if it cannot."""
         if not self._reading.current:
             self._reading = self._reading.read_again()
 

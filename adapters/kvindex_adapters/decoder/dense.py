@@ -1,4 +1,4 @@
-"""Full attention over keys and values in buffers that grow, without an index."""
+"""Full attention without an index. Keys and values are in buffers that grow."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ STEP = 256
 
 
 class DenseAttention:
-    """Attention of one layer to all tokens.
+    """The keys and values of one layer, with full attention to all of them.
 
     Args:
-        scale: Factor of the logits.
-        capacity: Number of tokens for which the first buffers have room.
+        scale: Factor by which `q·k` is multiplied before the softmax.
+        capacity: Number of tokens for which memory is allocated first.
     """
 
     def __init__(self, scale: float, capacity: int = STEP) -> None:
@@ -28,15 +28,17 @@ class DenseAttention:
         self._length = 0
         self._keys = self._values = torch.empty(0)
         self._valid: Tensor | None = None
-        # the following attributes are the state of captured steps
-        self._kernels = False  # whether Triton kernels run the steps
+        # the following attributes are for steps in a CUDA graph
+        self._kernels = False  # whether a Triton kernel computes the attention
         self._count = self._starts = torch.empty(0, dtype=torch.int64)  # [1], [B] on the device
-        self._device_count = -1  # the value of the device's count that the host expects
+        self._device_count = -1  # the value that the host expects in `_count`
         self._read = 0
-        self._reads: object = None  # a new object when captured addresses become invalid
+        self._reads: object = (
+            None  # replaced by a new object when captured addresses become invalid
+        )
 
     def __len__(self) -> int:
-        """Number of tokens, `N`."""
+        """Return the number of tokens, `N`."""
         return self._length
 
     @property
@@ -46,7 +48,8 @@ class DenseAttention:
 
     @property
     def rows(self) -> Rows:
-        """Views of the keys and values of all tokens, `[B, G, N, D]` each. There must be tokens."""
+        """Views of the keys and values of all tokens, `[B, G, N, D]` each. Requires at least one
+        token."""
         return Rows(self._keys[:, :, : self._length], self._values[:, :, : self._length])
 
     @property
@@ -59,16 +62,16 @@ class DenseAttention:
     def step(
         self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> Tensor:
-        """Append `T` tokens, and compute causal attention from them.
+        """Append `T` tokens, and compute the causal attention of their queries to all tokens.
 
         Args:
             queries: `[B, H, T, D]`.
             keys: `[B, G, T, D]`.
             values: `[B, G, T, D]`.
-            valid: Bool `[B, T]`, False for padding on the left; None if there is none.
+            valid: Bool `[B, T]`, False for padding on the left. None means no padding.
 
         Returns:
-            Output `[B, H, T, D]`. The output of padded queries is undefined.
+            Output `[B, H, T, D]`. It is undefined for padding tokens.
         """
         if self._kernels and keys.shape[2] == 1 and valid is None:
             self.prepare_replay()
@@ -82,7 +85,8 @@ class DenseAttention:
         return attend_causal(queries, keys, values, scale=self._scale, valid=some)
 
     def append(self, keys: Tensor, values: Tensor, valid: Tensor | None = None) -> None:
-        """Append tokens as `step` does, without computing attention."""
+        """Append the keys and values of `T` tokens, `[B, G, T, D]` each, without computing
+        attention."""
         start, end = self._length, self._length + keys.shape[2]
         self._reserve(end, keys)
         self._keys[:, :, start:end] = keys
@@ -91,39 +95,45 @@ class DenseAttention:
         self._length = end
 
     def reserve(self, tokens: int) -> None:
-        """Set the size of the first buffers, in tokens. Existing buffers are not changed."""
+        """Set the number of tokens for which memory is allocated first. Has no effect once there
+        are tokens."""
         if not self._length:
             self._capacity = max(self._capacity, tokens)
 
     def truncate(self, length: int) -> None:
-        """Remove the tokens from position `length` on."""
+        """Keep the first `length` tokens, and remove the rest."""
         self._length = min(self._length, length)
         if self._valid is not None:
             self._valid[:, self._length :] = True
 
     def checkpoint(self) -> int:
-        """Return the present state for `rollback`: the length, because tokens are only appended."""
+        """Return a checkpoint for `rollback`: the number of tokens."""
         return self._length
 
     def rollback(self, checkpoint: int) -> None:
-        """Restore the state that `checkpoint` returned."""
+        """Remove the tokens that were appended after `checkpoint`."""
         self.truncate(checkpoint)
 
-    # Steps in a CUDA graph: kernels read the number of tokens from device memory
+    # Decode steps in a CUDA graph. Their kernels read the number of tokens from device memory.
 
     def capture_refusal(self) -> str | None:
-        """Return None if the layer stores tokens (see `AttentionLayer.capture_refusal`)."""
-        return None if self._length else "tokens: got 0, too few for a step that attends"
+        """Return the reason why a CUDA graph cannot run the next step, or None if it can."""
+        return None if self._length else "tokens: got 0, allowed is at least 1"
 
     def prepare_replay(self) -> object | None:
-        """See `AttentionLayer.prepare_replay`."""
+        """Prepare the buffers and the token count on the device for a captured step.
+
+        Returns:
+            An object that stays the same while a captured graph is valid, or None without tokens.
+        """
         if not self._length:
             return None
         self._reserve(self._length + 1, self._keys)
         if self._length != self._device_count:
             self._count.fill_(self._length)
             self._device_count = self._length
-        # number of positions that a step reads and masks (Triton kernels stop at the last token)
+        # number of positions that the captured step reads (the Triton kernel stops at the last
+        # token, torch masks the rest)
         read = self._capacity if self._kernels else -(-(self._length + 1) // STEP) * STEP
         if self._reads is None or read != self._read:
             self._reads, self._read = object(), read
@@ -132,7 +142,8 @@ class DenseAttention:
         return self._reads
 
     def captured_step(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """See `AttentionLayer.captured_step`."""
+        """Append one token to each sequence and compute its attention, with the count on the
+        device."""
         self._keys.index_copy_(2, self._count, keys)
         self._values.index_copy_(2, self._count, values)
         self._count += 1
@@ -150,12 +161,12 @@ class DenseAttention:
         )
 
     def count_replay(self) -> None:
-        """See `AttentionLayer.count_replay`."""
+        """Count the token that a replay of `captured_step` has appended."""
         self._length += 1
         self._device_count += 1
 
     def _reserve(self, tokens: int, like: Tensor) -> None:
-        """Make room for `tokens` tokens. Buffers that must grow become twice as large."""
+        """Ensure that the buffers have room for `tokens` tokens. A full buffer at least doubles."""
         if self._length and tokens <= self._capacity:
             return
         if tokens > self._capacity:
@@ -169,7 +180,7 @@ class DenseAttention:
             self._valid = self._all_valid(self._valid)
 
     def _grown(self, buffer: Tensor, like: Tensor) -> Tensor:
-        """Return a buffer `[B, G, capacity, D]` with the tokens of `buffer`."""
+        """Copy `buffer` to a larger buffer `[B, G, capacity, D]`."""
         batch, heads, _, width = like.shape
         grown = like.new_zeros(batch, heads, self._capacity, width)
         if self._length:
@@ -177,7 +188,7 @@ class DenseAttention:
         return grown
 
     def _mark(self, start: int, end: int, valid: Tensor | None) -> None:
-        """Record which new tokens are padding: none of them if `valid` is None."""
+        """Record which of the tokens from `start` to `end` are padding. None means no padding."""
         if valid is None:
             return
         if self._valid is None:
@@ -185,5 +196,5 @@ class DenseAttention:
         self._valid[:, start:end] = valid
 
     def _all_valid(self, known: Tensor) -> Tensor:
-        """Extend `known` to bool `[B, capacity]`, with True for all later tokens."""
+        """Extend the mask `known` to `[B, capacity]`, with True for later tokens."""
         return functional.pad(known, (0, self._capacity - known.shape[1]), value=True)

@@ -1,8 +1,8 @@
 """`TokenGraph`: run a whole decode step as one CUDA graph.
 
-A replay computes embedding, layers and logits, chooses the next token and advances its position.
-The host launches a few replays ahead. Between replays it counts tokens and updates windows. It
-reads a token from pinned memory after the device has written it.
+Each replay computes embedding, layers and logits, chooses the next token, and advances its
+position. The host launches a few replays before it reads the chosen tokens from pinned memory.
+Between replays it counts tokens and updates the layers' local windows.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from kvindex_adapters.decoder.sampling import Sampler
 from kvindex_adapters.decoder.session import Session
 
 WARM = 1
-"""Decode steps that run without a graph before one is captured, so that kernels are compiled."""
+"""Number of decode steps that run before a graph is captured. They compile the kernels."""
 
 
 class TokenGraph:
-    """Run the decode steps of a session, as graph replays where possible.
+    """Runs the decode steps of a session, as replays of a CUDA graph where possible.
 
     Args:
-        session: A session that has read its prompt, and whose `token` is the first token of the
+        session: A session that has read its prompt. `session.token` is the first token of the
             answer.
         sampler: The sampler that chose this token.
-        graphs: Whether to capture graphs.
+        graphs: Whether decode steps may be captured in a CUDA graph.
     """
 
     def __init__(self, session: Session, sampler: Sampler, *, graphs: bool = True) -> None:
@@ -35,23 +35,26 @@ class TokenGraph:
         self._serves = graphs and session.token.device.type in GRAPHS
         self._ahead = AHEAD if self._serves and session.ranks is not None else 0
         self._graph: Graph | None = None
-        self._reads: list[object] = []  # the layers' results of `prepare_replay` at the capture
+        self._reads: list[
+            object
+        ] = []  # results of the layers' `prepare_replay` when the graph was captured
         self._warm = 0
 
     @property
     def ahead(self) -> int:
-        """Number of decode steps that may be launched before a token is read; 0 without a graph.
+        """Number of decode steps that the host may launch before it reads a token; 0 without a
+        graph.
 
-        With several ranks, all ranks use the same number from the first token on, because a rank
-        that launched more steps would have to wait for the others.
+        With several ranks this number is constant from the first token on. Ranks that launched
+        different numbers of steps would wait for each other's collective operations.
         """
         return AHEAD if self._graph is not None else self._ahead
 
     def step(self) -> None:
-        """Run one decode step: replace `session.token` by the next token.
+        """Run one decode step, and write the next token to `session.token`.
 
         Raises:
-            RuntimeError: Another thread is in a call of the session.
+            RuntimeError: Another thread is using the session.
         """
         with self._session.exclusive():
             self._step()
@@ -70,12 +73,12 @@ class TokenGraph:
         self._session.count_replay()
 
     def _same(self, reads: list[object]) -> bool:
-        """Return True if the graph was captured for exactly these results of `prepare_replay`."""
+        """Return True if the graph is valid for these results of the layers' `prepare_replay`."""
         pairs = zip(reads, self._reads, strict=True)
         return self._graph is not None and all(new is old for new, old in pairs)
 
     def _capture(self, reads: list[object]) -> None:
-        """Capture a decode step. If the driver refuses, no later step is captured."""
+        """Capture a decode step. If the capture fails, all later steps run without a graph."""
         session, self._graph = self._session, None  # frees the old graph's memory first
 
         def work() -> None:

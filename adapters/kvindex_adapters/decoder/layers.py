@@ -1,6 +1,7 @@
-"""The forward pass: from ids to logits, through layers of attention and MLP.
+"""The forward pass from token ids to logits, through layers of attention and MLP.
 
-No function here makes the host wait for the device, so a decode step can be captured as one graph.
+No function in this module makes the host wait for the device, so a CUDA graph can capture a decode
+step.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from kvindex_adapters.llama.weights import LayerWeights, Linear, Norm, Weights, 
 
 
 class Attention(Protocol):
-    """The attention of one layer: `kvindex.AttentionLayer`, or `dense.DenseAttention`."""
+    """Protocol for the attention of one layer. `AttentionLayer` and `DenseAttention` implement
+    it."""
 
     def step(
         self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> Tensor:
-        """Append `T` tokens, and return causal attention from them, `[B, H, T, D]`."""
+        """Append `T` tokens, and return the causal attention of their queries, `[B, H, T, D]`."""
         ...
 
 
@@ -33,15 +35,15 @@ def forward(
     head_dim: int,
     valid: Tensor | None = None,
 ) -> Tensor:
-    """Append tokens to every layer, and compute logits after the last one.
+    """Append tokens to every layer, and compute the logits for the next token.
 
     Args:
         weights: The model's weights.
         ids: Int64 `[B, T]`.
         positions: Int64 `[B, T]`.
-        attentions: One per layer.
+        attentions: The attention object of each layer.
         head_dim: Dimension of a head, `D`.
-        valid: Bool `[B, T]`, False for padding; None if there is none.
+        valid: Bool `[B, T]`, False for padding. None means no padding.
 
     Returns:
         Logits `[B, V]`.
@@ -61,14 +63,15 @@ def add_block(
     head_dim: int,
     valid: Tensor | None,
 ) -> None:
-    """Add a layer's attention, then its MLP, to hidden `[B, T, hidden]` in place."""
+    """Run one transformer layer in place: add its attention, then its MLP, to `hidden` `[B, T,
+    hidden]`."""
     normed = normalize(hidden, layer.attention_norm)
     hidden += attend(normed, layer, attention, angles, head_dim, valid)
     hidden += perceptron(normalize(hidden, layer.mlp_norm), layer)
 
 
 def logits(hidden: Tensor, weights: Weights) -> Tensor:
-    """Compute logits `[B, V]` from hidden states `[B, hidden]` after the last layer."""
+    """Apply the final norm and the head to hidden states `[B, hidden]`. Return logits `[B, V]`."""
     return whole(linear(normalize(hidden, weights.norm), weights.head), weights)
 
 
@@ -80,7 +83,8 @@ def attend(
     head_dim: int,
     valid: Tensor | None,
 ) -> Tensor:
-    """Compute a layer's attention, `[B, T, hidden]`. It is zero for padded tokens."""
+    """Compute the attention block of a layer, `[B, T, hidden]`. Attention is zero for padding
+    tokens."""
     queries = rotate(heads(hidden, layer.query, layer.query_norm, head_dim), *angles)
     keys = rotate(heads(hidden, layer.key, layer.key_norm, head_dim), *angles)
     values = heads(hidden, layer.value, None, head_dim)
@@ -91,7 +95,8 @@ def attend(
 
 
 def heads(hidden: Tensor, projection: Linear, norm: Norm | None, head_dim: int) -> Tensor:
-    """Project hidden `[B, T, hidden]` to heads `[B, heads, T, D]`, and normalize each."""
+    """Project `hidden` `[B, T, hidden]` to heads `[B, heads, T, D]`, and normalize each head if the
+    model has a norm for it."""
     parts = linear(hidden, projection).view(*hidden.shape[:2], -1, head_dim)
     if norm is not None:
         parts = normalize(parts, norm)
@@ -99,29 +104,34 @@ def heads(hidden: Tensor, projection: Linear, norm: Norm | None, head_dim: int) 
 
 
 def perceptron(hidden: Tensor, layer: LayerWeights) -> Tensor:
-    """Compute the gated MLP (SwiGLU: Shazeer, 2020) of hidden `[B, T, hidden]`."""
+    """Apply the gated MLP to `hidden` `[B, T, hidden]`.
+
+    Source: Shazeer, GLU Variants Improve Transformer (2020), SwiGLU.
+    """
     gate = functional.silu(linear(hidden, layer.gate))
     return summed(linear(gate.mul_(linear(hidden, layer.up)), layer.down), layer)
 
 
 def summed(partial: Tensor, layer: LayerWeights) -> Tensor:
-    """Sum a product over all ranks of the layer."""
+    """Sum a partial matrix product over all ranks, if the layer is sharded."""
     return partial if layer.ranks is None else layer.ranks.sum(partial)
 
 
 def normalize(hidden: Tensor, norm: Norm) -> Tensor:
-    """RMS normalization along the last dimension (Zhang and Sennrich, 2019), in float32.
+    """Apply RMS normalization along the last dimension. It is computed in float32.
 
-    On a GPU this is one kernel. In 16 bits, the result is rounded only once, after the
-    multiplication by the factors.
+    The result is rounded to the dtype of `hidden` only once, after the multiplication by the norm's
+    weight.
+
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019).
     """
     return functional.rms_norm(hidden, norm.weight.shape, norm.weight, norm.eps)
 
 
 def linear(hidden: Tensor, projection: Linear) -> Tensor:
-    """Multiply by a matrix, and add its bias. An FP8 matrix is first converted to the input's
-    dtype."""
+    """Multiply `hidden` by a projection matrix, and add the bias. FP8 matrices are first converted
+    to the dtype of `hidden`."""
     weight, bias, scale = projection
-    if scale is not None:  # scales are powers of two, so the conversion is exact
+    if scale is not None:  # exact, because the scales are powers of two
         weight = weight.to(hidden.dtype) * scale[:, None].to(hidden.dtype)
     return functional.linear(hidden, weight, bias)

@@ -1,4 +1,4 @@
-"""`OpenSession`: a sequence that takes several prompts, can be forked, and can be saved."""
+"""`OpenSession`: a token sequence that `Decoder` calls extend, and that can be forked and saved."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ from kvindex_adapters.llama.fused import Fused
 
 
 class OpenSession(Session):
-    """A sequence that `Decoder.session` opens, and `Decoder.read` and `Decoder.generate` extend.
+    """A token sequence that several calls of `Decoder.read` and `Decoder.generate` extend.
+
+    `Decoder.session` opens one.
 
     Args:
         reading: The weights, and the model from which they were read.
-        attentions: As in `Session`.
-        fused: As in `Session`.
+        attentions: The attention object of each layer, without tokens.
+        fused: Kernels for decode steps, or None to use plain torch.
     """
 
     _attentions: Sequence[AttentionLayer | DenseAttention]
@@ -45,32 +47,33 @@ class OpenSession(Session):
         super().__init__(reading.weights, reading.config, attentions, [0], fused)
         self._reading = reading
         self.ids: Tensor | None = torch.zeros(0, dtype=torch.int64)
-        """Ids int64 `[N]` of the tokens, on the CPU; None if a loaded folder does not have them."""
+        """Ids int64 `[N]` of all tokens, on the CPU. None if the session was loaded from a folder
+        without ids."""
         self.conversation: Conversation | None = None
-        """The chat messages of the tokens, or None."""
+        """The chat messages that the tokens represent, or None if the tokens are not a chat."""
 
     def check_reading(self, reading: Reading) -> None:
-        """Check that the session was opened with these weights.
+        """Check that the session uses the decoder's present weights.
 
         Args:
             reading: The weights that the decoder uses now.
 
         Raises:
-            ValueError: The session belongs to other weights.
+            ValueError: The session was opened with other weights.
         """
         if reading is not self._reading:
             raise ValueError(
-                "session: got one of another decoder, or one that was opened before the decoder's "
-                "model was changed; allowed is a session that decoder.session() has opened after "
-                "the change, into which the text is read again"
+                "session: got a session of another decoder, or a session that was opened before "
+                "the decoder's model changed; open a new session with decoder.session(), and read "
+                "the text into it again"
             )
 
     @in_plain_torch
     def fork(self) -> OpenSession:
         """Make an independent session with the same tokens.
 
-        The fork shares rows and codes of indexes as `copy.deepcopy` of an index does, and copies
-        the keys and values of layers without an index.
+        As with `copy.deepcopy` of an index, the rows and codes of indexes are shared, not copied.
+        The keys and values of layers without an index are copied.
 
         Returns:
             The new session.
@@ -83,10 +86,11 @@ class OpenSession(Session):
             return other
 
     def truncate(self, length: int) -> None:
-        """Remove the tokens from position `length` on.
+        """Keep the first `length` tokens, and remove the rest.
 
         Args:
-            length: Tokens to keep, at least 0.
+            length: Number of tokens to keep, at least 0. A number beyond the session's length has
+                no effect.
 
         Raises:
             ValueError: `length` is negative.
@@ -102,17 +106,15 @@ class OpenSession(Session):
             self.ids = None if self.ids is None else self.ids[:length]
 
     def complete(self, start: int, ids: Tensor, messages: Messages | None = None) -> None:
-        """End a call: store exactly the first `start` tokens and `ids`, and record ids and
-        messages.
+        """Finish a call of the decoder, so that the session contains `ids` after position `start`.
 
-        When this is called, the session stores all of `ids` except the last one, or all of them, or
-        more tokens after them, which are removed.
+        If the last id has not been processed yet, this runs one more step. If decode steps ran past
+        the last id, their tokens are removed. Then ids and messages are recorded.
 
         Args:
             start: Number of tokens before `ids`.
             ids: Int64 `[N]`, the ids of the prompt and the answer.
-            messages: The messages of the whole conversation, or None if the tokens are not a
-                conversation.
+            messages: All messages of the chat, or None if the tokens are not a chat.
         """
         known = None if self.ids is None else torch.cat([self.ids, ids.cpu()])
         end = start + len(ids)
@@ -127,13 +129,13 @@ class OpenSession(Session):
 
     @contextmanager
     def undone(self, keep: int | None = None) -> Iterator[None]:
-        """Restore the state at the beginning of the context if the body raises.
+        """Context manager that restores the session if the `with` block raises an exception.
 
-        If another thread tries to change the session meanwhile, its call raises RuntimeError.
+        Calls of other threads that change the session during the block raise RuntimeError.
 
         Args:
-            keep: The session is truncated to its first `keep` tokens when the context begins; None
-                keeps all.
+            keep: Number of tokens to which the session is truncated at the beginning of the block.
+                None keeps all tokens.
         """
         with self.exclusive():
             position, length, ids = self._position.clone(), self.length, self.ids
@@ -154,19 +156,20 @@ class OpenSession(Session):
                 raise
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write all layers, the ids and messages of the tokens if known, and the model's identity.
+        """Save the session to a folder: all layers, known ids and messages, and the model's
+        identity.
 
-        If the call fails, no folder is left behind. `load` reads the folder, and so does a cache of
-        `kvhf.attach`.
+        `load` reads the folder; a cache of `kvhf.attach` can read it as well. A call that fails
+        leaves no folder behind.
 
         Args:
-            folder: A new folder.
+            folder: Path of a folder that does not exist yet.
 
         Raises:
             OSError: The folder exists already, or cannot be written.
             ValueError: The session has no tokens, its decoder has FP8 weights or only a shard of
-                the heads, or its model was changed since the session was opened.
-            RuntimeError: The model fails for a few fixed tokens (`hf.model_probe`).
+                the heads, or the model has changed since the session was opened.
+            RuntimeError: The model failed when it was run on a few fixed tokens to identify it.
         """
         with self.exclusive():
             check.at_least("session.length", self.length, 1)
@@ -175,45 +178,44 @@ class OpenSession(Session):
 
     @in_plain_torch
     def load(self, folder: str | os.PathLike[str]) -> None:
-        """Fill this empty session from a saved session, or from a saved cache of `kvhf.attach`.
+        """Load a saved session, or a saved cache of `kvhf.attach`, into this empty session.
 
-        Model and indexes must be the same. `k`, `coverage`, `dense_below`, device, store and
-        backend may differ. A call that fails leaves the session unchanged.
+        The model and the indexes must be those of the saved session. `k`, `coverage`,
+        `dense_below`, device, store and backend may differ. A call that fails leaves the session
+        empty.
 
         Args:
-            folder: The folder that `save` has written.
+            folder: A folder that `save` has written.
 
         Raises:
             FileNotFoundError: The folder, or a file in it, does not exist.
-            ValueError: The folder has changed since it was saved; it belongs to another model, to
-                other indexes or sizes of regions, or to several sequences; this session stores
-                tokens; or its decoder has FP8 weights or only a shard of the heads.
-            RuntimeError: The model fails for a few fixed tokens (`hf.model_probe`).
+            ValueError: The folder was modified after it was saved. Or it was saved with another
+                model, other indexes, other values of `sink`, `local_window` or `update_every`, or
+                several sequences. Or this session already contains tokens, or its decoder has FP8
+                weights or only a shard of the heads.
+            RuntimeError: The model failed when it was run on a few fixed tokens to identify it.
         """
         with self.undone():
             if self.length:
-                raise ValueError(
-                    f"session: got one that holds {self.length} tokens, allowed is an empty one"
-                )
+                raise ValueError(f"session: got {self.length} tokens; load needs an empty session")
             known = load_session(folder, self._attentions, self._saved_model())
             self.ids, self.conversation = known
             self.length = len(self._attentions[0])
             self._position += self.length
 
     def _saved_model(self) -> PreTrainedModel:
-        """The model whose identity is saved or checked. Raises ValueError if the weights are
+        """Return the model whose identity is saved or compared. Raise ValueError if the weights are
         copies."""
         if self._weights.ranks is not None:
             raise ValueError(
-                "session: got one of a model whose heads several ranks share, allowed for save and "
-                "load is a model that one process has whole: a rank has only the keys and values "
-                "of its own heads"
+                "session: got a session of a decoder with ranks=; save and load need a decoder in "
+                "one process, because each rank has only the keys and values of its own heads"
             )
         model = self._reading.model
         if model is None:
             raise ValueError(
-                "weights: got 'fp8', allowed is 'plain' to save or load a session: with other "
-                "weights the keys and values are those of another model"
+                "weights: got 'fp8', allowed is 'plain' to save or load a session, because keys "
+                "and values that FP8 weights computed do not match the original model"
             )
         self._reading.check_unchanged()
         return model
@@ -228,9 +230,10 @@ def _roll_back(layer: Layer, checkpoint: Any) -> Layer:
 
 
 def _restorer(layer: Layer, keep: int) -> Callable[[], Layer]:
-    """Return a function that restores the layer's present state after a truncation to `keep`.
+    """Return a function that restores the layer's present tokens after a truncation to `keep`.
 
-    A checkpoint cannot do this, because new tokens overwrite those that the truncation removes.
+    A checkpoint of the layer is not enough, because new tokens overwrite those that the truncation
+    removes.
     """
     if isinstance(layer, AttentionLayer):
         copied = deepcopy(layer)

@@ -1,4 +1,4 @@
-"""Options of `Decoder.generate` and `Decoder.stream`, in addition to the prompt."""
+"""`Options`: the keyword options of `Decoder.generate`, `stream`, `start` and `explain`."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ from kvindex_adapters.common.layer_options import IndexFactory
 from kvindex_adapters.decoder.sampling import Sampling
 
 GREEDY = Sampling()
-"""Choose the most likely token each time."""
+"""Greedy decoding: always choose the most likely token."""
 
 
 class Options(TypedDict, total=False):
-    """Options of `Decoder.generate` and `Decoder.stream`."""
+    """Keyword options of `Decoder.generate`, `stream`, `start` and `explain`."""
 
     index: str | IndexFactory | None
-    """Name and options of an index or a factory, as in `kvhf.attach` (default "pariskv"); None for
-    full attention."""
+    """Name of an index, possibly with options, or a factory, as in `kvhf.attach` (default
+    "pariskv"). None means full attention."""
     k: int
-    """Rows to retrieve per KV head and step (default 100)."""
+    """Number of rows to retrieve per KV head and decode step (default 100)."""
     attach_options: Mapping[str, Any] | None
-    """Further keywords of `kvhf.attach`. An index with the option `punctuation` gets the tokens
-    that end a sentence from the tokenizer."""
+    """Further keyword arguments of `kvhf.attach`. For an index with the option `punctuation`, the
+    decoder sets it to the tokenizer's sentence-ending tokens."""
     max_new_tokens: int
-    """Longest answer, in tokens (default 256)."""
+    """Maximum number of tokens in the answer (default 256)."""
     sampling: Sampling
-    """How tokens are chosen (default: the most likely one)."""
+    """Sampling parameters (default: always choose the most likely token)."""
     stop: Collection[int] | None
-    """Tokens that end an answer (default None: the end tokens of the model's generation
-    configuration)."""
+    """Stop tokens (default None: the EOS tokens of the model's generation configuration)."""
     chunk: int | None
-    """Tokens of the prompt that a layer computes at a time (default None: 1024 on a CPU; on a GPU
-    up to 4096, limited by memory)."""
+    """Number of prompt tokens that a layer computes at a time (default None: 1024 on a CPU, 1024 to
+    4096 on a GPU)."""
     graphs: bool
-    """Whether a decode step may be one CUDA graph (default True). Results do not depend on it."""
+    """Whether a decode step may run as one CUDA graph (default True). The answer is the same
+    without."""
     fused: bool
-    """Whether Triton kernels run the matrix products of a decode step on a GPU (default True)."""
+    """Whether Triton kernels compute the matrix products of a decode step on a GPU (default
+    True)."""

@@ -1,9 +1,9 @@
-"""Read a first prompt layer by layer, to keep only one layer's keys and values on the device.
+"""Layer-by-layer prefill of a new sequence: only one layer's keys and values are on the device.
 
-The hidden states of the whole prompt stay in memory. Each layer processes them in chunks and in
-place, so its temporary tensors have the size of one chunk. The layer's keys and values are in one
-buffer, which the next layer overwrites. Before that, the layer's index copies them, concurrently
-with the computation where possible.
+The hidden states of the whole prompt stay in device memory. Each layer updates them in place, one
+chunk at a time, so temporary tensors have the size of a chunk. All layers use the same buffer for
+the keys and values of the prompt. Before the next layer overwrites the buffer, the layer's index
+copies its contents, concurrently with the computation where possible.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.llama.weights import Weights
 
 OnChunk = Callable[[layers.Attention, int, int], None]
-"""Function that is called after a layer has read a chunk, with the layer's attention and the first
-and end position of the chunk."""
+"""Callback after a layer has processed a chunk. Its arguments are the layer's attention object, and
+the first and end position of the chunk."""
 
 
 class PromptLayer:
-    """An attention layer without tokens, and a buffer with the keys and values of its prompt."""
+    """Prefills an empty attention layer, with the prompt's keys and values in a shared buffer."""
 
     def __init__(self, layer: AttentionLayer, buffer: Rows) -> None:
         self._layer, self._buffer = layer, buffer
@@ -35,7 +35,7 @@ class PromptLayer:
     def step(
         self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> Tensor:
-        """Read one chunk of the prompt, with attention to the rows in the buffer."""
+        """Append one chunk of the prompt, and attend to all tokens in the buffer."""
         start, end = len(self._layer), len(self._layer) + keys.shape[2]
         self._buffer.keys[:, :, start:end] = keys
         self._buffer.values[:, :, start:end] = values
@@ -44,15 +44,15 @@ class PromptLayer:
 
 
 def default_chunk(weights: Weights, batch: int, device: torch.device) -> int:
-    """Return the default number of tokens per sequence that a layer computes at a time."""
+    """Return the default chunk size: the tokens per sequence that a layer computes at a time."""
     return chunk_of(batch * token_bytes(weights), device)
 
 
 def token_bytes(weights: Weights) -> int:
     """Return the bytes of one token's activations in a layer.
 
-    These are queries, keys, values and the output of attention; gate, up and their product in the
-    MLP; and the input and output of the residual sum.
+    The sum includes the queries, keys, values and output of attention; the MLP's gate, its up
+    projection and their product; and the input and output of the residual addition.
     """
     layer, (_, width) = weights.layers[0], weights.embedding.shape
     heads = 2 * (len(layer.query.weight) + len(layer.key.weight))
@@ -70,7 +70,7 @@ def read_by_layer(
     attentions: Sequence[layers.Attention],
     on_chunk: OnChunk,
 ) -> Tensor:
-    """Append a prompt to layers that have no tokens.
+    """Prefill empty layers with a prompt, one layer after the other.
 
     Args:
         weights: The model's weights.
@@ -79,11 +79,11 @@ def read_by_layer(
         padding: Number of padded tokens on the left of each sequence, int64 `[B, 1]`.
         longest: Largest number in `padding`.
         chunks: First and end position of each chunk, in order.
-        attentions: One per layer.
+        attentions: The attention object of each layer.
         on_chunk: Called after each chunk of each layer.
 
     Returns:
-        Logits `[B, V]` after the last token.
+        Logits `[B, V]` for the token after the prompt.
     """
     hidden = functional.embedding(ids, weights.embedding)
     buffer, before = None, None
@@ -109,11 +109,11 @@ def read_by_layer(
 
 
 def has_plain_steps(layer: AttentionLayer) -> bool:
-    """Return True if the layer uses `AttentionLayer.step`, and not a method of its own."""
+    """Return True if the layer's class does not override `AttentionLayer.step`."""
     return type(layer).step is AttentionLayer.step
 
 
 def _buffer(config: DecoderConfig, hidden: Tensor) -> Rows:
-    """Make room for keys and values `[B, G, N, D]` of hidden states `[B, N, hidden]`."""
+    """Allocate keys and values `[B, G, N, D]` for hidden states `[B, N, hidden]`."""
     shape = len(hidden), config.kv_heads, hidden.shape[1], config.head_dim
     return Rows(hidden.new_empty(shape), hidden.new_empty(shape))

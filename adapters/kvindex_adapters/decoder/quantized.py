@@ -1,4 +1,4 @@
-"""FP8 weights: a model's matrices as float8 e4m3fn, with one scale per matrix row."""
+"""FP8 weights: matrices as float8 e4m3fn, with one scale per matrix row."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from kvindex_adapters.llama.weights import LayerWeights, Linear, Weights
 
 PLAIN = "plain"
 WEIGHTS = (PLAIN, "fp8")
-"""Values of the option `weights`: use the model's own weights, or quantized copies."""
+"""Values of the option `weights`: the model's weights, or copies quantized to FP8."""
 
 
 def check_weights(weights: str) -> None:
-    """Raise ValueError for a value that is not in `WEIGHTS`, or for "fp8" without Triton."""
+    """Raise ValueError if `weights` is not in `WEIGHTS`, or is "fp8" and Triton is not
+    installed."""
     check.one_of("weights", weights, WEIGHTS)
     if weights != PLAIN and find_spec("triton") is None:
-        raise ValueError(f"weights: got {weights!r}, allowed without Triton installed is {PLAIN!r}")
+        raise ValueError(
+            f"weights: got {weights!r}, but Triton is not installed; install it or pass {PLAIN!r}"
+        )
 
 
 def quantize(weights: Weights) -> Weights:
-    """Copy the layers' matrices as FP8. Embedding, head and norms are those of `weights`,
-    unchanged.
+    """Copy the matrices of all layers as FP8. Embedding, head and norms are not quantized.
 
-    Matrices that one product multiplies are adjacent in memory. The scales come from
-    `kvindex_cuda.triton.to_fp8`. The head stays unquantized, because rounding it changes logits
-    more than rounding all layers does (docs/decisions/0034).
+    Matrices with the same input (query, key and value; gate and up) are adjacent in memory, so that
+    one kernel can multiply them. The head is not quantized, because rounding the head changes the
+    logits more than rounding all layers (docs/decisions/0034).
     """
     return dataclasses.replace(weights, layers=tuple(map(_layer, weights.layers)))
 
@@ -43,7 +45,7 @@ def _layer(layer: LayerWeights) -> LayerWeights:
 
 
 def _together(*linears: Linear) -> list[Linear]:
-    """Quantize matrices into one block of memory, and their scales into another."""
+    """Quantize matrices into one contiguous tensor, and their scales into another."""
     from kvindex_cuda.triton import Matrix, stack, to_fp8  # imported here, because it is optional
 
     whole = stack(*(to_fp8(Matrix(linear.weight)) for linear in linears))  # without biases

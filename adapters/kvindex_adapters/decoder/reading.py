@@ -1,7 +1,7 @@
 """`Reading`: the weights that a decoder has read from a model, and a check for later changes.
 
-Plain weights are views of the model's parameters, so a change in place also changes the decoder.
-Copies (FP8 weights, a rank's shard of the heads) do not follow the model.
+Plain weights are the model's own tensors, so in-place changes of the model take effect in the
+decoder. FP8 weights and shards of the heads are copies, which in-place changes do not affect.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from kvindex_adapters.llama.shards import shard
 from kvindex_adapters.llama.weights import Weights, read_weights
 
 _version = attrgetter("_version")
-"""Get the number of writes to a tensor. torch has no public name for this counter."""
+"""Get a tensor's version counter, which each in-place write increments. torch has no public name
+for it."""
 
 
 class Reading:
@@ -38,8 +39,8 @@ class Reading:
 
     Args:
         model: The model to read.
-        weights: As in `Decoder.of`.
-        ranks: As in `Decoder.of`.
+        weights: "plain" to use the model's tensors, or "fp8" to copy its matrices as float8.
+        ranks: The processes that shard the heads, or None for one process.
     """
 
     def __init__(
@@ -52,7 +53,8 @@ class Reading:
         self.model = None if self._copied else model
         """The model, or None if the weights are copies."""
         self._source, self._facts = ref(model), _facts(read, config, ropes)
-        # the key is weak, because the values refer to the model's tensors
+        # a weak key, so that the values, which refer to the model's tensors, are freed with the
+        # model
         self._states = WeakKeyDictionary({model: (ModuleState(model), self._versions(model))})
         made = read if weights == PLAIN else quantize(read)
         if ranks is not None:
@@ -71,7 +73,7 @@ class Reading:
 
     @property
     def current(self) -> bool:
-        """True if the model has not changed since it was read, or no longer exists.
+        """True if the model is unchanged since it was read, or has been deleted.
 
         Raises:
             UnsupportedError: The decoder no longer supports the model, for example because of a
@@ -92,15 +94,18 @@ class Reading:
         return True
 
     def read_again(self) -> Reading:
-        """Read the model as it is now.
+        """Read the model in its present state.
+
+        Returns:
+            A new object with the present weights.
 
         Raises:
-            ValueError: The weights are copies.
+            ValueError: The weights are copies (FP8 or a shard).
         """
         if self.model is None:
             raise ValueError(
-                "model: got one that has changed since the decoder copied its weights "
-                f"({self._copied}); make another decoder by Decoder.of(model, …), or delete the "
+                "model: got a model that has changed since the decoder copied its weights "
+                f"({self._copied}); make another decoder with Decoder.of(model, …), or delete the "
                 "model to continue with the copies"
             )
         return Reading(self.model)
@@ -109,19 +114,19 @@ class Reading:
         """Check that the model has not changed since it was read.
 
         Raises:
-            ValueError: It has changed.
-            UnsupportedError: As for `current`.
+            ValueError: The model has changed.
+            UnsupportedError: The decoder no longer supports the model.
         """
         if not self.current:
             raise ValueError(
-                "model: got one with weights or settings that were replaced since this session was "
-                "opened, or this run started; allowed is a new session or run, which reads its "
+                "model: got a model whose weights or settings were replaced after this session was "
+                "opened or this run started; open a new session, or start a new run, and read the "
                 "text again"
             )
 
     def _versions(self, model: PreTrainedModel) -> list[int]:
-        """Version counters of the model's parameters if they were copied; views need no
-        counters."""
+        """Return the version counters of the model's parameters, or [] if the weights are not
+        copies."""
         if not self._copied:
             return []
         return [_version(one) for one in model.parameters() if not one.is_inference()]
@@ -135,8 +140,8 @@ def _ropes(model: Any) -> Ropes:
 def _facts(
     weights: Weights, config: DecoderConfig, ropes: Mapping[int, Tensor | None]
 ) -> list[Any]:
-    """List the addresses of tensors and the numbers that weights depend on. Keeps no tensor
-    alive."""
+    """List tensor addresses and settings, for comparison with a later state of the model. The list
+    keeps no tensor alive."""
     frequencies = [weights.rotary.frequencies, *ropes.values()]
     body = {**vars(weights), "layers": None, "rotary": weights.rotary.factor}
     leaves = tree_leaves([body, *map(vars, weights.layers)])

@@ -1,4 +1,4 @@
-"""`Run`: generate answers to prompts, from reading the prompts to the last token."""
+"""`Run`: one generation, from prefill to the last token."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from kvindex_adapters.decoder.session import Session
 
 @dataclass(frozen=True)
 class Run:
-    """A session, and the answers to generate in it.
+    """One generation in a session: its prompts, sampling parameters and limits.
 
     Args:
-        session: A session, which may already store tokens; the prompt follows them.
+        session: A session. If it already contains tokens, the prompt continues them.
         reading: The weights with which the session was opened.
         ids: The prompts, int64 `[B, N]`.
-        sampling: How tokens are chosen.
-        max_new_tokens: Longest answer, in tokens.
-        chunk: Tokens of the prompts to read at a time.
-        stops: Tokens that end an answer.
-        graphs: Whether a decode step may be one CUDA graph.
+        sampling: Sampling parameters.
+        max_new_tokens: Maximum number of tokens in an answer.
+        chunk: Number of tokens of each prompt that a layer computes at a time.
+        stops: Stop tokens.
+        graphs: Whether a decode step may run as one CUDA graph.
     """
 
     session: Session
@@ -41,18 +41,20 @@ class Run:
     graphs: bool = True
 
     def tokens(self, on_progress: Progress | None = None) -> Iterator[Tensor]:
-        """Yield tokens until each sequence has had a stop token.
+        """Yield tokens until every sequence has produced a stop token, or `max_new_tokens` is
+        reached.
 
-        With a CUDA graph, decode steps are launched before the host has read the previous tokens,
-        so a few steps run past the last stop token.
+        With a CUDA graph, the host launches decode steps before it has read the previous tokens.
+        The session may therefore contain a few tokens after the last stop token.
 
         Args:
-            on_progress: As in `Decoder.generate`.
+            on_progress: Called with "prefill", the number of tokens read, and the total number.
 
         Returns:
-            An iterator of int64 `[B]` on the CPU: one token of each sequence at a time.
+            An iterator of tensors int64 `[B]` on the CPU, each with the next token of every
+            sequence.
         """
-        self.reading.check_unchanged()  # the model may have changed since `Decoder.start`
+        self.reading.check_unchanged()  # the model may have changed after `Decoder.start`
         sampler = Sampler(self.sampling, self.ids.device, self.session.fused)
         running = set(range(len(self.ids)))
         room = self.session.length + self.ids.shape[1] + self.max_new_tokens
@@ -77,7 +79,7 @@ class Run:
             ring.wait()
 
     def explain(self) -> str:
-        """Report how the next decode step will run, and why (see `Session.explain`).
+        """Describe how the next decode step will run: dtype, kernels, CUDA graph and index.
 
         Returns:
             Text of several lines.
@@ -85,7 +87,7 @@ class Run:
         return self.session.explain(graphs=self.graphs)
 
     def cut(self, tokens: list[Tensor]) -> list[Tensor]:
-        """Cut each sequence after its first stop token.
+        """Cut each answer after its first stop token.
 
         Args:
             tokens: The tensors that `tokens()` yielded, int64 `[B]` each.

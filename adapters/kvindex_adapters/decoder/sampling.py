@@ -14,7 +14,7 @@ from kvindex.core import check
 from kvindex_adapters.llama.fused import Fused
 
 TOP_K = 50
-"""The `top_k` that transformers uses if tokens are sampled and the configuration sets none."""
+"""Default of transformers for `top_k` when tokens are sampled."""
 
 NEUTRAL: dict[str, Any] = dict(
     repetition_penalty=1.0,
@@ -37,23 +37,25 @@ NEUTRAL: dict[str, Any] = dict(
     remove_invalid_values=False,
     num_beams=1,
 )
-"""Options of a generation configuration that the decoder lacks -> their value without effect."""
+"""Maps each generation option that the decoder lacks to the value with which the option has no
+effect."""
 
 NEUTRAL_SAMPLED: dict[str, Any] = dict(
     min_p=None, typical_p=1.0, epsilon_cutoff=0.0, eta_cutoff=0.0, top_h=None
 )
-"""More such options, which only matter if tokens are sampled -> their value without effect."""
+"""Maps further options that the decoder lacks to values without effect. They matter only when
+tokens are sampled."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """Sampling parameters.
 
     Args:
-        temperature: Divisor of the logits, or 0 to choose the most likely token.
-        top_k: Sample from this number of most likely tokens; None for all.
-        top_p: Sample from the fewest of these tokens whose probabilities add up to this fraction of
-            their total; None for all.
+        temperature: Divisor of the logits, or 0 to always choose the most likely token.
+        top_k: Sample from this number of most likely tokens. None means no limit.
+        top_p: Nucleus sampling: after `top_k`, sample from the fewest tokens whose probabilities
+            add up to this fraction. None means no limit.
         seed: Seed of the random numbers. The sequences of a batch get different numbers.
 
     Raises:
@@ -79,8 +81,8 @@ class Sampling:
         for name, value in filtered.items():
             if value is not None and not self.temperature:
                 raise ValueError(
-                    f"{name}: got {value} at temperature 0, which takes the most likely token; "
-                    "allowed is None, or a temperature above 0"
+                    f"{name}: got {value} at temperature 0, which always takes the most likely "
+                    f"token; set a temperature above 0, or {name} to None"
                 )
 
 
@@ -88,20 +90,24 @@ def sampling_like(config: Mapping[str, Any], seed: int = 0) -> Sampling:
     """Convert the sampling options of a transformers generation configuration.
 
     Args:
-        config: The configuration, as a mapping.
+        config: The generation configuration, as a mapping.
         seed: Seed of the random numbers.
 
     Returns:
-        A `Sampling` that chooses tokens as `model.generate` does.
+        The parameters with which the decoder samples from the same distribution as
+        `model.generate`.
 
-    Raises:
-        ValueError: An option has an effect in transformers, but not in the decoder.
+        Raises:
+            ValueError: The configuration uses an option that the decoder does not implement.
     """
     sampled = bool(config.get("do_sample"))
     for name, neutral in (NEUTRAL | NEUTRAL_SAMPLED if sampled else NEUTRAL).items():
         value = config.get(name)
         if value is not None and value != neutral:
-            raise ValueError(f"{name}: got {value!r}, allowed in the decoder is {neutral!r}")
+            raise ValueError(
+                f"{name}: got {value!r}, but the decoder does not implement {name}; "
+                f"allowed is {neutral!r}"
+            )
     if not sampled:
         return Sampling(seed=seed)
     top_k, top_p = (config.get(name) for name in ("top_k", "top_p"))
@@ -114,12 +120,12 @@ def sampling_like(config: Mapping[str, Any], seed: int = 0) -> Sampling:
 
 
 class Sampler:
-    """Chooses tokens by a `Sampling`, continuing one sequence of random numbers.
+    """Chooses tokens on the device. All calls share one random number generator.
 
     Args:
-        sampling: How tokens are chosen.
+        sampling: Sampling parameters.
         device: Device of the logits.
-        fused: Kernels that find the most likely token, or None to use torch.
+        fused: Kernels to find the most likely token, or None to use torch.
     """
 
     def __init__(
@@ -140,14 +146,14 @@ class Sampler:
         scores = logits.float() / self._sampling.temperature
         scores = keep_top_k(scores, self._sampling.top_k)
         scores = keep_top_p(scores, self._sampling.top_p)
-        # exponential random variables with rates p_i: variable i is the smallest with probability
-        # p_i
+        # times_i / p_i is exponentially distributed with rate p_i, so index i has the smallest
+        # quotient with probability p_i
         times = torch.empty_like(scores).exponential_(generator=self.generator)
         return (scores.softmax(-1) / times.clamp_min(torch.finfo(torch.float32).tiny)).argmax(-1)
 
 
 def keep_top_k(scores: Tensor, top_k: int | None) -> Tensor:
-    """Set all scores `[B, V]` except the `top_k` highest (and their equals) to `-inf`."""
+    """Set scores `[B, V]` below the `top_k`-th highest score of their sequence to `-inf`."""
     if top_k is None or top_k >= scores.shape[-1]:
         return scores
     least = scores.topk(top_k, dim=-1).values[:, -1:]
@@ -155,8 +161,8 @@ def keep_top_k(scores: Tensor, top_k: int | None) -> Tensor:
 
 
 def keep_top_p(scores: Tensor, top_p: float | None) -> Tensor:
-    """Keep the fewest highest scores `[B, V]` whose probabilities add up to `top_p`; set others to
-    `-inf`."""
+    """Nucleus filter: keep the fewest most likely tokens whose probabilities add up to `top_p`. Set
+    the other scores `[B, V]` to `-inf`."""
     if top_p is None or top_p == 1:
         return scores
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)

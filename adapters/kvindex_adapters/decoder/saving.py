@@ -1,4 +1,4 @@
-"""Save and load sessions. The folders have the same format as those of `attach`'s caches."""
+"""Save and load sessions, in the same folder format as caches of `kvhf.attach`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def save_session(
     model: PreTrainedModel,
     conversation: Conversation | None = None,
 ) -> None:
-    """Write layers that store tokens of one sequence to a new folder, and their ids, if known.
+    """Save the layers and token ids of one sequence to a new folder.
 
     Args:
-        folder: A new folder.
-        attentions: One per layer, with tokens.
+        folder: Path of a folder that does not exist yet.
+        attentions: The attention object of each layer, with tokens.
         ids: Int64 `[N]`, or None if unknown.
         model: The model that read the tokens.
         conversation: The messages of these ids, or None.
@@ -46,19 +46,19 @@ def load_session(
     attentions: Sequence[AttentionLayer | DenseAttention],
     model: PreTrainedModel,
 ) -> tuple[Tensor | None, Conversation | None]:
-    """Fill layers that have no tokens yet from a saved folder.
+    """Load a saved sequence into empty layers.
 
     Args:
-        folder: A folder of `save_session`, or of a cache.
-        attentions: One per layer, without tokens.
+        folder: A folder that `save_session` or a cache of `kvhf.attach` has written.
+        attentions: The attention object of each layer, without tokens.
         model: The model that read the tokens.
 
     Returns:
         Ids int64 `[N]` of the tokens, and their conversation; each is None if unknown.
 
     Raises:
-        ValueError, OSError, RuntimeError: See `kvindex_adapters.hf.cache.saving.load_cache`. Some
-            layers may then contain tokens.
+        ValueError, OSError, RuntimeError: See `kvindex_adapters.hf.cache.saving.load_cache`. After
+            an error, some layers may already contain tokens.
     """
     layers = [_cache_layer(attention) for attention in attentions]
     known = load_cache(folder, layers, find_decoder(model), model.config)
@@ -67,13 +67,15 @@ def load_session(
             attention.append(layer.keys, layer.values)
         if attention.batch_size != 1:
             raise ValueError(
-                f"folder: got {str(folder)!r} of {attention.batch_size} sequences, allowed is one"
+                f"folder: got {str(folder)!r}, which contains {attention.batch_size} sequences; a "
+                "session needs a folder with one sequence"
             )
     return known
 
 
 def _cache_layer(attention: AttentionLayer | DenseAttention) -> IndexedLayer | DynamicLayer:
-    """Make a layer of a transformers cache with the same tensors, without copying them."""
+    """Wrap the tensors of an attention object, without a copy, in a layer of a transformers
+    cache."""
     if isinstance(attention, AttentionLayer):
         indexed = IndexedLayer(lambda **_: attention, Padding())
         indexed.attention = attention if len(attention) else None

@@ -1,4 +1,5 @@
-"""`Session`: the state of one generation, from an empty sequence to its last token."""
+"""`Session`: the tokens of a batch of sequences in all layers, and the steps that append to
+them."""
 
 from __future__ import annotations
 
@@ -29,50 +30,56 @@ from kvindex_adapters.llama.weights import Weights
 
 
 class Attention(layers.Attention, Protocol):
-    """The attention of one layer, whose steps may be captured (see `AttentionLayer`)."""
+    """Protocol for the attention of one layer, whose decode steps a CUDA graph can capture."""
 
     def capture_refusal(self) -> str | None:
-        """Return why a CUDA graph cannot run the next decode step, or None if it can."""
+        """Return the reason why a CUDA graph cannot run the next decode step, or None if it can."""
         ...
 
     def prepare_replay(self) -> object | None:
-        """Prepare a capture or a replay. The same object is returned while a graph stays valid."""
+        """Prepare a capture or a replay.
+
+        Returns:
+            An object that stays the same while a captured graph is valid, or None if this step must
+            run without a graph.
+        """
         ...
 
     def captured_step(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Append one token of each sequence and attend from it, counting tokens on the device."""
+        """Append one token to each sequence and compute its attention, with token counts on the
+        device."""
         ...
 
     def count_replay(self) -> None:
-        """Count the token that a replay has appended."""
+        """Count the token that a graph replay has appended."""
         ...
 
 
 class Captured(NamedTuple):
-    """A layer whose steps are captured in a graph."""
+    """Makes `step` call a layer's `captured_step`, so that the forward pass can be captured."""
 
     layer: Attention
 
     def step(
         self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> Tensor:
-        """Run the layer's `captured_step`. No token is padding."""
+        """Run the layer's `captured_step`. Padding (`valid`) is not supported."""
         return self.layer.captured_step(queries, keys, values)
 
 
 class Session:
-    """The attention of all layers, and the position of the next token.
+    """A batch of token sequences: the attention objects of all layers, and the next position.
 
-    A decode step reads its token (`token`, int64 `[B, 1]`) and its position from device memory.
-    Only one thread at a time may read prompts and run steps (`exclusive`). Any thread may call
-    `report` and read `length` at any time.
+    A decode step reads its input token (`token`, int64 `[B, 1]`) and position from device memory.
+    Only one thread at a time may read prompts or run steps; other threads get RuntimeError. Any
+    thread may call `report` and read `length` at any time.
 
     Args:
         weights: The model's weights.
         config: Sizes of the model.
-        attentions: One per layer, without tokens.
-        padding: Number of padded tokens on the left of each sequence.
-        fused: Kernels that run decode steps, or None for `layers.forward`.
+        attentions: The attention object of each layer, without tokens.
+        padding: Number of padding tokens on the left of each sequence.
+        fused: Kernels for decode steps, or None to use plain torch (`layers.forward`).
     """
 
     @in_plain_torch
@@ -97,32 +104,34 @@ class Session:
     def read_prompt(
         self, ids: Tensor, chunk: int, room: int, report: Progress | None = None
     ) -> Tensor:
-        """Read a prompt in chunks, with exact attention.
+        """Prefill a prompt in chunks, with full attention.
 
-        A first prompt is read layer by layer (`prefill`), a later one chunk by chunk through all
-        layers.
+        The first prompt of a session is processed layer by layer. Later prompts are processed chunk
+        by chunk, each chunk through all layers.
 
         Args:
             ids: Int64 `[B, N]`.
             chunk: Approximate number of tokens of each prompt to compute at a time.
-            room: Total number of tokens for which to reserve memory, concurrently with the
-                computation.
-            report: Called with the phase, the tokens done and the tokens in total.
+            room: Number of tokens per sequence, including later ones, for which to reserve memory
+                concurrently with the computation.
+            report: Called with the phase, the number of tokens done, and the total number.
 
         Returns:
-            Logits `[B, V]` after the last token.
+            Logits `[B, V]` for the token after the prompt.
         """
         with self.exclusive():
             return self._read_prompt(ids, chunk, room, report)
 
     def _read_prompt(self, ids: Tensor, chunk: int, room: int, report: Progress | None) -> Tensor:
-        """Run `read_prompt`, after this thread has entered `exclusive`."""
+        """Implement `read_prompt`. The calling thread holds the lock `exclusive`."""
         batch, N = ids.shape
         expect([layer.index for layer in self._indexed()], room, batch)
         for layer in self._dense():
             layer.reserve(room)
         stop = max(N - chunk, 0)
-        if self.length and stop == 1:  # a chunk of one token would run as a searching step
+        if (
+            self.length and stop == 1
+        ):  # a chunk of one token would run as a decode step, which searches the index
             stop = 0
         parts = [*chunks(stop, chunk), (stop, N)]
         if not self.length:
@@ -143,10 +152,10 @@ class Session:
         """Run one decode step.
 
         Args:
-            tokens: One token of each sequence, int64 `[B]`.
+            tokens: The next token of each sequence, int64 `[B]`.
 
         Returns:
-            Logits `[B, V]` after these tokens.
+            Logits `[B, V]` for the token after these.
         """
         with self.exclusive():
             self.token.copy_(tokens[:, None])
@@ -155,32 +164,32 @@ class Session:
             return logits
 
     def agreed(self, tokens: Tensor) -> Tensor:
-        """Return the tokens that the first rank has chosen, or `tokens` if there is one rank.
+        """Broadcast the tokens that rank 0 has chosen. With one rank, return `tokens`.
 
         This is a collective operation, which a CUDA graph may contain.
 
         Args:
-            tokens: Int64 `[B]`.
+            tokens: The tokens that this rank has chosen, int64 `[B]`.
 
         Returns:
-            Int64 `[B]`, equal on all ranks.
+            Tokens int64 `[B]`, equal on all ranks.
         """
         ranks = self.ranks
         return tokens if ranks is None else ranks.first(tokens)
 
     @property
     def ranks(self) -> HeadRanks | Sharded | None:
-        """Ranks that share the model's heads or the index's tokens, or None for one process."""
+        """The ranks that shard the model's heads or the index's tokens, or None for one process."""
         first = next(iter(self._indexed()), None)
         return self._weights.ranks or (None if first is None else sharded(first.index))
 
-    # A decode step as one graph
+    # Decode steps in a CUDA graph
 
     def capture_refusal(self) -> str | None:
-        """Return why the next decode step cannot be one graph, or None if it can.
+        """Return the reason why a CUDA graph cannot run the next decode step, or None if it can.
 
         Returns:
-            The first layer that prevents it, with its reason, or None.
+            Number and reason of the first layer that prevents a graph, or None.
         """
         for number, layer in enumerate(self._attentions):
             why = layer.capture_refusal()
@@ -190,11 +199,11 @@ class Session:
 
     @in_plain_torch
     def prepare_replay(self) -> list[object] | None:
-        """Prepare to capture or replay `captured_step` (see `AttentionLayer.prepare_replay`).
+        """Prepare all layers for the capture or the replay of `captured_step`.
 
         Returns:
-            The objects that the layers' `prepare_replay` returned, or None if a layer must run this
-            step without a graph.
+            The object that each layer's `prepare_replay` returned, or None if this step must run
+            without a graph.
         """
         if self.length < self._longest:
             return None
@@ -209,13 +218,14 @@ class Session:
     @in_plain_torch
     @torch.no_grad()
     def captured_step(self) -> Tensor:
-        """Run one decode step in a graph. All counts are updated on the device.
+        """Run one decode step that a CUDA graph can capture. Token counts are updated on the
+        device.
 
-        Call `count_replay` after each replay. The ids of tokens are not passed to indexes; layers
-        whose index needs them are not captured.
+        Call `count_replay` after each replay. Token ids are not passed to the indexes; a layer
+        whose index needs ids prevents the capture.
 
         Returns:
-            Logits `[B, V]` after `token`.
+            Logits `[B, V]` for the token after `token`.
         """
         logits = self._forward_one([Captured(layer) for layer in self._attentions])
         self._position += 1
@@ -228,7 +238,7 @@ class Session:
             layer.count_replay()
 
     def indexes(self) -> list[KVIndex]:
-        """List the indexes of all layers that store tokens.
+        """List the indexes of all layers that contain tokens.
 
         Returns:
             The indexes, in the order of the layers.
@@ -236,14 +246,15 @@ class Session:
         return [layer.index for layer in self._indexed() if layer.tokens]
 
     def report(self, *, all_ranks: bool = False) -> Report:
-        """Report rows and bytes that searching steps have read so far, and memory of the layers.
+        """Report how many rows and bytes decode steps have read from the indexes, and the memory in
+        use.
 
         Any thread may call this at any time. During a step, some layers may already include the new
         tokens, and others not yet.
 
         Args:
-            all_ranks: Add up the reports of all processes. All of them must call this
-                (`Report.over_ranks`).
+            all_ranks: Add up the reports of all processes. All processes must then call this
+                method.
 
         Returns:
             The report.
@@ -255,14 +266,13 @@ class Session:
         return report.over_ranks() if all_ranks else report
 
     def explain(self, *, graphs: bool = True) -> str:
-        """Report how the next decode step will run, and why.
+        """Describe how the next decode step will run: dtype, kernels, CUDA graph and index.
 
         Args:
-            graphs: Whether a decode step may be one graph.
+            graphs: Whether a decode step may run as one CUDA graph.
 
         Returns:
-            Text of several lines. Attention is described by the index of the first layer that has
-            one.
+            Text of several lines. It describes only the first index of the model.
         """
         weights, indexed, layers = self._weights, self._indexed(), len(self._attentions)
         dtype = str(weights.embedding.dtype).removeprefix("torch.")
@@ -281,7 +291,7 @@ class Session:
         return "\n".join(lines if described is None else [*lines, described.explain()])
 
     def _explained_ranks(self) -> list[str]:
-        """Describe which heads this rank has, if there are several ranks."""
+        """Return a line about the shard of this rank, or [] if there is one process."""
         ranks = self._weights.ranks
         if ranks is None:
             return []
@@ -301,7 +311,7 @@ class Session:
         return [layer for layer in self._attentions if isinstance(layer, AttentionLayer)]
 
     def _forward_one(self, attentions: Sequence[layers.Attention]) -> Tensor:
-        """Compute logits `[B, V]` after `token`. No token is padding."""
+        """Run a decode step with input `token`. Return logits `[B, V]`."""
         given = self.token, self._position, attentions, self._config.head_dim
         if self.fused is not None:
             return self.fused.forward(*given)
@@ -312,7 +322,7 @@ class Session:
     def _read_by_layer(
         self, ids: Tensor, parts: Sequence[tuple[int, int]], report: Progress | None
     ) -> Tensor:
-        """Read the first ids, int64 `[B, N]`, layer by layer. Return logits `[B, V]`."""
+        """Prefill the first prompt, int64 `[B, N]`, layer by layer. Return logits `[B, V]`."""
         N, count, done = ids.shape[1], len(self._attentions), 0
 
         def on_chunk(layer: layers.Attention, start: int, end: int) -> None:
@@ -332,7 +342,7 @@ class Session:
     @in_plain_torch
     @torch.no_grad()
     def _read(self, ids: Tensor) -> Tensor:
-        """Append ids int64 `[B, T]` to every layer. Return logits `[B, V]` after the last one."""
+        """Append ids int64 `[B, T]` to every layer. Return logits `[B, V]` for the next token."""
         T, positions, valid = ids.shape[1], self._position, None
         if ids is self.token and self.length >= self._longest:
             logits = self._forward_one(self._attentions)

@@ -1,4 +1,4 @@
-"""The transformers adapter: attach any index to a decoder model of transformers.
+"""The transformers adapter: let a decoder model of transformers attend through an index.
 
 import kvindex_adapters.hf as kvhf
 with kvhf.attach(model, index="pariskv", k=100) as cache:

@@ -1,4 +1,4 @@
-"""`attach`: route the attention of a transformers model through indexes, inside a context."""
+"""`attach`: context manager inside which a transformers model attends through indexes."""
 
 from __future__ import annotations
 
@@ -53,51 +53,52 @@ def attach(
     token_graph: bool | None = None,
     fused: bool = False,
 ) -> Iterator[IndexCache]:
-    """Let a model attend through indexes inside a context, which yields the cache to use.
+    """Context manager that makes a model attend through indexes, and yields the cache to use.
 
-    Pass the cache, or a deep copy of it (`copy.deepcopy`), to the model as `past_key_values`. When
-    the context ends, the model's own attention is restored. Changes that the caller made meanwhile
-    (hooks, options of the configuration) stay. Only one thread at a time may call the model or one
-    of its caches.
+    Pass the cache, or a `copy.deepcopy` of the cache, to the model as `past_key_values`. At the end
+    of the `with` block the model's own attention is restored, while hooks and configuration options
+    that the caller changed stay. Only one thread at a time may use the model or its caches.
 
-    One token's key and value are called a row below.
+    One token's key and value are called a row.
 
     Args:
-        model: A model of transformers, or a `PeftModel` with adapters of the model's weights.
+        model: A transformers model, or a `PeftModel` whose adapters change only the weights.
         index: Name of an index, a name with options such as `"pariskv:beta=.05"`, or a function
-            that makes an index from its geometry. On a GPU that supports the index's kernels, an
-            index given by name uses them and stores its rows in pinned host memory.
-        k: Rows that a decode step retrieves per KV head, at least 1.
-        coverage: Retrieve fewer than `k` rows where the index estimates that these already hold
-            this fraction of the attention weight, in (0, 1]. None always retrieves `k`.
+            that makes an index from its geometry. An index given by name runs with CUDA kernels and
+            stores its rows in pinned host memory, if the model is on a GPU that can run the
+            kernels.
+        k: Number of rows that a decode step retrieves per KV head, at least 1.
+        coverage: Fraction of the attention weight, in (0, 1]. A step retrieves fewer than `k` rows
+            if the index estimates that fewer rows already have this fraction. None: always `k`
+            rows.
         sink: Number of first tokens that every step attends to exactly.
         local_window: Number of newest tokens that every step attends to exactly.
-        update_every: Number of tokens that are collected before they are appended to the index.
-            Until then, steps attend to them exactly, too.
-        dense_below: In sequences of fewer tokens, attention is dense; the index is filled
-            meanwhile.
-        search_up_to: Steps of at most this number of tokens search; longer steps attend to all
-            tokens. Use a value above 1 for assisted decoding.
+        update_every: Number of tokens after which new tokens are appended to the index. Until then,
+            each step attends to the new tokens exactly.
+        dense_below: Sequences with fewer tokens use full attention. Their tokens are nevertheless
+            appended to the index.
+        search_up_to: A call of the model with at most this number of new tokens searches the index.
+            A longer one, such as a prompt, attends to all tokens. Use a value above 1 for assisted
+            decoding.
         dense_layers: Numbers of the layers that keep transformers' own cache and attention.
-        index_options: Further keyword arguments of the index (`preset`, `store`, …), except its
-            geometry, which the model determines.
-        layer_options: Further keyword arguments of the index of single layers, by layer number.
-        layer: The attention layer around each index, `AttentionLayer` or a subclass.
-        graphs: On a GPU, replay equal steps of an attention layer as a CUDA graph.
-        token_graph: On a GPU, replay the decoder's forward pass of one token as a CUDA graph, if
-            possible; `cache.report()` states why it was not. None means True on a GPU, and False
-            where `graphs=False`.
-        fused: Compute the decoder's forward pass of one token with fused kernels in that graph,
-            instead of the model's own forward pass. Requires a model of the Llama family, a GPU
-            with Triton, and at most 16 sequences.
+        index_options: Further keyword arguments of the index (`preset`, `store`, …). Sizes such as
+            `head_dim` are not allowed, because the model determines them.
+        layer_options: Maps a layer number to keyword arguments for the index of this layer only.
+        layer: The class of the attention layer around each index: `AttentionLayer` or a subclass.
+        graphs: On a GPU, replay repeated steps of an attention layer as a CUDA graph.
+        token_graph: On a GPU, replay the model's whole decode step as a CUDA graph, if possible. If
+            not, `cache.report()` states the reason. None means True on a GPU, or False with
+            `graphs=False`.
+        fused: In the graph of the whole decode step, use fused kernels instead of the model's own
+            forward pass. Requires a model of the Llama family, a GPU, Triton, and at most 16
+            sequences.
 
     Yields:
         The cache to pass as `past_key_values`.
 
     Raises:
-        UnsupportedError: The model is not supported. `UnsupportedError` is a ValueError.
-        ValueError: An argument is wrong, or the model is already attached. In both cases nothing
-            is changed.
+        UnsupportedError: The model is not supported. (UnsupportedError is a ValueError.)
+        ValueError: An argument is wrong, or the model is already attached. The model is unchanged.
         TypeError: `model` is not a transformers model.
     """
     model = unwrapped(model)
@@ -130,7 +131,7 @@ def attach(
         tokens = tokens if by_kernels is None else FusedGraph(by_kernels)
         cache = IndexCache(config, make, dense_layers, attachment, tokens)
         ropes.update({number: rotary_frequencies(decoder, number) for number in cache.indexed})
-        # bad arguments raise here, not in the first forward
+        # make trial indexes, so that wrong arguments raise an error before the first forward pass
         probed = options.probe(ropes, partial(layer_geometry, config))
         for made in probed:
             check_shards(model, made)

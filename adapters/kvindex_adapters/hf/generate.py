@@ -1,4 +1,4 @@
-"""`generate`: answer a prompt in one call, with or without an index."""
+"""`generate`: generate an answer to a prompt in one call, with an index or with full attention."""
 
 from __future__ import annotations
 
@@ -39,30 +39,32 @@ from kvindex_adapters.hf.model.wrapped import unwrapped
 from kvindex_adapters.hf.unsupported import assisted
 
 INDEX, K = "pariskv", 100
-"""Defaults of `generate`."""
+"""Default values of the arguments `index` and `k` of `generate`."""
 
 ONE_ANSWER = dict(num_beams=1, num_return_sequences=1, return_dict_in_generate=False)
-"""Options that `generate` always sets, even if the model's generation configuration differs."""
+"""Options of `model.generate` that `generate` always sets, whatever the model's generation
+configuration contains."""
 
 RESERVED = {"inputs", "input_ids", "attention_mask", "past_key_values"}
-"""Options of `model.generate` that `generate` sets itself."""
+"""Arguments of `model.generate` that callers of `generate` may not pass, because `generate` sets
+them."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """An answer, with its times and the rows that were read for it.
+    """An answer, with its token ids, times, and a report on the index.
 
     Args:
         text: The answer.
-        prompt_ids: Int64 `[N]`, the token ids that the call read. If the cache already stored the
-            beginning of a chat, these are only the ids after it.
+        prompt_ids: Int64 `[N]`, the prompt ids that this call processed. If the cache already
+            contained the beginning of a chat, only the ids after that beginning.
         answer_ids: Int64 `[M]`, the token ids of the answer.
         prefill_s: Seconds until the first token of the answer.
         token_s: Mean seconds per token after the first one.
-        report: Rows read and memory in use; None for full attention.
-        config: The index's configuration; None for full attention.
-        backend: Name of the backend that ran the index's operations; None for full attention, or
-            if the index does not report one.
+        report: Number of rows read and memory in use, or None for full attention.
+        config: The configuration of the index, or None for full attention.
+        backend: Name of the backend that ran the index's operations. None for full attention, or if
+            the index does not report its backend.
     """
 
     text: str
@@ -95,28 +97,27 @@ def generate(
 
     For beam search, batches or several answers, call `attach` and `model.generate` instead.
 
-    If the cache already stores messages, pass either new messages or the whole conversation. The
-    chat template is applied to the whole conversation, and the longest prefix that the cache stores
-    is reused. A call that fails leaves the cache unchanged.
+    If the cache already contains a chat, pass either the new messages or the whole conversation.
+    The chat template is applied to the whole conversation, and the longest prefix of its tokens in
+    the cache is reused. A call that fails leaves the cache unchanged.
 
     Args:
-        model: A model of transformers, or a `PeftModel` around one, as in `attach`.
+        model: A transformers model, or a `PeftModel` around one.
         tokenizer: The model's tokenizer.
         prompt: Plain text, messages for the tokenizer's chat template, or token ids int64 `[N]`.
-        index: As in `attach`; None for full attention with transformers' own cache. If an index has
-            the option `punctuation`, it is set from the tokenizer.
-        k: As in `attach`.
-        cache: A cache that the caller's `attach` yielded, instead of `index`, `k` and
-            `attach_options`.
-        used: How to treat a cache that already stores tokens. "refuse" raises ValueError.
-            "continue" reads the prompt after the stored tokens, and keeps prompt and answer in the
-            cache. "branch" reads the prompt after the stored tokens, and restores the cache
-            afterwards.
-        max_new_tokens: Maximum number of tokens of the answer, at least 1.
-        chunk: Number of tokens of the prompt that are read at a time, at least 2. None means 1024
-            on a CPU, and on a GPU the largest power of two from 1024 to 4096 for which a layer's
-            activations fit in half a GiB.
-        streamer: A streamer of transformers, which receives each token.
+        index: Name of an index, possibly with options, or a function that makes an index. None
+            means full attention with transformers' own cache. For an index with the option
+            `punctuation`, the option is set to the tokenizer's sentence-ending tokens.
+        k: Number of rows that a decode step retrieves per KV head.
+        cache: A cache that `attach` yielded. Pass it instead of `index`, `k` and `attach_options`.
+        used: What to do if the cache already contains tokens. "refuse" raises ValueError.
+            "continue" appends prompt and answer to the cache. "branch" also continues the sequence,
+            but restores the cache afterwards.
+        max_new_tokens: Maximum number of tokens in the answer, at least 1.
+        chunk: Number of prompt tokens per forward pass, at least 2. None means 1024 on a CPU. On a
+            GPU it means the largest power of two from 1024 to 4096 for which a layer's activations
+            fit in half a GiB.
+        streamer: A transformers streamer, which receives each token.
         on_progress: Function that is called with the phase ("prefill" or "decode"), the number of
             tokens done, and the number of tokens in total.
         attach_options: Further keyword arguments of `attach`.
@@ -127,8 +128,9 @@ def generate(
         The answer, with its times and a report.
 
     Raises:
-        ValueError: The prompt is empty, an id or a size is out of range, options contradict each
-            other, or the cache stores tokens and `used` is "refuse". Also what `attach` raises.
+        ValueError: The prompt is empty, an id or an option is out of range, options contradict each
+            other, the cache contains tokens and `used` is "refuse", or `attach` rejects the model
+            or its options.
         TypeError: The prompt is neither text, messages nor ids.
     """
     model = unwrapped(model)
@@ -155,16 +157,16 @@ def generate(
         past = past_ids(holder)
         whole = _check_past(model, options, past_length, past)
         new = unread(model, holder, past, ids, more=max_new_tokens)
-        # leave the last chunk to generate(): a step of several queries attends exactly, so the
-        # first token of the answer is exact
+        # Leave the last chunk to model.generate(). It has several tokens, so it uses full
+        # attention, and the first token of the answer is exact.
         stop = 0 if whole else prefilled(model, len(new), chunk)
         length = past_length + len(ids)
         room = length + max_new_tokens
         prefill(model, new, holder, stop=stop, chunk=chunk, room=room, report=on_progress)
         if index is not None:
             make_room(holder.indexes(), room)
-        # generate() gets all ids and drops those that the cache stores; if the stored ids are not
-        # known, it gets only the new ids and a mask that covers all tokens
+        # model.generate() gets all ids, and skips those in the cache. If the ids in the cache are
+        # unknown, it gets only the new ids, and a mask that covers all tokens.
         input_ids = new[stop:] if past is None else torch.cat([past.to(ids), ids])
         sequence = model.generate(
             input_ids=input_ids[None],
@@ -198,9 +200,9 @@ def generate(
 def _check_past(
     model: PreTrainedModel, options: dict[str, Any], past_length: int, past: Tensor | None
 ) -> bool:
-    """Return True if `model.generate` must read the whole prompt, for assisted decoding.
+    """Return True if `model.generate` must process the whole prompt, because decoding is assisted.
 
-    Raises ValueError if the cache stores tokens, which assisted decoding would read again.
+    Raise ValueError if the cache contains tokens, which assisted decoding would process again.
     """
     config = options.get("generation_config") or model.generation_config
     if past is None:
@@ -208,8 +210,8 @@ def _check_past(
     name = assisted(config, options)
     if name and past_length:
         raise ValueError(
-            f"{name}: got a value, allowed is none with a cache that stores tokens: assisted "
-            "decoding of transformers would read them again"
+            f"{name}: got a value with a cache of {past_length} tokens; assisted decoding of "
+            "transformers would process these tokens again, so it needs an empty cache"
         )
     return name is not None
 
@@ -222,15 +224,15 @@ def _append_answer(
     length: int,
     chunk: int,
 ) -> None:
-    """Read the last tokens of an answer, which no step has read yet, into the cache.
+    """Append the last tokens of an answer, which the model has not processed yet, to the cache.
 
     Args:
         model: The model.
         cache: The cache.
         past: Ids int64 `[P]` of the tokens before the prompt, or None if unknown.
         new_ids: Ids int64 `[N]` of prompt and answer.
-        length: Number of tokens that the cache stores afterwards.
-        chunk: Number of tokens that are read at a time.
+        length: Number of tokens in the cache afterwards.
+        chunk: Number of tokens per forward pass.
     """
     if missing := length - cache.get_seq_length():
         before = None if past is None else torch.cat([past.to(new_ids), new_ids[:-missing]])
@@ -241,31 +243,32 @@ def _append_answer(
 def check_cache(
     cache: IndexCache | None, used: str, index: object, k: int, attach_options: object
 ) -> None:
-    """Raise ValueError for a cache that `used` does not allow, or options besides a cache."""
+    """Raise ValueError if `used` does not suit the cache, or if `index`, `k` or `attach_options`
+    are given in addition to a cache."""
     if cache is None:
         if used != "refuse":
-            raise ValueError(f'used: got {used!r}, allowed is "refuse" without cache=')
+            raise ValueError(f'used: got {used!r}, allowed without cache= is "refuse"')
         return
     check_follows(cache, used)
     passed = {"index": index != INDEX, "k": k != K, "attach_options": attach_options is not None}
     for name in (name for name, changed in passed.items() if changed):
-        raise ValueError(f"{name}: got a value, allowed is none with cache=: attach() has set it")
+        raise ValueError(
+            f"{name}: got a value together with cache=; pass {name} to attach() instead"
+        )
 
 
 def check_attach_options(attach_options: Any) -> None:
     """Raise ValueError if `attach_options` contain `index` or `k`, which are separate arguments."""
     for name in sorted({"index", "k"} & set(attach_options or {})):
-        raise ValueError(
-            f"attach_options: got {name}, allowed is to pass {name} as its own argument"
-        )
+        raise ValueError(f"attach_options: got {name}; pass {name} as a separate argument")
 
 
 def _check_options(generate_options: dict[str, Any]) -> None:
     for name in sorted(RESERVED & set(generate_options)):
-        raise ValueError(f"{name}: got a value, allowed is none: generate() sets it")
+        raise ValueError(f"{name}: got a value, but generate() sets {name} itself; leave it out")
     for name, fixed in ONE_ANSWER.items():
         if generate_options.get(name, fixed) != fixed:
             raise ValueError(
                 f"{name}: got {generate_options[name]}, allowed is {fixed}; for other values "
-                "call attach() and model.generate"
+                "use attach() and model.generate"
             )

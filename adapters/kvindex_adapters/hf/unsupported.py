@@ -1,4 +1,4 @@
-"""Check that a model and its calls are supported; raise UnsupportedError with the reason if not."""
+"""Check that a transformers model and its calls are supported. Raise UnsupportedError if not."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from kvindex_adapters.hf.model.attachment import attached
 
 UNKNOWN_TERMS = (
     "alibi",  # adds a term to the logits
-    *("indices", "block_indices", "cache"),  # rows that the model chooses itself
-    *("cu_seq_lens_q", "cu_seq_lens_k"),  # several sequences packed into one
+    *("indices", "block_indices", "cache"),  # tokens that the model chooses itself
+    *("cu_seq_lens_q", "cu_seq_lens_k"),  # several sequences packed into one tensor
 )
-"""Arguments of a model's attention call that change its result and that no index supports."""
+"""Arguments of an attention call that change the result and that no index supports."""
 
 OWN_CACHES = ("minimax",)
-"""Types of models that only accept a cache of their own class."""
+"""Model types that accept only a cache of their own class."""
 
 SINKS = ("s_aux", "sinks")
-"""Arguments of a model's attention call that contain the logits of learned sinks."""
+"""Names of the argument of an attention call with the logits of learned sinks."""
 
 INDEXED = ("DynamicIndexedLayer", "MiniMaxM3VLSparseCacheLayer")
-"""Classes of transformers' cache layers that also store keys of a trained indexer. They are given
-by name, because some versions of transformers lack them."""
+"""Names of transformers' cache-layer classes that also store keys of a trained indexer. Names are
+used because some versions of transformers lack these classes."""
 
 ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
-"""Options of `model.generate` for assisted decoding."""
+"""Options of `model.generate` that turn on assisted decoding."""
 
 
 def has_full_attention(layer: Any) -> bool:
-    """Return True if a layer of transformers' cache stores the key and value of every token."""
+    """Return True if a cache layer of transformers stores the keys and values of all tokens."""
     kinds = DynamicLayer, LinearAttentionAndFullAttentionLayer
     return type(layer) in kinds or has_indexer(layer)
 
 
 def has_indexer(layer: Any) -> bool:
-    """Return True if a cache layer also stores the keys that a trained indexer compares."""
+    """Return True if a cache layer also stores keys of a trained indexer."""
     return type(layer).__name__ in INDEXED
 
 
@@ -55,7 +55,7 @@ def check_model(model: PreTrainedModel) -> Any:
         model: The model to attach to.
 
     Returns:
-        The configuration of its decoder.
+        The configuration of the model's decoder.
 
     Raises:
         UnsupportedError: The model is not supported.
@@ -69,13 +69,14 @@ def check_model(model: PreTrainedModel) -> Any:
         )
     if pools := _values(config, "index_kpool"):
         raise UnsupportedError(
-            f"model: got {name}, whose indexer chooses pools of {pools[0]} rows and counts them in "
-            "the cache after the update; an index only gets the new rows during attention"
+            f"model: got {name}, whose indexer chooses pools of {pools[0]} tokens and counts them "
+            "in the cache right after update(), but an index appends new tokens only later, in the "
+            "attention function"
         )
     if _values(config, "kv_lora_rank") and sharing_of(config):
         raise UnsupportedError(
-            f"model: got {name}, whose layers attend to latents of other layers, each by a "
-            "projection of its own"
+            f"model: got {name}, whose layers attend to latents of other layers with their own "
+            "projections, which is not supported"
         )
     if config.model_type in OWN_CACHES:
         raise UnsupportedError(f"model: got {name}, which only accepts a cache of its own class")
@@ -93,8 +94,8 @@ def check_model(model: PreTrainedModel) -> Any:
         raise UnsupportedError(f"model: got {name}, which has cross-attention layers")
     if True in _values(config, "output_attentions"):
         raise UnsupportedError(
-            "model.config.output_attentions: got True, allowed is False: no step computes the "
-            "attention weights of all tokens"
+            "model.config.output_attentions: got True, allowed is False, because a search does not "
+            "compute the attention weights of all tokens"
         )
     layers = DynamicCache(config=config).layers
     if not any(has_full_attention(layer) for layer in layers):
@@ -107,7 +108,8 @@ def check_model(model: PreTrainedModel) -> Any:
 
 
 def layer_configs(config: Any) -> list[Any]:
-    """Return each layer's configuration, or only the model's if all layers have the same one."""
+    """Return the configuration of each layer, or a list with only the model's configuration if all
+    layers are alike."""
     if getattr(config, "is_heterogeneous", False):
         return list(config.per_layer_config)
     return [config]
@@ -117,7 +119,7 @@ def sharing_of(config: Any) -> dict[int, int]:
     """Map each layer without own keys and values to the layer whose keys and values it uses."""
     try:
         modes = getattr(config, "kv_sharing_modes", None) or []
-    except ValueError:  # all layers use the keys and values of another model
+    except ValueError:  # raised if all layers use the keys and values of another model
         return {}
     if not modes:
         return _sharing_by_count(config)
@@ -132,11 +134,12 @@ def sharing_of(config: Any) -> dict[int, int]:
 
 
 COUNTED = "gemma3n_text", "gemma4_text"
-"""Types of models whose last layers use the keys of an earlier layer: the last of the same kind."""
+"""Model types whose last layers use the keys of an earlier layer: the last earlier layer of the
+same layer type."""
 
 
 def _sharing_by_count(config: Any) -> dict[int, int]:
-    """Compute `sharing_of` from the number of sharing layers, for transformers 5.17."""
+    """Compute the result of `sharing_of` from `num_kv_shared_layers`, for transformers 5.17."""
     if config.model_type not in COUNTED:
         return {}
     kinds = config.layer_types
@@ -147,7 +150,7 @@ def _sharing_by_count(config: Any) -> dict[int, int]:
 
 
 def _values(config: Any, name: str) -> list[Any]:
-    """Collect a field's values, except None, from a configuration and those of its layers."""
+    """Return the values of a field in the configurations of all layers, except None."""
     values = [getattr(layer, name, None) for layer in layer_configs(config)]
     return [value for value in values if value is not None]
 
@@ -161,11 +164,11 @@ def check_dense(
         dense_layers: Numbers of the layers to keep dense.
         layers: Number of layers of the model.
         full: Numbers of the layers with full attention.
-        sharing: Number of each layer without own keys -> the layer whose keys it uses.
+        sharing: Maps each layer without keys to the layer whose keys it uses.
 
     Raises:
-        ValueError: A number is not that of a layer, all layers with full attention would be dense,
-            or a dense layer uses the keys of a layer that is not dense.
+        ValueError: A layer number does not exist, no layer with an index would remain, or a dense
+            layer uses the keys of a layer that is not dense.
     """
     if not isinstance(dense_layers, Collection):
         raise ValueError(f"dense_layers: got {dense_layers!r}, allowed is a tuple of layer numbers")
@@ -174,28 +177,28 @@ def check_dense(
             raise ValueError(f"dense_layers: got {number!r}, allowed are 0 to {layers - 1}")
         if sharing.get(number) in set(full) - set(dense_layers):
             raise ValueError(
-                f"dense_layers: got {number}, which attends to the keys of {sharing[number]}; "
-                f"allowed is {sharing[number]}, for both"
+                f"dense_layers: got {number}, but this layer attends to the keys of layer "
+                f"{sharing[number]}; pass {sharing[number]} as well"
             )
     if set(full) <= set(dense_layers):
         raise ValueError(
-            f"dense_layers: got {list(dense_layers)}, which leaves no layer to index; allowed is "
-            f"all but one of the full-attention layers {full}"
+            f"dense_layers: got {list(dense_layers)}, which leaves no layer with an index; leave "
+            f"out at least one of the full-attention layers {full}"
         )
 
 
 def assisted(config: Any, options: dict[str, Any]) -> str | None:
     """Return the name of the option that turns on assisted decoding, or None.
 
-    With assisted decoding, transformers reads all ids in the first step, even if the cache already
-    stores some of them.
+    In assisted decoding, the first forward pass of transformers gets all ids, even if the cache
+    already contains some of their tokens.
     """
     values = {name: options.get(name, getattr(config, name, None)) for name in ASSISTED}
     return next((name for name, value in values.items() if value not in (None, False)), None)
 
 
 def check_generate(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """Check the arguments of `model.generate`, and turn off any cache other than the one passed.
+    """Check the arguments of `model.generate`, and make sure that it uses the cache that is passed.
 
     Args:
         model: The attached model.
@@ -203,8 +206,8 @@ def check_generate(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -
         options: Keyword arguments of `model.generate`.
 
     Returns:
-        The keyword arguments to use. They turn off a `cache_implementation` of the model's
-        generation configuration.
+        The keyword arguments to use, in which a `cache_implementation` of the generation
+        configuration is turned off.
 
     Raises:
         UnsupportedError: The arguments would make the model run with another cache.
@@ -214,8 +217,8 @@ def check_generate(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -
     kind = options.get("cache_implementation", getattr(given, "cache_implementation", None))
     if kind is not None:
         raise UnsupportedError(
-            f"cache_implementation: got {kind!r}, allowed inside attach() is None: the model uses "
-            "the cache that attach() yielded"
+            f"cache_implementation: got {kind!r}, allowed inside attach() is None, because the "
+            "model uses the cache that attach() yielded"
         )
     if getattr(model.generation_config, "cache_implementation", None) is not None:
         options = {**options, "cache_implementation": None}
@@ -223,19 +226,19 @@ def check_generate(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -
         value = options.get(name, getattr(config, name, None))
         if value not in allowed:
             raise UnsupportedError(
-                f"{name}: got {value}, allowed inside attach() is None: the model would run a "
-                "second time, with a cache of its own"
+                f"{name}: got {value}, allowed inside attach() is None, because the model would "
+                "run a second time, with another cache"
             )
     cache, assistant = options.get("past_key_values"), options.get("assistant_model")
     if assisted(config, options) and cache is not None and cache.get_seq_length():
         raise UnsupportedError(
             f"past_key_values: got a cache of {cache.get_seq_length()} tokens with assisted "
-            "decoding, allowed is an empty one: its first step reads all ids again"
+            "decoding, which needs an empty cache, because it processes all ids again"
         )
     if isinstance(assistant, nn.Module) and any(part in attached for part in assistant.modules()):
         raise UnsupportedError(
-            "assistant_model: got a model that is attached, allowed is one that is not: it would "
-            "run with a cache of its own"
+            "assistant_model: got an attached model, allowed is a model outside of attach(), "
+            "because the assistant runs with another cache"
         )
     return options
 
@@ -246,7 +249,7 @@ def layer_number(module: nn.Module) -> int:
 
 
 def sink_logits_of(name: str, module: Any, extra: Any) -> Tensor | None:
-    """Find the logits of learned sinks in an attention call.
+    """Return the logits of learned sinks that an attention call passes.
 
     Args:
         name: The layer's name, for the error message.
@@ -257,35 +260,35 @@ def sink_logits_of(name: str, module: Any, extra: Any) -> Tensor | None:
         The logits `[H]` or `[B, H, T]`, or None if there are none.
 
     Raises:
-        UnsupportedError: The module has such logits but does not pass them.
+        UnsupportedError: The module has learned sinks, but the call does not pass their logits.
     """
     given = next((extra[key] for key in SINKS if extra.get(key) is not None), None)
     if given is None and getattr(module, "sinks", None) is not None:
         raise UnsupportedError(
-            f"{name}: got learned sinks that its attention is not called with, allowed are those "
-            f"of an argument {' or '.join(SINKS)}"
+            f"{name}: got learned sinks that the attention call does not pass; the call must pass "
+            f"them as {' or '.join(SINKS)}"
         )
     return given[..., 0] if given is not None and given.ndim == 4 else given
 
 
 def check_attention(name: str, module: Any, tokens: int, dropout: float, extra: Any) -> None:
-    """Check that an attention call is a plain softmax over rows.
+    """Check that an attention call is a plain softmax over keys and values.
 
     Args:
         name: The layer's name, for the error message.
         module: The attention module.
-        tokens: Number of new tokens to which `is_causal` applies; 1 if there is a mask, which is
-            then used instead.
+        tokens: Number of new tokens to which `is_causal` applies. 1 if there is a mask, which
+            replaces `is_causal`.
         dropout: The dropout probability.
         extra: Further keyword arguments of the call.
 
     Raises:
-        UnsupportedError: The call has terms or arguments beyond that.
+        UnsupportedError: The call has other terms or arguments.
     """
     for key in UNKNOWN_TERMS:
         if extra.get(key) is not None:
             raise UnsupportedError(
-                f"{name}: got {key} in its attention, which an index does not support"
+                f"{name}: got {key} in the attention call, which an index does not support"
             )
     if extra.get("output_attentions"):
         raise UnsupportedError("output_attentions: got True, allowed is False")
@@ -293,8 +296,8 @@ def check_attention(name: str, module: Any, tokens: int, dropout: float, extra: 
     causal = getattr(module, "is_causal", True) if causal is None else causal
     if tokens > 1 and not causal:
         raise UnsupportedError(
-            f"{name}: got attention that is not causal, allowed is causal attention, or a mask "
-            "that shows which tokens each token attends to (for PaliGemma: pass token_type_ids)"
+            f"{name}: got attention that is not causal; allowed is causal attention, or a mask of "
+            "the tokens that each token attends to (for PaliGemma: pass token_type_ids)"
         )
     if dropout:
-        raise UnsupportedError(f"dropout: got {dropout}, allowed is 0: call model.eval()")
+        raise UnsupportedError(f"dropout: got {dropout}, allowed is 0; call model.eval()")

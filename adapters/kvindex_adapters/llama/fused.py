@@ -1,15 +1,15 @@
 """The forward pass of one decode step with Triton kernels: four launches per layer plus attention.
 
-The result equals that of `decoder.layers.forward` up to rounding: sums are float32 and are rounded
-once. The following operations are fused:
+The result equals that of `decoder.layers.forward` up to rounding: the kernels accumulate in float32
+and round once. The following operations are fused:
 
-- The first kernel of a layer normalizes, multiplies by the matrices of queries, keys and values,
-  and rotates queries and keys.
-- The gate and up projections are one product, with the normalization before it.
-- Each product that ends in the residual also adds it.
-- For one sequence, `silu(gate) · up` is computed by the down projection. For several sequences, the
-  gate and up projections compute it, because otherwise each Triton program of the down projection
-  would compute it for all sequences again.
+- Kernel 1: the norm, the query, key and value projections, and the rotation of queries and keys.
+- Kernel 2: the output projection and the residual addition.
+- Kernel 3: the norm, and the gate and up projections as one product.
+- Kernel 4: the down projection and the residual addition.
+
+Kernel 4 also computes `silu(gate) · up` if there is one sequence. For several sequences kernel 3
+does, because every Triton program of kernel 4 would repeat this for all sequences.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ if TYPE_CHECKING:
     from kvindex_cuda.triton import Norm as FusedNorm
 
 BATCH = 16
-"""Largest number of sequences that the kernels support."""
+"""Maximum number of sequences that the kernels support."""
 
 READS_FP8, OVERLAPS = (8, 9), (9, 0)
-"""Lowest compute capabilities for which kernels convert FP8, and launches may overlap."""
+"""Lowest compute capabilities on which the kernels can convert FP8 (`READS_FP8`), and on which a
+launch may overlap the previous one (`OVERLAPS`)."""
 
 
 class Attention(Protocol):
-    """The attention of one layer."""
+    """Protocol for the attention of one layer."""
 
     def step(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Append one token of each sequence, and return attention from it, `[B, H, 1, D]`."""
+        """Append one token to each sequence, and return its attention output, `[B, H, 1, D]`."""
         ...
 
 
 def refusal(weights: Weights, batch: int) -> str | None:
-    """Return why these kernels cannot decode `batch` sequences, or None if they can."""
+    """Return the reason why the kernels cannot decode `batch` sequences, or None if they can."""
     device = weights.embedding.device
     if why := device_refusal(device):
         return why
@@ -55,14 +56,14 @@ def refusal(weights: Weights, batch: int) -> str | None:
 
 
 def device_refusal(device: torch.device) -> str | None:
-    """Return why these kernels cannot run on the device, or None if they can."""
+    """Return the reason why the kernels cannot run on a device, or None if they can."""
     if device.type != "cuda":
         return f"device: got {device}, allowed is a GPU"
     return "triton: it is not installed" if find_spec("triton") is None else None
 
 
 class FusedLayer(NamedTuple):
-    """A layer's norms and matrices `[out, in]`; matrices that one product multiplies are joined."""
+    """The norms and matrices `[out, in]` of one layer. Matrices with the same input are joined."""
 
     attention_norm: FusedNorm
     query_key_value: Matrix
@@ -77,13 +78,13 @@ class FusedLayer(NamedTuple):
 class FusedBody:
     """Runs one decode step through all layers of a model on a GPU.
 
-    Matrices that one product multiplies are read in place if they are adjacent in memory
-    (`weights.join_in_memory`), otherwise from a joined copy.
+    Matrices with the same input (query, key and value; gate and up) are used in place if they are
+    adjacent in memory (`weights.join_in_memory`). Otherwise they are copied.
 
     Args:
         weights: The model's weights.
-        overlap: As in `kvindex_cuda.triton.Tile`; None to overlap launches where the device
-            supports it.
+        overlap: Whether a kernel may be launched before the previous one has ended. None means yes
+            if the device supports it.
     """
 
     def __init__(self, weights: Body, *, overlap: bool | None = None) -> None:
@@ -119,18 +120,19 @@ class FusedBody:
     def read(
         self, ids: Tensor, positions: Tensor, attentions: Sequence[Attention], head_dim: int
     ) -> Tensor:
-        """Return hidden states `[B, hidden]` after all layers, before the last normalization.
+        """Run all layers on one token per sequence. Return hidden states `[B, hidden]` before the
+        final norm.
 
         Args:
             ids: Int64 `[B, 1]`.
             positions: Int64 `[B, 1]`.
-            attentions: One per layer.
+            attentions: The attention object of each layer.
             head_dim: Dimension of a head, `D`.
         """
         run, batch, D = self._run, len(ids), head_dim
         tile = partial(run.tile_of, batch=batch, overlap=self._overlap)
         after = partial(run.tile_of, batch=batch, overlap=self._after_sum)
-        # each call allocates its own counters (tickets), because several calls may run concurrently
+        # each call allocates its own counters, because several calls may run concurrently
         most = max(len(layer.query_key_value.weight) for layer in self._layers) // D
         tickets = torch.zeros(most, dtype=torch.int32, device=ids.device)
         embedding, rotary = self._weights.embedding, self._weights.rotary
@@ -165,7 +167,7 @@ class FusedBody:
                     layer.output,
                     self._residual(hidden),
                     tile=tile("linear_residual", layer.output),
-                    early=True,  # attention does not saturate memory
+                    early=True,  # the attention kernel leaves memory bandwidth unused
                 )
             )
             given, residual = (hidden, layer.mlp_norm, layer.gate_up), self._residual(hidden)
@@ -184,22 +186,24 @@ class FusedBody:
 
     @property
     def _after_sum(self) -> bool:
-        """True if the launch after a residual sum may overlap it. A collective must not be
-        overlapped."""
+        """True if the launch after a residual addition may overlap it. With several ranks an
+        all-reduce comes in between, which must not be overlapped."""
         return self._overlap and self._weights.ranks is None
 
     def _residual(self, hidden: Tensor) -> Tensor:
-        """Return the tensor to which this rank's product is added: the residual on the first rank,
-        zeros on others."""
+        """Return the tensor to which this rank's product is added: the residual on rank 0, zeros on
+        other ranks."""
         return hidden if self._no_residual is None else self._no_residual[: len(hidden)]
 
     def _summed(self, hidden: Tensor) -> Tensor:
-        """Sum the ranks' parts of a product into the residual."""
+        """Sum the ranks' partial products with an all-reduce. Rank 0's product includes the
+        residual."""
         ranks = self._weights.ranks
         return hidden if ranks is None else ranks.sum(hidden)
 
     def _together(self, *linears: Linear) -> Matrix:
-        """Join matrices into one: a view if they are adjacent in memory, otherwise a copy."""
+        """Join matrices into one matrix: a view if they are adjacent in memory, otherwise a
+        copy."""
         run = self._run
         parts = [run.Matrix(*linear) for linear in linears]
         whole = adjacent([part.weight for part in parts])
@@ -214,7 +218,7 @@ class FusedBody:
 
 
 class Fused(FusedBody):
-    """Runs one decode step of a whole model, from ids to logits."""
+    """Runs one decode step of a whole model, from token ids to logits."""
 
     def __init__(self, weights: Weights, *, overlap: bool | None = None) -> None:
         super().__init__(weights, overlap=overlap)
@@ -224,7 +228,8 @@ class Fused(FusedBody):
     def forward(
         self, ids: Tensor, positions: Tensor, attentions: Sequence[Attention], head_dim: int
     ) -> Tensor:
-        """Return logits `[B, V]` after ids int64 `[B, 1]` at positions int64 `[B, 1]`."""
+        """Run one decode step on ids int64 `[B, 1]` at positions int64 `[B, 1]`. Return logits `[B,
+        V]`."""
         hidden = self.read(ids, positions, attentions, head_dim)
         how = dict(batch=len(ids), overlap=self._after_sum)
         tile = self._run.tile_of("norm_linear", self._head, **how)
@@ -232,9 +237,10 @@ class Fused(FusedBody):
         return whole(logits, self._whole)
 
     def chooser(self) -> Callable[[Tensor], Tensor]:
-        """Return a function that finds the most likely token, int64 `[B]`, of logits `[B, V]`.
+        """Return a function from logits `[B, V]` to the most likely tokens, int64 `[B]`.
 
-        Use the function on one stream at a time. Keep it as long as a graph that captured it.
+        The function has a scratch buffer. Use it on one stream at a time, and keep it as long as
+        any CUDA graph that captured a call.
         """
         scratch = self._slots.new_zeros(BATCH, 2)
         return partial(self._run.likeliest, scratch=scratch, overlap=self._after_sum)

@@ -1,8 +1,9 @@
-"""Tensor parallelism over attention heads: the ranks of a model, and their collective operations.
+"""`HeadRanks`: tensor parallelism over attention heads, with its collective operations.
 
-A rank has a shard of the heads: rows of the matrices that produce queries, keys, values, gate and
-up, and columns of the matrices that consume them. The two products per layer that end in the
-residual are summed over the ranks (Shoeybi et al., Megatron-LM, 2019).
+A rank has a shard of the heads and of the MLP: rows of the query, key, value, gate and up matrices,
+and columns of the output and down matrices. The output and down products are summed over the ranks.
+
+Source: Shoeybi et al., Megatron-LM (2019).
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from kvindex.core.ranks import TIMEOUT_S, Ranks
 
 
 class HeadRanks:
-    """One of several ranks, which has a shard of the heads on `device`.
+    """A rank that has a shard of the heads on `device`, with access to the other ranks.
 
     Args:
         ranks: Ranks of a process group with a backend for the device (NCCL for a GPU, gloo for a
             CPU).
         device: Device of this rank.
-        one_shot: Whether to compute small sums with one kernel that reads the memory of all GPUs of
-            a host (`OneShot`), if supported. The property `one_shot` reports whether it is used.
+        one_shot: Whether to compute small all-reduces with one kernel that reads the memory of all
+            GPUs of a host (`OneShot`), if the GPUs support it.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, *, one_shot: bool = False) -> None:
@@ -40,45 +41,45 @@ class HeadRanks:
         timeout_s: float = TIMEOUT_S,
         one_shot: bool = False,
     ) -> HeadRanks:
-        """Make the ranks of a process group. All processes of the group must call this.
+        """Make the `HeadRanks` of this process. All processes of the group must call this.
 
         Args:
             device: Device of this rank.
             group: A process group of torch, or None for the default group.
             timeout_s: Seconds to wait for other ranks before a call raises an error.
-            one_shot: As in `HeadRanks`.
+            one_shot: Whether to compute small all-reduces with one kernel, if the GPUs support it.
 
         Returns:
-            This process's rank.
+            The rank of this process.
 
         Raises:
             ValueError: torchrun started this process and there is no process group yet, or `device`
-                is not the current GPU, from which torch sends objects.
+                is not the current GPU, which torch's collective operations require.
         """
         place = torch.device(device)
         if place.type == "cuda" and place.index not in (None, torch.cuda.current_device()):
             raise ValueError(
-                f"device: got {place}, allowed is the current one, "
-                f"cuda:{torch.cuda.current_device()}: call torch.cuda.set_device before"
+                f"device: got {place}, allowed is the current device, "
+                f"cuda:{torch.cuda.current_device()}; call torch.cuda.set_device first"
             )
         return HeadRanks(Ranks.of(group, timeout_s), place, one_shot=one_shot)
 
     @property
     def one_shot(self) -> bool:
-        """True if small sums are computed by one kernel over memory that all GPUs can access."""
+        """True if small all-reduces use one kernel over memory that all GPUs can access."""
         return self._one_shot is not None
 
     def on(self, device: torch.device) -> bool:
-        """Return True if `device` is this rank's device. "cuda" without a number is this rank's
+        """Return True if `device` is this rank's device. "cuda" without a number means this rank's
         GPU."""
         same = {device.index, self.device.index} - {None}
         return device.type == self.device.type and len(same) < 2
 
     def sum(self, partial: Tensor) -> Tensor:
-        """Sum tensors of equal shape over all ranks, with one all-reduce that a graph may contain.
+        """All-reduce: sum tensors of equal shape over all ranks. A CUDA graph may contain this.
 
         Args:
-            partial: This rank's tensor, which the call overwrites.
+            partial: This rank's tensor. Its contents are overwritten.
 
         Returns:
             The sum, equal on all ranks.
@@ -91,18 +92,18 @@ class HeadRanks:
         return self._ranks.sum(partial)
 
     def gather_logits(self, logits: Tensor) -> Tensor:
-        """Gather logits `[B, V]` from each rank's `[B, V / W]`, with one all-gather."""
+        """All-gather the logits: join the `[B, V / W]` of each of `W` ranks to `[B, V]`."""
         (every,) = self._ranks.gather(logits)
         return every.movedim(0, 1).flatten(1)
 
     def first(self, tokens: Tensor) -> Tensor:
-        """Return the first rank's tokens on all ranks, with one broadcast."""
+        """Broadcast the tokens of rank 0. Return them on all ranks."""
         return self._ranks.first(tokens)
 
     def wait_for(self, event: Any) -> None:
-        """See `Ranks.wait_for`."""
+        """Block the host until a CUDA event has occurred. Raise RankError after the timeout."""
         self._ranks.wait_for(event)
 
     def check_same(self, what: str, facts: dict[str, Any]) -> None:
-        """See `Ranks.check_same`."""
+        """Check that `facts` are equal on all ranks. Raise ValueError if they are not."""
         self._ranks.check_same(what, facts)

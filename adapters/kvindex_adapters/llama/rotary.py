@@ -1,6 +1,8 @@
 """Rotary embedding: rotate pairs of coordinates by an angle that grows with the position.
 
-Coordinate `i` of a head is paired with `i + D/2` (Su et al., RoFormer, 2021).
+Coordinates `i` and `i + D/2` of a head form a pair.
+
+Source: Su et al., RoFormer (2021).
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from torch import Tensor
 
 
 class Rotary(NamedTuple):
-    """Angles per position, float32 `[D/2]`, and a factor of cosines and sines (for YaRN)."""
+    """Inverse frequencies (angle per position, float32 `[D/2]`), and a factor for cosines and sines
+    (YaRN)."""
 
     frequencies: Tensor
     factor: float
@@ -20,7 +23,7 @@ class Rotary(NamedTuple):
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosines and sines `[B, 1, T, D]` at positions int64 `[B, T]`."""
         angles = positions[:, None, :, None, None] * self.frequencies
-        angles = angles.expand(-1, -1, -1, 2, -1)  # both halves of a head
+        angles = angles.expand(-1, -1, -1, 2, -1)  # the same angles for both halves of a head
         cos, sin = angles.cos().flatten(-2), angles.sin().flatten(-2)
         if self.factor != 1:
             cos, sin = cos * self.factor, sin * self.factor
@@ -28,7 +31,8 @@ class Rotary(NamedTuple):
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate queries or keys `[B, heads, T, D]`. Both halves of a head have equal angles."""
+    """Apply the rotary embedding to queries or keys `[B, heads, T, D]`. `cos` and `sin` come from
+    `Rotary.at`."""
     rotated, crossed = heads * cos, heads * sin
     first, second = rotated.chunk(2, dim=-1)
     first -= crossed[..., first.shape[-1] :]

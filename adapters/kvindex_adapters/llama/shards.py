@@ -1,5 +1,5 @@
-"""Copy one rank's shard of a model: rows of matrices whose results are heads, and columns of
-matrices that multiply heads."""
+"""Copy one rank's shard of a model: rows of the query, key, value, gate and up matrices, and
+columns of the output and down matrices."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvindex_adapters.llama.weights import LayerWeights, Linear, Norm, Weights
 
 
 def shard(weights: Weights, ranks: HeadRanks) -> Weights:
-    """Copy this rank's shard of a whole model to the ranks' device, layer by layer.
+    """Copy this rank's shard of a model to `ranks.device`, layer by layer.
 
-    A shard has consecutive heads. Embedding and norms are whole (and not copied if they are on that
-    device). The language-model head is whole if its number of rows is not divisible by the number
-    of ranks. Scales of FP8 are those of the whole matrices, so that the ranks together compute the
-    same products as one process.
+    A shard has consecutive heads. Embedding and norms are not sharded, and not copied if they are
+    already on the device. The language-model head is sharded only if the number of ranks divides
+    its rows. FP8 scales are those of the whole matrices, so the ranks together compute the same
+    products as one process.
     """
     device, frequencies = ranks.device, weights.rotary.frequencies
     embedding, head = weights.embedding.to(device), weights.head
@@ -60,8 +60,8 @@ def _layer(layer: LayerWeights, ranks: HeadRanks) -> LayerWeights:
 
 
 def _together(linears: Sequence[Linear], ranks: HeadRanks) -> list[Linear]:
-    """Copy this rank's rows of several matrices into one block of memory, and their biases and
-    scales."""
+    """Copy this rank's rows of several matrices into one contiguous tensor. Do the same with biases
+    and scales."""
     parts = [_rows(linear, ranks) for linear in linears]
     weights = _stacked([part.weight for part in parts], ranks.device)
     biases = _if_all([part.bias for part in parts], ranks.device)
@@ -70,7 +70,8 @@ def _together(linears: Sequence[Linear], ranks: HeadRanks) -> list[Linear]:
 
 
 def _if_all(parts: Sequence[Tensor | None], device: torch.device) -> Sequence[Tensor | None]:
-    """Copy tensors into one block of memory; separately if one of them is None."""
+    """Copy tensors into one contiguous tensor and return views of it. If one of them is None, copy
+    the others separately."""
     some = [part for part in parts if part is not None]
     if len(some) == len(parts):
         return _stacked(some, device)
@@ -83,7 +84,7 @@ def _stacked(parts: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
 
 
 def _rows(linear: Linear, ranks: HeadRanks) -> Linear:
-    """Return a view of the matrix rows of this rank's heads."""
+    """Return a view of this rank's rows of a matrix."""
     size = len(linear.weight) // ranks.count
     own = slice(ranks.rank * size, (ranks.rank + 1) * size)
     weight, *others = linear
@@ -91,7 +92,8 @@ def _rows(linear: Linear, ranks: HeadRanks) -> Linear:
 
 
 def _columns(linear: Linear, ranks: HeadRanks) -> Linear:
-    """Copy the matrix columns of this rank's heads. Only the first rank has the bias."""
+    """Copy this rank's columns of a matrix. Only rank 0 gets the bias, because the ranks' products
+    are summed."""
     weight, bias, scale = linear
     size = weight.shape[1] // ranks.count
     own = weight[:, ranks.rank * size : (ranks.rank + 1) * size]
@@ -105,7 +107,7 @@ def _copied(linear: Linear, device: torch.device) -> Linear:
 
 
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor, so that the whole tensor's memory can be freed."""
+    """Copy a view, so that the memory of the tensor behind it can be freed."""
     return tensor.to(device, copy=True, memory_format=torch.contiguous_format)
 
 

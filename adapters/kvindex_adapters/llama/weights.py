@@ -1,7 +1,8 @@
-"""`Weights`: the tensors of a model, named by their purpose.
+"""`Weights`: the tensors of a Llama-family model, named by their purpose.
 
-They are the model's own parameters, except matrices in FP8. On a GPU, matrices that one product
-multiplies are adjacent in memory.
+The tensors are the model's own parameters, except for FP8 matrices, which are copies. On a GPU,
+matrices with the same input (query, key and value; gate and up) are adjacent in memory, so that one
+matrix product can use them.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class Linear(NamedTuple):
-    """A matrix `[out, in]`, and a bias `[out]` or None.
+    """A linear layer.
 
     Args:
-        weight: The matrix.
-        bias: The bias.
-        scale: Float32 `[out]`, the scale of each matrix row in FP8 (`quantized.py`), otherwise
-            None.
+        weight: The matrix `[out, in]`.
+        bias: The bias `[out]`, or None.
+        scale: The scale of each matrix row of an FP8 matrix, float32 `[out]`. None for other
+            dtypes.
     """
 
     weight: Tensor
@@ -36,7 +37,7 @@ class Linear(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """Factors `[n]` of RMS normalization, and its epsilon."""
+    """An RMS normalization: its weight `[n]` and its epsilon."""
 
     weight: Tensor
     eps: float
@@ -44,12 +45,12 @@ class Norm(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """The weights of one layer: attention and a gated MLP, each after a normalization.
+    """The weights of one layer: attention and a gated MLP, each preceded by a norm.
 
     Args:
-        query_norm: Normalization of each query head before rotation (Qwen3), or None.
-        key_norm: The same for key heads.
-        ranks: The ranks that share the layer's heads, or None if the layer is whole.
+        query_norm: The norm of each query head before the rotary embedding (Qwen3), or None.
+        key_norm: The norm of each key head before the rotary embedding (Qwen3), or None.
+        ranks: The ranks that shard the layer's heads, or None if the layer is not sharded.
     """
 
     attention_norm: Norm
@@ -82,7 +83,7 @@ class Body:
 
     @property
     def ranks(self) -> HeadRanks | None:
-        """The ranks that share the heads, or None if the model is whole."""
+        """The ranks that shard the heads, or None if the model is not sharded."""
         return self.layers[0].ranks
 
 
@@ -91,9 +92,9 @@ class Weights(Body):
     """The weights of a whole model.
 
     Args:
-        head: The language-model head. It may be the embedding `[V, hidden]` itself (tied weights),
-            or a rank's rows.
-        head_is_sharded: Whether it has only a rank's rows.
+        head: The language-model head `[V, hidden]`. With tied weights it is the embedding. If
+            sharded, it has only this rank's rows.
+        head_is_sharded: Whether `head` has only this rank's rows.
     """
 
     head: Linear
@@ -101,8 +102,8 @@ class Weights(Body):
 
 
 def whole(logits: Tensor, weights: Weights) -> Tensor:
-    """Return logits `[B, V]` from the output of `head`. If each rank has some of its rows, gather
-    them."""
+    """Return logits `[B, V]` from the output of `head`. If `head` is sharded, gather the logits of
+    all ranks."""
     ranks = weights.ranks
     if ranks is None or not weights.head_is_sharded:
         return logits
@@ -110,9 +111,10 @@ def whole(logits: Tensor, weights: Weights) -> Tensor:
 
 
 def read_body(body: Any) -> Body:
-    """Read the weights of a decoder that `hf.llama_family` has checked.
+    """Read the weights of a Llama-family decoder of transformers.
 
-    On a GPU, this moves matrices that one product multiplies next to each other.
+    On a GPU, this moves matrices with the same input (query, key and value; gate and up) next to
+    each other in memory.
     """
     rotary = body.rotary_emb
     if body.embed_tokens.weight.is_cuda:
@@ -127,13 +129,13 @@ def read_body(body: Any) -> Body:
 
 
 def read_weights(model: PreTrainedModel) -> Weights:
-    """Read the weights of a model that `decoder.config.check_model` has checked, as `read_body`
-    does."""
+    """Read the weights of a Llama-family model of transformers, including the language-model
+    head."""
     return Weights(**vars(read_body(model.model)), head=_linear(model.lm_head))
 
 
 def products(body: Any) -> list[tuple[nn.Linear, ...]]:
-    """List the modules of a decoder whose weights one product multiplies together."""
+    """List the groups of modules with the same input: query, key and value; gate and up."""
     found: list[tuple[nn.Linear, ...]] = []
     for layer in body.layers:
         attention, mlp = layer.self_attn, layer.mlp
@@ -143,14 +145,14 @@ def products(body: Any) -> list[tuple[nn.Linear, ...]]:
 
 
 def join_in_memory(*modules: nn.Linear) -> None:
-    """Move weights of equal width next to each other in memory, as views of one matrix.
+    """Move the weights of several modules next to each other in memory, as views of one matrix.
 
-    Biases are moved too, if all modules have one. The modules compute the same results. Earlier
-    views of their weights no longer share memory with them.
+    Biases are moved as well, if all modules have one. The modules compute the same results as
+    before. Views of the weights that were made earlier no longer share their memory.
     """
     with torch.inference_mode(False):
         for parts in _parameters(modules):
-            if adjacent(parts) is None:  # else an earlier decoder has already moved them
+            if adjacent(parts) is None:  # otherwise an earlier decoder has already moved them
                 joined = torch.cat([part.detach() for part in parts])
                 rows = torch.split(joined, list(map(len, parts)))
                 for part, its_own in zip(parts, rows, strict=True):
@@ -158,7 +160,7 @@ def join_in_memory(*modules: nn.Linear) -> None:
 
 
 def separate_in_memory(*modules: nn.Linear) -> None:
-    """Move weights and biases that `join_in_memory` has joined back to separate memory."""
+    """Undo `join_in_memory`: move weights and biases to separate tensors."""
     with torch.inference_mode(False):
         for parts in _parameters(modules):
             if adjacent(parts) is not None:
@@ -167,12 +169,13 @@ def separate_in_memory(*modules: nn.Linear) -> None:
 
 
 def are_joined(*modules: nn.Linear) -> bool:
-    """Return True if weights and biases are stored as `join_in_memory` does it."""
+    """Return True if the weights of the modules are adjacent in memory, and so are their biases."""
     return None not in map(adjacent, _parameters(modules))
 
 
 def adjacent(parts: Sequence[Tensor]) -> Tensor | None:
-    """Return one tensor over parts that are adjacent in memory, or None if they are not."""
+    """Return one tensor that covers all parts, without a copy. Return None if they are not adjacent
+    in memory."""
     first, end = parts[0], parts[0].data_ptr()
     storage = first.untyped_storage().data_ptr()
     for part in parts:
@@ -185,7 +188,7 @@ def adjacent(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def _parameters(modules: Sequence[nn.Linear]) -> list[list[Tensor]]:
-    """List the modules' weights, and their biases if all have one."""
+    """List the modules' weights, and their biases if all modules have one."""
     weights: list[Tensor] = [module.weight for module in modules]
     biases: list[Tensor] = [module.bias for module in modules if module.bias is not None]
     return [weights, biases] if len(biases) == len(weights) else [weights]

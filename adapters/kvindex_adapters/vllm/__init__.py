@@ -1,4 +1,4 @@
-"""The vLLM plug-in: full-attention layers of a serving engine search their KV cache.
+"""The vLLM plug-in: in full-attention layers, decode steps search the KV cache with an index.
 
 LLM(model, block_size=256, additional_config={"kvindex": {"index": "pariskv", "k": 100}})
 
@@ -14,10 +14,11 @@ from kvindex_adapters.vllm.options import BACKEND
 
 
 def register() -> None:
-    """Add the plug-in to vLLM. vLLM calls this in each of its processes, possibly several times.
+    """Register the plug-in's attention backends. vLLM calls this in each of its processes, possibly
+    several times.
 
-    The plug-in's backends replace vLLM's own backends of the same device. For an engine without
-    "kvindex" in its `additional_config`, they behave exactly like vLLM's own.
+    The backends replace vLLM's own backends for CPUs and GPUs. In an engine without "kvindex" in
+    `additional_config`, they behave exactly like vLLM's own.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -31,17 +32,17 @@ def register() -> None:
 
 
 def named_backend() -> Any:
-    """Return the member of vLLM's enumeration that `attention_backend="KVINDEX"` selects.
+    """Return the member `KVINDEX` of vLLM's `AttentionBackendEnum`, and add it if it is missing.
 
-    If vLLM does not have the member yet, it is added. In a process that has not loaded the plug-in,
-    vLLM itself raises an error for this name.
+    In a process that has not loaded the plug-in, vLLM raises an error for
+    `attention_backend="KVINDEX"`.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     members = AttentionBackendEnum.__members__
     if BACKEND not in members:
         # vLLM pickles the configuration for its worker processes, which unpickle it before they
-        # load plug-ins. An added member is unknown there, so unpickling adds it.
+        # load plug-ins. So unpickling the member must add it to the enumeration there.
         member = AttentionBackendEnum.register(BACKEND, f"{__name__}.gpu.SearchingFlashBackend")
         member.__reduce_ex__ = lambda protocol: (named_backend, ())
     return members[BACKEND]

@@ -1,7 +1,7 @@
-"""Attention of one layer over vLLM's pages: to all tokens, or to the rows that a search selects.
+"""`PagedAttention`: one layer's attention over vLLM's pages, with a search or to all tokens.
 
-This is the reference in plain torch, one sequence at a time. The plug-in's kernels for GPUs compute
-the same over the same pages.
+This is the reference implementation in plain torch, which processes one sequence at a time. The GPU
+kernels of the plug-in compute the same with the same pages.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from kvindex_adapters.vllm import pages
 from kvindex_adapters.vllm.options import Options
 
 ROWS = 1024
-"""Number of rows (one token's key and value each) that attention with a softcap processes at a
-time, to limit the memory of logits."""
+"""Number of keys that attention with a soft cap processes at a time, to limit the memory for
+logits."""
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """The tokens of one sequence.
+    """One sequence in vLLM's pages.
 
     Args:
-        rows: Pages of keys and values of all sequences (see `pages`).
-        records: Pages of codes of all sequences.
-        table: The sequence's block table.
-        length: Number of tokens.
+        rows: The pages with the keys and values of all sequences (layout: see `pages`).
+        records: The pages with the codes (compressed keys) of all sequences.
+        table: The block table of this sequence.
+        length: Number of tokens in this sequence.
     """
 
     rows: Tensor
@@ -48,7 +48,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """Attention of one layer over pages, independent of who owns the pages."""
+    """One layer's attention over pages that are passed to each method."""
 
     geometry: Geometry
     options: Options
@@ -57,20 +57,19 @@ class PagedAttention:
 
     @staticmethod
     def of(options: Options, geometry: Geometry) -> PagedAttention:
-        """Make the attention of a layer with a geometry."""
+        """Make the attention of a layer with these options and sizes."""
         encoding = Encoding.of(options.config, geometry, ops)
         return PagedAttention(geometry, options, encoding, options.layout(geometry.head_dim))
 
     def explain(self) -> str:
-        """Describe which index the layer uses, and which sequences it searches."""
+        """Describe which index the layer uses, and for which sequences."""
         return f"{self.options.explain()}, in plain torch; prefill is exact"
 
     def encode(self, rows: Tensor, records: Tensor, slots: Tensor) -> None:
-        """Encode each segment of 256 tokens whose last key was just written to a slot in `slots`,
-        int64 `[T]`.
+        """Encode each segment of 256 tokens whose last token is among the new tokens `slots`, int64
+        `[T]`.
 
-        Codes depend only on the 256 keys of their segment. They overwrite earlier codes in the
-        page.
+        Codes depend only on the 256 keys of their segment. They overwrite older codes in the page.
         """
         segments = pages.filled(slots)
         if not len(segments):
@@ -80,25 +79,26 @@ class PagedAttention:
         pages.write_records(records, segments, packed[:, 0])
 
     def attend(self, queries: Tensor, sequence: Sequence) -> Tensor:
-        """Return the attention `[T, H, D]` of a sequence's newest queries `[T, H, D]`.
+        """Return the attention output `[T, H, D]` of a sequence's newest queries `[T, H, D]`.
 
-        A single query searches if its sequence is long enough. Otherwise, queries attend to all
-        tokens before them.
+        A single query in a long sequence searches the index. Other queries use full causal
+        attention.
         """
         if len(queries) == 1 and (indexed := self.searched(sequence.length)):
             return self._search(queries, sequence, indexed)
         return self.attend_dense(queries, sequence)
 
     def searched(self, length: int) -> int:
-        """Return how many tokens a step searches at this length: whole segments before the
-        window."""
+        """Return how many tokens a decode step searches in a sequence of this length. These are
+        whole segments before the local window."""
         if length < self.options.dense_below:
             return 0
         indexed = max(length - self.options.local_window, 0) // BLOCK * BLOCK
         return indexed if indexed > self.options.sink else 0
 
     def hits(self, queries: Tensor, sequence: Sequence, indexed: int) -> Hits:
-        """Search the first `indexed` tokens, except the sink, for queries `[1, H, D]`."""
+        """Search the first `indexed` tokens of a sequence, except the sink, with queries `[1, H,
+        D]`."""
         valid = torch.arange(indexed, device=queries.device)[None] >= self.options.sink
         tokens = Tokens.of_blocks(
             self.codes(sequence, indexed), self.encoding, self.geometry, valid
@@ -132,7 +132,7 @@ class PagedAttention:
         return attend(queries, keys, values, scale=g.scale, softcap=g.softcap, bias=bias)
 
     def attend_dense(self, queries: Tensor, sequence: Sequence) -> Tensor:
-        """Return the attention of queries `[T, H, D]` to all tokens before them."""
+        """Return the full causal attention of queries `[T, H, D]`."""
         g, heads = self.geometry, queries.transpose(0, 1)[None]  # [1, H, T, D]
         rows = pages.read_rows(sequence.rows, sequence.table, 0, sequence.length)
         if g.softcap is None:
@@ -144,7 +144,8 @@ class PagedAttention:
 
 
 def _causal_blocks(rows: Rows, count: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield all rows in blocks, with a bias that hides later tokens from the newest `count`."""
+    """Yield keys and values in blocks of `ROWS`, each with a causal mask for the newest `count`
+    queries."""
     length = rows.keys.shape[2]
     positions = torch.arange(length, device=rows.keys.device)
     for start in range(0, length, ROWS):

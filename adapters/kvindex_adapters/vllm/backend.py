@@ -1,7 +1,7 @@
-"""`SearchingBackend`: vLLM's attention backend for CPUs, with search in full-attention layers.
+"""`SearchingBackend`: vLLM's CPU attention backend, with an index in full-attention layers.
 
-The plug-in registers it in place of vLLM's own CPU backend. For an engine that does not use
-kvindex, it is identical to that backend.
+The plug-in registers it in place of vLLM's own CPU backend. In an engine that does not use kvindex,
+it behaves exactly like vLLM's own.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from kvindex_adapters.vllm.unsupported import check_causal, check_device, check_
 
 
 class SearchingBackend(CPUAttentionBackend):
-    """vLLM's CPU backend. Layers search if `additional_config` has the key "kvindex"."""
+    """vLLM's CPU attention backend, with an index if `additional_config` has the key "kvindex"."""
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
-        """See vLLM's base class."""
+        """Return the attention class: vLLM's own for engines without kvindex, or the plug-in's."""
         if options_of(get_current_vllm_config()) is None:
             return CPUAttentionBackendImpl
         return SearchingAttention
 
 
 class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
-    """One layer: vLLM's own attention with a sliding window, a search in plain torch otherwise."""
+    """One attention layer on a CPU. Sliding-window layers use vLLM's own attention, other layers an
+    index in plain torch."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -51,7 +52,7 @@ class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
         self.codes = CodesLayer(config, geometry.kv_heads, self.paged.layout.head_bytes)
 
     def explain(self) -> str:
-        """See `PluginAttention.explain`."""
+        """Describe which index the layer uses, and for which sequences."""
         return self.paged.explain()
 
     def do_kv_cache_update(
@@ -62,7 +63,8 @@ class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
         kv_cache: Tensor,
         slot_mapping: Tensor,
     ) -> None:
-        """Write keys and values `[T, G, D]`, and the codes of segments that they complete."""
+        """Write keys and values `[T, G, D]` to the pages, and encode each segment of 256 tokens
+        that they complete."""
         if self.codes is None:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
@@ -82,7 +84,8 @@ class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Compute attention of queries `[T, H, D]`, one sequence at a time (see vLLM's base)."""
+        """Compute the attention of queries `[T, H, D]` of all sequences into `output`, one sequence
+        at a time."""
         if attn_metadata is None or self.codes is None:
             given = layer, query, key, value, kv_cache, attn_metadata, output
             return super().forward(*given, output_scale, output_block_scale)

@@ -1,8 +1,8 @@
-"""The cache of codes, as vLLM manages it: a layer with its own pages, which has the same block
-table as the layer of keys and values.
+"""`CodesLayer`: pages for an index's codes (compressed keys), which vLLM manages like a KV cache.
 
-Differences between versions of vLLM are handled here. Version 0.26 asks the backend for the shape
-of its cache, version 0.32 for the order of its dimensions.
+The pages of codes have the same block table as the pages of keys and values. This module handles
+differences between versions of vLLM: version 0.26 asks the backend for the shape of a cache,
+version 0.32 for the order of its dimensions.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from kvindex.pariskv.block_layout import BLOCK
 from kvindex_adapters.vllm.options import BACKEND, Options
 from kvindex_adapters.vllm.unsupported import check_engine, check_layer, check_sliding
 
-logger = init_logger(f"vllm.{__name__}")  # vLLM only shows loggers below its own name
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows only loggers whose names begin with "vllm"
 
 
 def options_of(config: VllmConfig) -> Options | None:
-    """Return an engine's options.
+    """Read an engine's options of the plug-in.
 
     Args:
         config: The engine's configuration.
@@ -43,7 +43,7 @@ def options_of(config: VllmConfig) -> Options | None:
         The options, or None for an engine that does not use kvindex.
 
     Raises:
-        ValueError: The options are wrong.
+        ValueError: An option is unknown or out of range.
     """
     backend = config.attention_config.backend
     required = bool(backend and backend.name == BACKEND)
@@ -66,7 +66,7 @@ def geometry_of(
     sinks: Tensor | None = None,
     **others: Any,
 ) -> Geometry | None:
-    """Return the geometry of a layer that searches, or None for a sliding-window layer.
+    """Return the geometry of a full-attention layer, or None for a sliding-window layer.
 
     The arguments after `device` are those that vLLM passes to its `AttentionImpl`.
 
@@ -103,17 +103,16 @@ def geometry_of(
 
 
 def spec_of_rows(spec: FullAttentionSpec, geometry: Geometry) -> FullAttentionSpec:
-    """Return the specification of pages with a layer's keys and values, as vLLM's attention expects
-    it."""
+    """Return vLLM's specification for pages that contain a layer's keys and values."""
     g = geometry
     sizes = dict(head_size=g.head_dim, head_size_v=g.value_dim, dtype=g.dtype)
     return replace(spec, num_kv_heads=g.kv_heads, **sizes)
 
 
 def keep_no_rows(layer: Any) -> None:
-    """Reduce a layer's pages to two bytes per token, because its rows are stored elsewhere.
+    """Reduce a layer's pages to two bytes per token, because keys and values are in host memory.
 
-    vLLM then still gives the layer its block table.
+    The layer still needs pages, because otherwise vLLM would not pass it a block table.
     """
 
     def get_kv_cache_spec(vllm_config: VllmConfig) -> FullAttentionSpec:
@@ -126,12 +125,13 @@ def keep_no_rows(layer: Any) -> None:
 
 
 class CodesLayer(AttentionLayerBase):
-    """Pages of codes for one layer's keys, with one record per KV head for each 256 tokens of a
-    block.
+    """The pages with the codes (compressed keys) of one attention layer, as an additional layer of
+    vLLM.
 
-    The layer has the specification of full attention, so vLLM puts it into the same group as the
-    layer's rows. Both share one block table, and codes are shared, copied and freed with their
-    rows.
+    A block has one record of codes per KV head and 256 tokens. vLLM treats this layer as a
+    full-attention layer, and puts it into the same KV cache group as the attention layer. So both
+    layers have the same block table, and codes are shared, copied and freed together with keys and
+    values.
     """
 
     def __init__(self, config: VllmConfig, kv_heads: int, record_bytes: int) -> None:
@@ -141,30 +141,31 @@ class CodesLayer(AttentionLayerBase):
         self.kv_heads, self.record_bytes = kv_heads, record_bytes
         self.token_bytes = -(-record_bytes // BLOCK)
         self.kv_cache = torch.empty(0)
-        self.host: Any = None  # the `HostRows` of all layers, if rows are stored on the host
+        self.host: Any = None  # the `HostRows` of all layers, if keys and values are in host memory
 
     @staticmethod
     def name(number: int) -> str:
-        """Return the name of a layer of codes. vLLM expects exactly one integer in it.
+        """Return the name of a layer of codes. vLLM requires exactly one integer in a layer name.
 
         Args:
-            number: Counts an engine's layers of codes from 0.
+            number: Number of the layer of codes in the engine, from 0.
         """
         return f"kvindex.codes.{number}"
 
     @property
     def records(self) -> Tensor:
-        """The pages as uint8 `[blocks, G, tokens / 256, bytes]`, without a copy."""
+        """The pages as records, uint8 `[blocks, G, tokens / 256, bytes]`, without a copy."""
         blocks, heads, _, token_bytes = self.kv_cache.shape
         records = self.kv_cache.view(blocks, heads, -1, BLOCK * token_bytes)
         return records[..., : self.record_bytes]
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        """See vLLM's base class."""
+        """Return the backend class for pages of codes."""
         return CodesBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> FullAttentionSpec:
-        """See vLLM's base class. The codes are declared as keys of bytes, with empty values."""
+        """Return vLLM's specification of the pages. Codes are declared as uint8 keys, with values
+        of size 0."""
         return FullAttentionSpec(
             block_size=vllm_config.cache_config.block_size,
             num_kv_heads=self.kv_heads,
@@ -175,28 +176,30 @@ class CodesLayer(AttentionLayerBase):
 
 
 class PluginAttention:
-    """Base class of the plug-in's attention implementations.
+    """Base class of the plug-in's attention implementations for CPUs and GPUs.
 
-    Their constructors raise ValueError for a layer that is not supported. In an engine that does
-    not use kvindex they behave like vLLM's own class, because vLLM may cache one class for all
-    engines.
+    Constructors raise ValueError for a layer that is not supported. In an engine that does not use
+    kvindex, the classes behave like vLLM's own, because vLLM may use a cached class for all engines
+    of a process.
     """
 
     codes: CodesLayer | None = None
-    """The pages of the layer's codes; None in a layer that does not search."""
+    """The pages with the layer's codes. None in a layer without an index."""
 
     def explain(self) -> str:
-        """Describe which index the layer uses, and which sequences it searches in."""
+        """Describe which index the layer uses, and for which sequences."""
         raise NotImplementedError
 
 
 def explain(config: VllmConfig) -> str:
-    """Describe which layers of an engine search, with which index, and which ones do not.
+    """Describe which layers of an engine have an index, and which index.
 
     Args:
-        config: The configuration of an engine with at least one layer that searches.
+        config: The configuration of an engine with an index in at least one layer.
     """
-    from vllm.model_executor.layers.attention import Attention  # not while plug-ins are loaded
+    from vllm.model_executor.layers.attention import (
+        Attention,
+    )  # imported here, because it cannot be imported while vLLM loads plug-ins
 
     layers = config.compilation_config.static_forward_context
     own = {name: layer.impl for name, layer in layers.items() if isinstance(layer, Attention)}
@@ -209,21 +212,22 @@ def explain(config: VllmConfig) -> str:
 
 
 class CodesBackend(AttentionBackend):
-    """Backend for the pages of codes. No layer attends to them directly."""
+    """vLLM backend for the pages of codes. It describes their layout, and computes no attention."""
 
     @staticmethod
     def get_name() -> str:
-        """See vLLM's base class."""
+        """Return the name of the backend."""
         return "KVINDEX_CODES"
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """See vLLM's base class."""
+        """Return the supported block sizes: all multiples of 256 tokens."""
         return [MultipleOf(BLOCK)]
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """See vLLM's base class (0.32). The bytes of each head of a block are contiguous."""
+        """Return the order of dimensions for vLLM 0.32: the bytes of each head of a block are
+        contiguous."""
         return (kv_cache_interface.KVCacheLayout.LBHNC,)
 
     @staticmethod
@@ -234,23 +238,25 @@ class CodesBackend(AttentionBackend):
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        """See vLLM's base class (0.26)."""
+        """Return the shape of the pages for vLLM 0.26."""
         return num_blocks, num_kv_heads, block_size, head_size
 
     @staticmethod
     def get_impl_cls() -> Any:
-        """Raise NotImplementedError, because codes have no attention of their own."""
-        raise NotImplementedError("kvindex: codes are read by the layer whose rows they are of")
+        """Raise NotImplementedError, because no attention is computed with codes alone."""
+        raise NotImplementedError(
+            "kvindex: got a call of get_impl_cls for codes, which have no attention"
+        )
 
     @staticmethod
     def get_builder_cls() -> type[CodesBuilder]:
-        """See vLLM's base class."""
+        """Return the class that builds the metadata."""
         return CodesBuilder
 
 
 class CodesBuilder(AttentionMetadataBuilder[Any]):
-    """Builds metadata that is not used, because the layer of keys and values has the block
-    table."""
+    """Metadata builder for the pages of codes. Its results are not used, because the attention
+    layer has the same block table."""
 
     _cudagraph_support = AttentionCGSupport.ALWAYS
 
@@ -267,5 +273,5 @@ class CodesBuilder(AttentionMetadataBuilder[Any]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> CommonAttentionMetadata:
-        """See vLLM's base class."""
+        """Return vLLM's metadata unchanged."""
         return common_attn_metadata

@@ -1,12 +1,12 @@
-"""`SearchingFlashBackend`: vLLM's FlashAttention on a GPU, with search in decode steps.
+"""`SearchingFlashBackend`: vLLM's FlashAttention backend, with an index for decode steps.
 
-The plug-in registers it in place of vLLM's own backend. For an engine that does not use kvindex, it
-is identical to that backend.
+The plug-in registers it in place of vLLM's own FlashAttention backend. In an engine that does not
+use kvindex, it behaves exactly like vLLM's own.
 
-FlashAttention computes prompts, chunks of prompts and mixed batches over the same pages. A batch
-that contains only decode steps runs as one fused step per layer, which vLLM captures in its CUDA
-graphs. If rows are stored on the host, FlashAttention reads a copy of a sequence's rows, and decode
-steps in mixed batches search as well.
+A batch of only decode steps runs as one fused step per layer, which vLLM captures in its CUDA
+graphs. FlashAttention computes all other batches (prompts, chunks of prompts, mixed batches) with
+the same pages. If keys and values are in host memory, FlashAttention reads a temporary copy on the
+device, and decode steps in mixed batches search as well.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from kvindex_adapters.vllm.gpu_layer import SearchingFlashAttention
 
 
 class SearchingFlashBackend(FlashAttentionBackend):
-    """vLLM's FlashAttention backend. Layers search if `additional_config` has the key "kvindex"."""
+    """vLLM's FlashAttention backend, with an index if `additional_config` has the key "kvindex"."""
 
     @staticmethod
     def get_impl_cls() -> type[FlashAttentionImpl]:
-        """See vLLM's base class."""
+        """Return the attention class: vLLM's own for engines without kvindex, or the plug-in's."""
         if options_of(get_current_vllm_config()) is None:
             return FlashAttentionImpl
         return SearchingFlashAttention
 
     @staticmethod
     def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
-        """See vLLM's base class."""
+        """Return the class that builds the metadata of a batch."""
         return SearchingFlashBuilder

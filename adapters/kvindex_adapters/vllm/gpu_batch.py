@@ -1,4 +1,4 @@
-"""The metadata of a batch for the plug-in's layers on a GPU, and the builder that makes it."""
+"""The plug-in's metadata of a batch on a GPU, and the builder that makes it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from kvindex_cuda.pariskv.steps.paged import PagedSteps
 
 
 class Searching:
-    """A batch as the layers of one builder see it: decode steps first, then prompts.
+    """A batch with decode steps first, followed by prompts. All layers of a builder share it.
 
     Args:
-        steps: Fused steps of the layers.
-        numbers: The number of each layer in `steps`. The keys are the layers' codes.
-        rows: Number of sequences that are decoding.
-        parts: The sequences that are not decoding, if rows are stored on the host: parts that are
-            copied together, each with its metadata for FlashAttention.
+        steps: The fused decode steps of the layers.
+        numbers: Maps the `CodesLayer` of each layer to the layer's number in `steps`.
+        rows: Number of sequences with a decode step. They come first in the batch.
+        parts: If keys and values are in host memory: groups of the other sequences, each with its
+            metadata for FlashAttention. The rows of a group are copied to the device together.
         common: vLLM's metadata of the whole batch.
     """
 
@@ -54,14 +54,16 @@ class Searching:
         values: Tensor,
         output: Tensor,
     ) -> None:
-        """Compute a layer's attention of queries `[T, H, D]` into `output`. The decoding sequences
+        """Compute a layer's attention of queries `[T, H, D]` into `output`. Queries of decode steps
         come first."""
         some = slice(0, self._rows)
         if self._rows:
-            assert impl.codes is not None  # true for every layer that searches
+            assert impl.codes is not None  # true for every layer with an index
             self._steps.attend(self._numbers[impl.codes], queries[some], output[some])
         for part, metadata in self._parts:
-            assert impl.host is not None  # there are parts only if rows are stored on the host
+            assert (
+                impl.host is not None
+            )  # there are parts only if keys and values are in host memory
             rows, own, common = part.sequences, part.tokens, self._common
             copy = impl.host.gather(
                 impl.number,
@@ -76,8 +78,8 @@ class Searching:
 
 
 class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
-    """vLLM's builder of FlashAttention's metadata. It also prepares the steps of layers that
-    search."""
+    """vLLM's FlashAttention metadata builder, which also prepares the fused decode steps of layers
+    with an index."""
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
@@ -99,20 +101,23 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
                 self._layers.sort(key=lambda layer: layer.impl.number)
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if self._layers:
-            self.supports_update_block_table = False  # plans cannot be copied
+            self.supports_update_block_table = (
+                False  # the plan of a step cannot be copied to another block table
+            )
         if self._host is not None:
-            self.reorder_batch_threshold = 1  # decode steps come first, as they search in any batch
+            # vLLM sorts decode steps to the beginning of a batch, so that they can search
+            self.reorder_batch_threshold = 1
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> Any:
-        """See vLLM's base class. If layers search, only batches of decode steps run as CUDA
-        graphs."""
+        """Return which batches can run as CUDA graphs. With an index, only batches of decode steps
+        can."""
         if options_of(vllm_config) is None:
             return super().get_cudagraph_support(vllm_config, kv_cache_spec)
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
-        """See vLLM's base class. False if layers search."""
+        """Return whether to use cascade attention. It is not supported with an index."""
         return False if self._layers else super().use_cascade_attention(*args, **kwargs)
 
     def build(
@@ -121,7 +126,7 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> FlashAttentionMetadata:
-        """See vLLM's base class."""
+        """Build the metadata of a batch, and prepare the fused decode steps in it."""
         common = common_attn_metadata
         rows, starts = 0, []
         if self._layers and common.max_query_len == 1:
@@ -130,7 +135,9 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
             starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
             reading = common.is_prefilling
             rows = single(starts, None if reading is None else reading.tolist())
-        alone = bool(rows) or self._host is not None  # no need for vLLM's plan
+        alone = (
+            bool(rows) or self._host is not None
+        )  # vLLM's schedule for FlashAttention is not needed
         metadata = super().build(common_prefix_len, common, fast_build or alone)
         metadata.searching = None
         if not self._layers:
@@ -148,14 +155,13 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
     def _parts(
         self, common: CommonAttentionMetadata, starts: list[int], first: int
     ) -> list[tuple[Part, FlashAttentionMetadata]]:
-        """Split the sequences from number `first` on into parts. Each part is copied from the host
-        at once.
+        """Group the sequences from number `first` on. Return each group with its metadata.
 
-        Each sequence of a copy has room for the longest one. Each part is returned with its
-        metadata.
+        The rows of a group are copied from host memory together. In the copy, each sequence has as
+        many pages as the longest sequence of the group.
         """
         host, lengths = self._host, common.seq_lens_cpu_upper_bound
-        assert host is not None  # only rows on the host are copied
+        assert host is not None  # parts exist only if keys and values are in host memory
         known = (common.seq_lens if lengths is None else lengths)[: common.num_reqs].tolist()
         sizes = dict(page_tokens=host.scratch.shape[2], room=len(host.scratch))
         found = []
@@ -168,7 +174,8 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
 
     @in_plain_torch
     def _opened(self) -> PagedSteps:
-        """Return steps that read the layers' current caches, which vLLM may replace."""
+        """Return the fused steps for the layers' present caches. Make them again if vLLM has
+        replaced a cache."""
         caches = [layer.kv_cache for layer in self._layers]
         caches += [layer.impl.codes.kv_cache for layer in self._layers]
         same = len(caches) == len(self._caches)
@@ -176,12 +183,15 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
             assert self._steps is not None
             return self._steps
         config, options = self.vllm_config, self._options
-        assert options is not None  # a layer searches only with options
+        assert options is not None  # an engine with an index has options
         scheduler, compilation = config.scheduler_config, config.compilation_config
         most_rows = max(scheduler.max_num_seqs, compilation.max_cudagraph_capture_size or 0)
         geometries = {layer.impl.geometry for layer in self._layers}
         if len(geometries) > 1:
-            raise ValueError(f"kvindex: model: got {geometries}, allowed are layers of one shape")
+            raise ValueError(
+                f"kvindex: model: got layers of different shapes, {geometries}; all full-attention "
+                "layers must have the same shape"
+            )
         shared: dict[str, Any] = dict(
             k=options.k,
             sink=options.sink,
@@ -207,5 +217,5 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
 
 
 def searches(impl: Any) -> bool:
-    """Return True for a full-attention layer of the plug-in."""
+    """Return True if an attention implementation belongs to the plug-in and has an index."""
     return isinstance(impl, SearchingFlashAttention) and impl.geometry is not None

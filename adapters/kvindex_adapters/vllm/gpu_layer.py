@@ -1,4 +1,4 @@
-"""`SearchingFlashAttention`: one attention layer of vLLM on a GPU."""
+"""`SearchingFlashAttention`: a vLLM attention layer on a GPU, with an index for decode steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from kvindex_cuda.pariskv.steps.paged import unserved
 
 
 class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
-    """vLLM's own attention layer, except that decode steps of a full-attention layer search."""
+    """vLLM's FlashAttention layer, in which decode steps search an index if the layer has full
+    attention."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -49,7 +50,7 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         if self.geometry is None:
             return
         kvindex_cuda.ready(self.geometry.device)
-        # vLLM constructs layers with the model's dtype and device as torch's defaults
+        # while vLLM constructs layers, torch's default dtype and device are the model's
         why = in_plain_torch(unserved)(options.config, self.geometry)
         check_searched(why, options.local_window)
         record_bytes = options.layout(self.geometry.head_dim).head_bytes
@@ -61,7 +62,7 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         self.options = options
 
     def explain(self) -> str:
-        """See `PluginAttention.explain`."""
+        """Describe which index the layer uses, and for which sequences."""
         others = "FlashAttention computes all other batches"
         if self.options.rows == "host":
             others = (
@@ -82,7 +83,7 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Compute attention of queries `[T, H, D]` of all sequences (see vLLM's base class)."""
+        """Compute the attention of queries `[T, H, D]` of all sequences into `output`."""
         if attn_metadata is None or self.geometry is None or attn_metadata.searching is None:
             given = layer, query, key, value, kv_cache, attn_metadata, output
             return self.attend_whole(*given, output_scale, output_block_scale)
@@ -91,7 +92,7 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         return output
 
     def attend_whole(self, *given: Any) -> Tensor:
-        """Attend to all tokens before each query, with vLLM's own `forward`."""
+        """Compute full causal attention with vLLM's own `forward`."""
         return super().forward(*given)
 
     def do_kv_cache_update(
@@ -102,18 +103,19 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         kv_cache: Tensor,
         slot_mapping: Tensor,
     ) -> None:
-        """Write keys and values `[T, G, D]`, to vLLM's pages or to host memory."""
+        """Write keys and values `[T, G, D]` of new tokens, to vLLM's pages or to host memory."""
         if self.host is None:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
-        if not self.host.opened:  # vLLM's run to measure memory: no slots yet
+        if not self.host.opened:  # vLLM's profiling run, before there are pages
             refuse_capture(key.is_cuda and torch.cuda.is_current_stream_capturing())
             return
         count = len(slot_mapping)
         self.host.write(self.number, key[:count], value[:count], slot_mapping)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """See vLLM's base class. Afterwards vLLM asks for the sizes of pages."""
+        """If keys and values are in host memory, reduce the layer's pages before vLLM asks for
+        their size."""
         super().process_weights_after_loading(act_dtype)
         if self.host is not None:
             mine = (part for part in self.context.values() if isinstance(part, Attention))
@@ -121,8 +123,8 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
 
 
 def host_of(config: VllmConfig, geometry: Geometry, options: Options) -> HostRows:
-    """Return the `HostRows` that all layers of an engine share. The first call creates the
-    object."""
+    """Return the `HostRows` object that all layers of an engine share. The first call creates
+    it."""
     for layer in config.compilation_config.static_forward_context.values():
         if isinstance(layer, CodesLayer) and layer.host is not None:
             layer.host.check_geometry(geometry)

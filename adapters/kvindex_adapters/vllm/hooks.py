@@ -1,10 +1,10 @@
 """Checks that run whenever vLLM constructs an attention implementation or a metadata builder.
 
-If an engine uses kvindex, all its attention must go through the plug-in. Registering backends does
-not ensure this:
+In an engine that uses kvindex, every attention layer must belong to the plug-in. Registering the
+plug-in's backends does not guarantee this:
 
-- vLLM caches a selected class for all engines of a process.
-- Some models of vLLM name a class themselves.
+- vLLM may reuse an attention class that it selected for another engine of the process.
+- Some models in vLLM choose an attention class themselves.
 - Another plug-in may register its own class.
 
 Therefore the checks run in `AttentionImplBase.__new__`, which constructs every implementation, and
@@ -34,7 +34,7 @@ from kvindex_adapters.vllm.unsupported import (
 
 
 def install() -> None:
-    """Install the checks in this process. Further calls change nothing."""
+    """Install the checks in this process. Repeated calls have no effect."""
     _check_before(AttentionImplBase, check_implementation)
     _check_before(AttentionMetadataBuilder, check_builder)
 
@@ -43,12 +43,12 @@ def check_implementation(made: type, *given: Any, **named: Any) -> None:
     """Check an attention implementation before vLLM constructs it.
 
     Args:
-        made: The class.
-        *given: Positional arguments of its constructor.
-        **named: Keyword arguments of its constructor.
+        made: The class of the attention implementation.
+        *given: Positional arguments of the constructor.
+        **named: Keyword arguments of the constructor.
 
     Raises:
-        ValueError: The current engine uses kvindex, and the class is not the plug-in's.
+        ValueError: The current engine uses kvindex, and the class does not belong to the plug-in.
     """
     config = get_current_vllm_config_or_none()
     if config is None or options_of(config) is None or issubclass(made, PluginAttention):
@@ -61,16 +61,16 @@ def check_implementation(made: type, *given: Any, **named: Any) -> None:
 def check_builder(made: type, *given: Any, **named: Any) -> None:
     """Check the layers of an engine before vLLM constructs a metadata builder.
 
-    vLLM constructs the builders after all layers. So this also finds layers without an attention
-    implementation, and models without attention.
+    vLLM constructs builders after all layers. So this also detects layers with a cache but no
+    attention implementation, and models without full attention.
 
     Args:
         made: The class of the builder.
-        *given: Positional arguments of its constructor.
-        **named: Keyword arguments of its constructor.
+        *given: Positional arguments of the constructor.
+        **named: Keyword arguments of the constructor.
 
     Raises:
-        ValueError: The engine uses kvindex, and a layer with a cache does not go through the
+        ValueError: The engine uses kvindex, and a layer with a cache does not belong to the
             plug-in.
     """
     for config in (*given, *named.values()):
@@ -79,18 +79,21 @@ def check_builder(made: type, *given: Any, **named: Any) -> None:
 
 
 def check_layers(layers: dict[str, Any]) -> None:
-    """Check that every layer with a cache goes through the plug-in, and that one searches.
+    """Check that every layer with a cache belongs to the plug-in, and that at least one has an
+    index.
 
     Subclasses of vLLM's `Attention` are not supported, because they change the mask, the cache or
     the block table.
 
     Args:
-        layers: The layers of an engine that uses kvindex, by name.
+        layers: Maps names to the layers of an engine that uses kvindex.
 
     Raises:
-        ValueError: A layer does not go through the plug-in, or none searches.
+        ValueError: A layer does not belong to the plug-in, or no layer has an index.
     """
-    from vllm.model_executor.layers.attention import Attention  # not while plug-ins are loaded
+    from vllm.model_executor.layers.attention import (
+        Attention,
+    )  # cannot be imported while vLLM loads plug-ins
 
     for name, layer in layers.items():
         if isinstance(layer, CodesLayer) or not isinstance(layer, AttentionLayerBase):
@@ -102,7 +105,7 @@ def check_layers(layers: dict[str, Any]) -> None:
 
 
 def _check_before(base: Any, check: Callable[..., None]) -> None:
-    """Call `check` with the same arguments before each call of `base.__new__`."""
+    """Patch `base.__new__` to call `check` first, with the same arguments."""
     own = base.__new__
     if own.__module__ == __name__:
         return

@@ -1,6 +1,6 @@
-"""Choose which sequences are copied from host memory to the device together, for prompts.
+"""Group prompts whose keys and values are copied from host memory to the device together.
 
-This module does not import vLLM. It only uses the field names of vLLM's batch metadata.
+This module does not import vLLM. It uses only the field names of vLLM's batch metadata.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Part:
-    """Sequences of a batch that are copied together.
+    """A group of sequences of a batch that are copied to the device together.
 
     Args:
-        sequences: Numbers of the sequences in the batch.
-        tokens: Numbers of their new tokens in the batch.
-        width: Number of pages that each sequence gets on the device.
-        longest: Length of the longest sequence in tokens, an upper bound.
-        new: Largest number of new tokens of a sequence.
+        sequences: Range of the sequences in the batch.
+        tokens: Range of their new tokens among the new tokens of the batch.
+        width: Number of pages for each sequence on the device.
+        longest: Upper bound for the length of the longest sequence, in tokens.
+        new: Largest number of new tokens in a sequence.
     """
 
     sequences: slice
@@ -32,7 +32,8 @@ class Part:
     new: int
 
     def of(self, common: Any, table: Tensor) -> Any:
-        """Return vLLM's batch metadata for these sequences alone, with another block table."""
+        """Return vLLM's batch metadata for only these sequences, with the block table `table` of
+        the copy."""
         some, first = self.sequences, self.tokens.start
         rows = slice(some.start, some.stop + 1)
         lengths = common.seq_lens_cpu_upper_bound
@@ -52,16 +53,15 @@ class Part:
 
 
 def single(starts: Sequence[int], prompts: Sequence[bool] | None = None) -> int:
-    """Return how many of a batch's first sequences are decoding, with one new token each.
+    """Return how many sequences at the beginning of a batch have a decode step (one new token).
 
-    If a prompt's prefix is in a block that the same batch fills, vLLM starts the prompt in this
-    batch with one new token. The codes of that block do not exist yet, so such a sequence does not
-    count as decoding.
+    A prompt can also have one new token: vLLM may take the rest of the prompt from a block that the
+    same batch fills. The codes of this block do not exist yet, so such a prompt does not count.
 
     Args:
-        starts: Number of the first new token of each sequence in the batch, and the end of the last
-            sequence.
-        prompts: Whether each sequence's prompt is still being read, or None if unknown.
+        starts: Index in the batch of each sequence's first new token, followed by the total number
+            of new tokens.
+        prompts: Whether each sequence is still in prefill, or None if unknown.
     """
     for number, (start, stop) in enumerate(pairwise(starts)):
         if stop - start != 1 or (prompts is not None and prompts[number]):
@@ -72,17 +72,18 @@ def single(starts: Sequence[int], prompts: Sequence[bool] | None = None) -> int:
 def split(
     starts: Sequence[int], lengths: Sequence[int], *, first: int, page_tokens: int, room: int
 ) -> list[Part]:
-    """Split a batch's sequences into parts whose pages fit into `room`, as few parts as possible.
+    """Split a batch into as few groups of sequences as possible, such that each group fits into
+    `room` pages.
 
-    One sequence always fits, because it has at most `room` pages.
+    A single sequence always fits, because it has at most `room` pages.
 
     Args:
-        starts: Number of the first new token of each sequence in the batch, and the end of the last
-            sequence.
+        starts: Index in the batch of each sequence's first new token, followed by the total number
+            of new tokens.
         lengths: Length of each sequence in tokens, or an upper bound.
-        first: First sequence to split; those before it are skipped.
-        page_tokens: Tokens of a page.
-        room: Pages that fit on the device.
+        first: Number of the first sequence to include. Earlier sequences are skipped.
+        page_tokens: Number of tokens in a page.
+        room: Number of pages that fit on the device.
     """
     parts: list[Part] = []
     begin = width = longest = new = 0

@@ -1,4 +1,4 @@
-"""The options that `additional_config={"kvindex": {…}}` may contain."""
+"""`Options`: the options of the plug-in in vLLM's `additional_config={"kvindex": {…}}`."""
 
 from __future__ import annotations
 
@@ -14,37 +14,40 @@ from kvindex.pariskv.block_layout import BLOCK, Layout, SubspaceLayout
 from kvindex.pariskv.config import ParisKVConfig
 
 BACKEND = "KVINDEX"
-"""Optional value of `attention_backend`. vLLM raises an error for it without the plug-in."""
+"""Value of vLLM's option `attention_backend` that requires the plug-in. Without the plug-in, vLLM
+raises an error for it."""
 
 KEY = "kvindex"
-"""The key of `additional_config` for the plug-in's options."""
+"""Key of the plug-in's options in `additional_config`."""
 
 INDEX = "pariskv"
-"""The only index that an engine can use, because its codes depend only on the keys of their
-block."""
+"""The only supported index. vLLM shares blocks between sequences, so codes may depend only on the
+keys of their own block."""
 
 DEFAULT = f"{INDEX}:sign_decoder=mean"
-"""The default index. It needs no matrix per sequence, for which pages on a GPU have no room."""
+"""The default index. The option `sign_decoder=mean` avoids a matrix per sequence, for which vLLM's
+pages have no room."""
 
 ROWS = "device", "host"
-"""Where keys and values may be stored."""
+"""Values of the option `rows`: where keys and values are stored."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the search.
+    """Options of the plug-in.
 
     Args:
         index: Name and options of the index, for example "pariskv:preset=paper".
-        k: Rows to retrieve per KV head in a decode step.
-        sink: Tokens at the beginning of a sequence that are always attended to.
-        local_window: Newest tokens that are always attended to. Up to 255 more tokens are, because
-            only whole blocks of 256 tokens are searched.
-        dense_below: Length below which a sequence gets full attention.
+        k: Number of rows (a row is one token's key and value) to retrieve per KV head in a decode
+            step.
+        sink: Number of first tokens that each step attends to exactly.
+        local_window: Minimum number of newest tokens that each step attends to exactly. It can be
+            up to 255 more, because only whole segments of 256 tokens are searched.
+        dense_below: Sequences with fewer tokens use full attention.
         rows: Where keys and values are stored: "device" for vLLM's pages, or "host" for pinned
             memory.
-        cached_rows: With `rows="host"`, rows per KV head and layer that stay on the device, for all
-            sequences together. A power of two.
+        cached_rows: With `rows="host"`, number of rows per KV head and layer in the device's cache,
+            for all sequences together. A power of two.
 
     Raises:
         ValueError: A value is not supported.
@@ -72,10 +75,10 @@ class Options:
 
     @staticmethod
     def of(given: object) -> Options:
-        """Make options from a mapping. For an unknown name, the ValueError suggests similar
+        """Make options from a mapping. The ValueError for an unknown option suggests similar
         names."""
         if not isinstance(given, Mapping):
-            raise ValueError(f"kvindex: got {given!r}, allowed is a mapping from name to value")
+            raise ValueError(f"kvindex: got {given!r}, allowed is a mapping of options")
         known = [field.name for field in fields(Options)]
         for name in given:
             if name not in known:
@@ -89,16 +92,16 @@ class Options:
         """Read an engine's options from its `additional_config`.
 
         Args:
-            additional_config: vLLM's value: a mapping, or an object of another plug-in.
-            required: Whether missing options are an error, because `attention_backend` names the
-                plug-in.
+            additional_config: vLLM's setting: a mapping, or an object of another plug-in.
+            required: Whether a missing key "kvindex" is an error, because `attention_backend` is
+                "KVINDEX".
 
         Returns:
             The options, or None if the key "kvindex" is missing.
 
         Raises:
-            ValueError: A key is a misspelling of "kvindex", required options are missing, or an
-                option is wrong.
+            ValueError: A key is a misspelling of "kvindex", the key is missing although required,
+                or an option is wrong.
         """
         given = additional_config if isinstance(additional_config, Mapping) else {}
         for key in given:
@@ -109,14 +112,14 @@ class Options:
         if required:
             raise ValueError(
                 f"kvindex: additional_config: got {additional_config!r}, allowed with "
-                f'attention_backend="{BACKEND}" is {{"{KEY}": {{…}}}} with options of the search, '
+                f'attention_backend="{BACKEND}" is {{"{KEY}": {{…}}}} with options of the plug-in, '
                 f'or {{"{KEY}": {{}}}} for the defaults'
             )
         return None
 
     @property
     def config(self) -> ParisKVConfig:
-        """The index's configuration.
+        """The configuration of the index.
 
         Raises:
             ValueError: The index or its options are not supported.
@@ -124,8 +127,8 @@ class Options:
         name, written = split_spec(self.index)
         if name != INDEX:
             raise ValueError(
-                f"index: got {self.index!r}, allowed is {INDEX!r} with its options: sequences "
-                "share pages, and only its codes depend on nothing but their own block"
+                f"index: got {self.index!r}, allowed is {INDEX!r}, possibly with options, because "
+                "sequences share pages, so codes must depend only on the keys of their block"
             )
         kind = kvindex.get(INDEX)
         given = read_options(written, kind.Config)
@@ -134,15 +137,15 @@ class Options:
         return config
 
     def explain(self) -> str:
-        """Describe which rows a decode step retrieves, and in which sequences."""
+        """Describe how many rows a decode step retrieves, and in which sequences."""
         return (
             f"By {self.index}: k={self.k} rows of sequences of at least {self.dense_below} tokens, "
             f"in addition to {self.sink} first and {self.local_window} or more newest ones"
         )
 
     def layout(self, head_dim: int) -> Layout:
-        """Return the layout of codes in their pages. Raise ValueError if pages cannot store these
-        codes."""
+        """Return the layout of codes in pages. Raise ValueError if codes with these options cannot
+        be stored in pages."""
         config = self.config
         kind = config.block, config.weights, config.center
         if kind in (("key", "log", BLOCK), ("key", "log", 0)) and config.weight_bits == 16:
@@ -150,9 +153,9 @@ class Options:
         if kind == ("subspace", "bfloat16", 0):
             return SubspaceLayout(head_dim, config.magnitude_bits)
         raise ValueError(
-            f"index: got {self.index!r}, allowed are options whose codes fill blocks of {BLOCK} "
-            "tokens: block='key' with weights='log' of 16 bits and a center of 256 or 0, or "
-            "preset='paper'"
+            f"index: got {self.index!r}, but codes are stored per block of {BLOCK} tokens; allowed "
+            "are the options block='key' with weights='log', weight_bits=16 and center=256 or "
+            "center=0, or preset='paper'"
         )
 
 

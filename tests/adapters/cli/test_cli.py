@@ -135,7 +135,7 @@ def test_indexes_lists_all():
         (("--prompt-file", "TEXT", "--index", "parisvk"), "did you mean 'pariskv'"),
         (("--prompt-file", "TEXT", "-k", "0"), "k: got 0"),
         (("--prompt-file", "TEXT", "--max-new-tokens", "0"), "max_new_tokens: got 0"),
-        (("--prompt-file", "TEXT", "--index", "exact:scale=2"), "got scale, which the model"),
+        (("--prompt-file", "TEXT", "--index", "exact:scale=2"), "got scale, but the model"),
         (("--prompt-file", "TEXT", "--index", "pariskv:preset=1"), "preset: got 1"),
         (("--prompt-file", "TEXT", "--json", "no/such/folder.json"), "json: got 'no/such/folder"),
         (

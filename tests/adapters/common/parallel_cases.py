@@ -96,20 +96,18 @@ def tokens_are_shared(rows):
 
 
 def what_heads_over_ranks_lack_is_refused():
-    with pytest.raises(ValueError, match="got 2 processes for 1 KV heads, allowed are numbers"):
+    with pytest.raises(ValueError, match="got 2, but the model has 1 KV heads"):
         check_heads(tiny.build("llama", num_key_value_heads=1).config)
     shared = of_heads("llama")[1]
     with attach(shared, index="exact") as cache:
         tiny.steps(shared, cache, tiny.prompt(1, 9), [9])
-        with pytest.raises(UnsupportedError, match="cache: got one of a model whose heads"):
+        with pytest.raises(UnsupportedError, match="cache: got the cache of a model whose heads"):
             cache.save("nowhere")
         cache.reset()
-        with pytest.raises(UnsupportedError, match="cache: got one of a model whose heads"):
+        with pytest.raises(UnsupportedError, match="cache: got the cache of a model whose heads"):
             cache.load("nowhere")
     with (
-        pytest.raises(
-            UnsupportedError, match="index: got one whose tokens are sharded, with a model"
-        ),
+        pytest.raises(UnsupportedError, match="index: got an index that shards tokens"),
         attach(shared, index=f"{SHARDED}+reuse"),
     ):
         pass
@@ -185,22 +183,20 @@ def the_first_rank_chooses():
 
 def what_a_decoder_of_heads_lacks_is_refused():
     ranks = HeadRanks.of("cpu")
-    with pytest.raises(UnsupportedError, match="heads: got 2 ranks for 1 KV heads, allowed are"):
+    with pytest.raises(UnsupportedError, match="heads: got 2 ranks, but the model has 1 KV heads"):
         Decoder.of(model_of("mistral"), ranks=ranks)
     odd = model_of("llama", intermediate_size=95)
-    with pytest.raises(UnsupportedError, match="got 2 ranks for 95 rows of the perceptron"):
+    with pytest.raises(UnsupportedError, match="got 2 ranks, but the model has 95 rows of the MLP"):
         Decoder.of(odd, ranks=ranks)
     other = model_of("llama", num_hidden_layers=1 + dist.get_rank())
     with pytest.raises(ValueError, match="heads: got layers = 2 on rank 1, allowed is the value"):
         Decoder.of(other, ranks=ranks)
     shared = decoders("llama")[1]
-    with pytest.raises(
-        UnsupportedError, match="index: got one whose tokens are sharded, with a mod"
-    ):
+    with pytest.raises(UnsupportedError, match="index: got an index that shards tokens"):
         shared.session(index=SHARDED)
     session = shared.session(index="exact")
     shared.read(ids_of(9), session)
-    with pytest.raises(ValueError, match="session: got one of a model whose heads several ranks"):
+    with pytest.raises(ValueError, match="session: got a session of a decoder with ranks="):
         session.save("nowhere")
 
 

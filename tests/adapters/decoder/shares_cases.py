@@ -101,7 +101,7 @@ def what_is_uneven_is_refused():
     mlp, hidden = odd.model.layers[1].mlp, odd.config.hidden_size
     mlp.gate_proj, mlp.up_proj = (torch.nn.Linear(hidden, 95, bias=False) for _ in range(2))
     mlp.down_proj = torch.nn.Linear(95, hidden, bias=False)
-    with pytest.raises(UnsupportedError, match="got 2 ranks for 95 rows of the perceptron"):
+    with pytest.raises(UnsupportedError, match="got 2 ranks, but the model has 95 rows of the MLP"):
         Decoder.of(odd, ranks=here())
     rank = dist.get_rank()
     with pytest.raises(ValueError, match="heads: got kv_heads = 1 on rank 1, allowed is the value"):
@@ -113,7 +113,9 @@ def what_is_uneven_is_refused():
 def another_device_than_the_current_one_is_refused():
     with (
         mock.patch("torch.cuda.current_device", return_value=0),
-        pytest.raises(ValueError, match="device: got cuda:1, allowed is the current one, cuda:0"),
+        pytest.raises(
+            ValueError, match="device: got cuda:1, allowed is the current device, cuda:0"
+        ),
     ):
         HeadRanks.of("cuda:1")
 

@@ -171,17 +171,15 @@ def test_a_session_of_weights_that_were_replaced_is_refused(model, change, tmp_p
     session, stream = read(decoder), decoder.stream(PROMPT, max_new_tokens=4)
     change(model)
     for one in (session, session.fork()):
-        with pytest.raises(
-            ValueError, match="opened before the decoder's model was changed; allowed"
-        ):
+        with pytest.raises(ValueError, match="opened before the decoder's model changed; open"):
             asked(decoder, one, ids_of(5))
         with pytest.raises(
-            ValueError, match="model: got one with weights or settings that were replac"
+            ValueError, match="model: got a model whose weights or settings were replac"
         ):
             one.save(tmp_path / "saved")
         assert one.length == len(PROMPT)
     with pytest.raises(
-        ValueError, match="model: got one with weights or settings that were replaced"
+        ValueError, match="model: got a model whose weights or settings were replaced"
     ):
         next(stream)
     assert not (tmp_path / "saved").exists()
@@ -229,9 +227,7 @@ def test_copies_of_a_model_that_was_changed_are_refused(model, how, change):
     model.train()
     assert of_the_decoder(decoder) == before
     change(model)
-    said = (
-        r"model: got one that has changed since the decoder copied its weights \((weights=|ranks)"
-    )
+    said = r"model: got a model that has changed since the decoder copied .* \((weights=|ranks)"
     for call in (lambda: of_the_decoder(decoder), lambda: asked(decoder, session, ids_of(5))):
         with pytest.raises(ValueError, match=said):
             call()

@@ -77,7 +77,10 @@ def test_a_seed_draws_the_same_answer(tiny, tmp_path):
             ("--engine", "decoder", "--repetition-penalty", 1.1),
             "engine: got 'decoder', which cannot run this: repetition_penalty: got 1.1, allowed",
         ),
-        (("--engine", "decoder", "--min-p", 0.1), "min_p: got 0.1, allowed in the decoder is None"),
+        (
+            ("--engine", "decoder", "--min-p", 0.1),
+            "min_p: got 0.1, but the decoder does not implement min_p",
+        ),
         (("--weights", "int4"), "weights: got 'int4', allowed is one of"),
         (("--weights", "fp8", "--save-cache", "x"), "weights: got 'fp8' with --save-cache or"),
         (

@@ -109,7 +109,7 @@ def test_other_weights_are_refused_before_anything_is_loaded(monkeypatch):
     with pytest.raises(ValueError, match=said):
         Decoder.of(model_of("llama"), weights="int4")
     monkeypatch.setattr(quantized, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"^weights: got 'fp8', allowed without Triton installed"):
+    with pytest.raises(ValueError, match=r"^weights: got 'fp8', but Triton is not installed"):
         Decoder.from_pretrained("nowhere", weights="fp8")
 
 

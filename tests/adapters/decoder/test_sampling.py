@@ -126,5 +126,5 @@ def test_a_generation_configuration_becomes_a_sampling(given, sampling):
 )
 def test_a_configuration_that_asks_for_more_is_refused(given):
     name = list(given)[-1]
-    with pytest.raises(ValueError, match=f"{name}: got .*, allowed in the decoder is"):
+    with pytest.raises(ValueError, match=f"{name}: got .*, but the decoder does not"):
         sampling_like(GenerationConfig(**given).to_dict())

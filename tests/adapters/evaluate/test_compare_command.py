@@ -27,7 +27,7 @@ REGIONS = ("--sink", 4, "--local-window", 8, "--update-every", 8)
             "index: got 'exact,,quest', allowed are entries separated by",
         ),
         (("--index", "exact,exact"), "index: got ['exact', 'exact'], allowed is each once"),
-        (("--index", "exact:scale=2"), "got scale, which the model"),
+        (("--index", "exact:scale=2"), "got scale, but the model"),
         (("-k", "0"), "k: got 0, allowed is"),
         (("-k", "32,x"), "k: got 'x', allowed is a number, for example 4096"),
         (("-k", 2**40), "k: got 1099511627776, allowed is 1 to 16777216"),

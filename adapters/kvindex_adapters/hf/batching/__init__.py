@@ -1,1 +1,1 @@
-"""Continuous batching (`model.generate_batch`) in which long requests attend through an index."""
+"""Continuous batching (`model.generate_batch`) with indexes for long requests."""

@@ -1,4 +1,4 @@
-"""`attach_batch`: continuous batching (`model.generate_batch`) through indexes."""
+"""`attach_batch`: context manager for continuous batching (`model.generate_batch`) with indexes."""
 
 from __future__ import annotations
 
@@ -36,37 +36,36 @@ def attach_batch(
     index_options: Mapping[str, Any] | None = None,
     layer_options: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> Iterator[Batching]:
-    """Let requests of continuous batching attend through indexes inside a context.
+    """Context manager inside which continuous batching uses indexes for long requests.
 
-    Use `model.generate_batch`, or a manager of continuous batching that is made inside the context.
-    transformers still manages requests, shared prefixes, chunks and preemption. In full-attention
-    layers, a step of one token of a long request searches the request's index. All other steps
-    attend exactly, with the model's own attention. The index of a request is made from its rows
-    (one token's key and value each) in the paged cache when the request first searches. When the
-    context ends, the model is restored.
+    Call `model.generate_batch` inside the `with` block, or make a continuous-batching manager
+    there. transformers still manages requests, shared prefixes, chunked prefill and preemption. In
+    full-attention layers, the decode steps of a long request search the request's index. All other
+    attention is the model's own. A request's index is built from its keys and values in the paged
+    cache, at the first decode step that searches. At the end of the block the model is restored.
 
     Args:
-        model: A model of transformers, or a `PeftModel` with adapters of the model's weights.
+        model: A transformers model, or a `PeftModel` whose adapters change only the weights.
         index: Name of an index, a name with options such as `"pariskv:beta=.05"`, or a function
-            that makes an index from its geometry, as in `attach`.
-        k: Rows that a decode step retrieves per KV head, at least 1.
+            that makes an index from the keyword arguments of `kvindex.create`.
+        k: Number of rows (a row is one token's key and value) that a decode step retrieves per KV
+            head, at least 1.
         sink: Number of first tokens that every step attends to exactly.
         local_window: Number of newest tokens that every step attends to exactly.
-        update_every: Number of tokens that are collected before they are appended to the index.
-            Until then, steps attend to them exactly, too.
-        dense_below: In requests of fewer tokens, attention is dense.
+        update_every: Number of tokens after which new tokens are appended to the index. Until then,
+            each step attends to the new tokens exactly.
+        dense_below: Requests with fewer tokens use full attention.
         dense_layers: Numbers of the layers that keep the model's own attention.
-        index_options: Further keyword arguments of the index (`preset`, `store`, …), except its
-            geometry, which the model determines.
-        layer_options: Further keyword arguments of the index of single layers, by layer number.
+        index_options: Further keyword arguments of the index (`preset`, `store`, …). Sizes such as
+            `head_dim` are not allowed, because the model determines them.
+        layer_options: Maps a layer number to keyword arguments for the index of this layer only.
 
     Yields:
-        The state, with `report()` and `explain()`.
+        An object with the methods `report()` and `explain()`.
 
     Raises:
-        UnsupportedError: The model is not supported. `UnsupportedError` is a ValueError.
-        ValueError: An argument is wrong, or the model is already attached. In both cases nothing
-            is changed.
+        UnsupportedError: The model is not supported. (UnsupportedError is a ValueError.)
+        ValueError: An argument is wrong, or the model is already attached. The model is unchanged.
         TypeError: `model` is not a transformers model.
     """
     model = unwrapped(model)

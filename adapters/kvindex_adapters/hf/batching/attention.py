@@ -1,4 +1,4 @@
-"""The attention function of continuous batching, which attends exactly or through an index."""
+"""The attention function for continuous batching: with an index or the model's own attention."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvindex_adapters.hf.model.attachment import attached
 from kvindex_adapters.hf.unsupported import check_attention, layer_number, sink_logits_of
 
 NAME = "kvindex_paged"
-"""Name of the attention implementation in the configurations of layers with an index."""
+"""Value of `_attn_implementation` in the configurations of layers with an index."""
 
 PACKED = ("cache", "cu_seq_lens_q", "cu_seq_lens_k", "is_causal")
-"""Arguments of the attention call that describe how sequences are packed. `Step` has the same
-information."""
+"""Arguments of the attention call that describe how sequences are packed. They are not checked,
+because `Step` has the same information."""
 
 
 @torch.no_grad()
@@ -32,31 +32,32 @@ def attention(
     attention_mask: Tensor | None,
     **call: Any,
 ) -> tuple[Tensor, None]:
-    """Attend from all new tokens of a step; transformers calls this.
+    """Compute the attention of all new tokens of a batch. transformers calls this function.
 
-    A long request with one new token searches its index. All other requests attend exactly, with
-    transformers' own function.
+    A long request with one new token searches its index. For all other requests, this calls
+    transformers' own attention function.
 
     Args:
         module: The attention module.
-        query: `[1, H, T, D]`, the new tokens of all requests, packed.
+        query: `[1, H, T, D]`, the new tokens of all requests, concatenated.
         key: `[1, G, T, D]`.
         value: `[1, G, T, Dv]`.
-        attention_mask: Transformers' mask, or None.
-        **call: Further arguments of the call, with the paged cache.
+        attention_mask: The mask of transformers, or None.
+        **call: Further arguments of transformers, which include the paged cache.
 
     Returns:
         The output `[1, T, H, Dv]`, and None instead of attention weights.
 
     Raises:
-        UnsupportedError: The call is not supported.
+        UnsupportedError: The attention has terms that an index cannot compute, or the call does not
+            come from continuous batching.
     """
     attachment = attached.get(module)
     batching = None if attachment is None else attachment.batching
     if batching is None or batching.step is None or call.get("block_table") is not None:
         raise UnsupportedError(
-            f"{type(module).__name__}: got a call of attention outside of a step of continuous "
-            "batching, allowed inside attach_batch() is model.generate_batch"
+            f"{type(module).__name__}: got a call outside of continuous batching; inside "
+            "attach_batch() call only model.generate_batch"
         )
     _check_call(module, call)
     number, step = layer_number(module), batching.step
@@ -85,7 +86,8 @@ def attention(
 
 
 def _check_call(module: nn.Module, call: dict[str, Any]) -> None:
-    """Raise UnsupportedError if attention has terms other than the softmax over rows."""
+    """Raise UnsupportedError for dropout, soft caps, position biases or learned sinks in the
+    attention."""
     name, other = type(module).__name__, {k: v for k, v in call.items() if k not in PACKED}
     check_attention(name, module, 1, other.pop("dropout", 0.0), other)
     terms = {"softcap": other.get("softcap"), "position_bias": other.get("position_bias")}
@@ -93,7 +95,7 @@ def _check_call(module: nn.Module, call: dict[str, Any]) -> None:
     for term, given in terms.items():
         if given is not None:
             raise UnsupportedError(
-                f"{name}: got {term} in its attention, allowed inside attach_batch() is none"
+                f"{name}: got attention with {term}, which attach_batch() does not support"
             )
 
 

@@ -1,7 +1,8 @@
-"""`PagedRows`: reads and writes rows of transformers' paged cache, for all supported versions.
+"""`PagedRows`: read and write keys and values in the paged cache of transformers.
 
-A row is one token's key and value. Its slot is its position in a layer's pages, int64. transformers
-reads and writes rows only by `PagedAttentionCache.update`, which differs between its versions.
+A row is one token's key and value. A slot is the position of a row in the pages of a layer (int64).
+Rows can only be accessed through `PagedAttentionCache.update`, whose signature depends on the
+version of transformers.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from kvindex.core.protocol import Rows
 
 IN_KEYWORDS = "kwargs" in inspect.signature(PagedAttentionCache.update).parameters
-"""True if `update` takes slots by keyword and returns rows by head (transformers after 5.17)."""
+"""True if `update` takes slots as keyword arguments and returns rows with the head dimension first
+(transformers after 5.17)."""
 
 
 @dataclass(frozen=True)
 class PagedRows:
-    """The rows of one layer in a paged cache, during one step of the model.
+    """Access to the rows of one layer in a paged cache, during one forward pass.
 
     Args:
         cache: The paged cache.
@@ -38,18 +40,19 @@ class PagedRows:
 
     @property
     def slots(self) -> Tensor:
-        """Slots of all tokens of the step's sequences, old and new; empty if all are new."""
+        """Slots of all tokens, old and new, of the sequences in this forward pass. Empty if all
+        tokens are new."""
         slots: Tensor = self.call["read_index"][self._group]
         return slots
 
     @property
     def written(self) -> Tensor:
-        """Slots of the new tokens."""
+        """Slots to which this forward pass writes its new tokens."""
         slots: Tensor = self.call["write_index"][self._group]
         return slots
 
     def write(self, new: Rows) -> None:
-        """Write keys and values `[1, G, T, D]` of all new tokens of the step to their slots."""
+        """Write the keys and values `[1, G, T, D]` of all new tokens to their slots."""
         self._update(new, self.slots[:0], self.written)
 
     def read(self, slots: Tensor) -> Rows:
@@ -58,14 +61,15 @@ class PagedRows:
         return self._update(none, slots, slots[:0])
 
     def call_with(self, slots: Tensor, written: Tensor) -> dict[str, Any]:
-        """Return the call's keyword arguments, with these slots to read and to write."""
+        """Return the keyword arguments of the attention call, with other slots to read and
+        write."""
         index = dict(read_index=slots, write_index=written)
         groups = range(len(self.call["read_index"]))
         return {**self.call, **{name: [part for _ in groups] for name, part in index.items()}}
 
     def _update(self, new: Rows, read: Tensor, write: Tensor) -> Rows:
-        """Write the given rows, and return those at the slots to read (or the given ones if
-        none)."""
+        """Write `new` to the slots `write`, and return the rows at the slots `read`. If `read` is
+        empty, return `new`."""
         call, given = self.call_with(read, write), (new.keys, new.values, self.layer)
         if IN_KEYWORDS:
             return Rows(*self.cache.update(*given, call))
@@ -74,7 +78,7 @@ class PagedRows:
 
     @property
     def _group(self) -> int:
-        """Index of this layer's group in the lists of slots."""
+        """Index of the group of layers that contains this layer. Slots are stored per group."""
         cache: Any = self.cache
         if IN_KEYWORDS:
             return int(cache.layer_to_allocator[self.layer].index)

@@ -1,8 +1,8 @@
-"""`PagedLayer`: an attention layer of continuous batching, with an index for each long request.
+"""`PagedLayer`: an attention layer for continuous batching, with an index for each long request.
 
-The indexes of a layer are the sequences of one `Pool`. The paged cache contains all rows (one
-token's key and value each), so an index is made from them when a request first searches, and again
-if it was dropped. Requests that end, are preempted or fail therefore need no repair.
+The paged cache always contains the keys and values of all tokens. A request's index is built from
+them at the first search, and can be rebuilt at any time. So when a request ends, is preempted or
+fails, its index is simply deleted. The indexes of a layer are the sequences of one `Pool`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvindex_adapters.hf.batching.step import Part
 
 @dataclass(frozen=True)
 class Regions:
-    """The options of `attach` that divide a sequence into searched tokens and dense regions."""
+    """Options that divide a sequence into tokens in the index and tokens with exact attention."""
 
     k: int
     sink: int
@@ -36,22 +36,22 @@ class Regions:
     dense_below: int
 
     def indexed(self, length: int) -> int:
-        """Return how many tokens the index has for a sequence of this length; 0 for no search.
+        """Return how many tokens of a sequence are in its index. 0 means full attention.
 
-        The number includes the sink. Its tokens are in the index, but marked invalid, so that no
+        The number includes the sink tokens, which are in the index as invalid tokens, so that no
         search retrieves them.
         """
-        left = length - max(self.local_window, 1)  # at least 1, as a token attends to itself
+        left = length - max(self.local_window, 1)  # at least 1, because a token attends to itself
         left = max(left, 0) // self.update_every * self.update_every
         return left if length >= self.dense_below and left > self.sink else 0
 
 
 class PagedLayer:
-    """A layer whose requests store all rows in pages, and the searched ones also in indexes.
+    """One attention layer: computes the decode attention of long requests with indexes.
 
     Args:
-        regions: The division of sequences into searched tokens and dense regions.
-        make: Makes an empty index from the geometry of the first search.
+        regions: Sizes of sink and local window, `k`, and when a sequence is long enough.
+        make: Function that makes an empty index from keyword arguments such as `head_dim`.
     """
 
     def __init__(self, regions: Regions, make: Callable[..., KVIndex]) -> None:
@@ -65,27 +65,27 @@ class PagedLayer:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the indexes of open requests. Shared memory counts once."""
-        pool = self.pool  # read only once: the thread that runs steps may set it
+        """Bytes of the indexes of running requests. Memory that requests share is counted once."""
+        pool = self.pool  # read only once, because another thread may set it
         return 0 if pool is None else pool.report().stored_bytes
 
     def searches(self, part: Part) -> bool:
-        """Return True if this part of a step attends through the index."""
+        """Return True if this request uses its index in this forward pass."""
         return part.count == 1 and self.regions.indexed(part.length) > 0
 
     def attend(
         self, queries: Tensor, parts: Sequence[Part], rows: PagedRows, scale: float | None
     ) -> Tensor:
-        """Attend from one new token of each request, through the indexes.
+        """Compute the attention of one new token of each of `n` requests with their indexes.
 
         Args:
             queries: `[n, H, D]`.
             parts: The `n` requests.
-            rows: The rows of the layer.
-            scale: Factor of the logits; None for `D**-0.5`.
+            rows: Access to the layer's keys and values in the paged cache.
+            scale: Factor by which `q·k` is multiplied. None means `D**-0.5`.
 
         Returns:
-            `[n, H, Dv]`.
+            Output `[n, H, Dv]`.
         """
         pool = self._pool_for(queries, rows.like, scale)
         sequences = list[int]()
@@ -101,7 +101,7 @@ class PagedLayer:
         return merge([found, dense]).output
 
     def keep(self, active: Sequence[Any]) -> None:
-        """Drop the indexes of all requests except the active ones."""
+        """Delete the indexes of all requests that are not in `active`."""
         alive = set(map(id, active))
         for key in self._opened.keys() - alive:
             _, sequence = self._opened.pop(key)
@@ -124,7 +124,8 @@ class PagedLayer:
         return self.pool
 
     def _filled(self, pool: Pool, part: Part, others: Sequence[Part], rows: PagedRows) -> int:
-        """Return the sequence of a request, after adding all tokens that this step searches."""
+        """Append the tokens that are missing in a request's index. Return the number of the
+        request's sequence in `pool`."""
         slots, key = rows.slots[part.slots], id(part.request)
         wanted = self.regions.indexed(part.length)
         if key not in self._opened:
@@ -144,7 +145,8 @@ class PagedLayer:
     def _same_rows(
         self, pool: Pool, slots: Tensor, wanted: int, others: Sequence[Part], rows: PagedRows
     ) -> int | None:
-        """Find another request's sequence whose rows are a prefix of this one's, or return None."""
+        """Find another request whose indexed rows are a prefix of this request's rows. Return the
+        number of its sequence, or None."""
         for other in others:
             sequence = self._opened[id(other.request)][1]
             stored = len(pool[sequence])
@@ -155,7 +157,7 @@ class PagedLayer:
     def _attend_dense(
         self, queries: Tensor, parts: Sequence[Part], rows: PagedRows, scale: float
     ) -> Attended:
-        """Attend exactly to the sink and to the tokens that are not in the index yet."""
+        """Compute exact attention to the sink and to the tokens that are not in the index yet."""
         sink, outputs, logarithms = self.regions.sink, list[Tensor](), list[Tensor]()
         for number, part in enumerate(parts):
             slots, indexed = rows.slots[part.slots], self.regions.indexed(part.length)
@@ -169,9 +171,9 @@ class PagedLayer:
 
 
 def check_index(index: KVIndex) -> None:
-    """Raise UnsupportedError for an index that learns from the queries of a prompt."""
+    """Raise UnsupportedError for an index that needs the queries of the prompt."""
     if capability(index, ObservesQueries) is not None:
         raise UnsupportedError(
             f"index: got {type(index).__name__}, which learns from the queries of a prompt; "
-            "allowed with continuous batching is one that looks at keys alone"
+            "continuous batching needs an index that uses only keys"
         )

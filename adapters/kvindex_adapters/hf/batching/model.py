@@ -1,4 +1,4 @@
-"""Patch a model for `attach_batch`: the class of the model, and the attention of its layers."""
+"""The changes that `attach_batch` makes to a model: its class, and the attention of its layers."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ NOT_TRIED = (
     *("varlen_compile_config", "decode_compile_config", "default_compile_level"),
     *("use_async_batching", "cpu_offload_space"),
 )
-"""Options of `ContinuousBatchingConfig` that change steps, and are not tested with
-`attach_batch`."""
+"""Options of `ContinuousBatchingConfig` that `attach_batch` rejects, because they change the
+forward pass and were not tested."""
 
 
 class BatchedModel(nn.Module):
-    """Makes each call of a model a step of continuous batching."""
+    """Mixin that makes each forward call of a model one step of continuous batching with
+    indexes."""
 
-    _supports_flash_attn = False  # else transformers would switch to flash attention
+    _supports_flash_attn = False  # otherwise transformers would switch to flash attention
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Check the arguments, and make the model's own manager."""
+        """Check the arguments, then make transformers' continuous-batching manager."""
         parent: Any = super()
         batching = _batching(self)
         if batching is None:
@@ -48,7 +49,8 @@ class BatchedModel(nn.Module):
         return manager
 
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's own method. An UnsupportedError in its worker thread is raised here."""
+        """Call transformers' `generate_batch`. Re-raise an UnsupportedError from its worker
+        thread."""
         parent: Any = super()
         batching = _batching(self)
         if batching is None:
@@ -63,7 +65,7 @@ class BatchedModel(nn.Module):
         return results
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's own call as one step of continuous batching."""
+        """Run the model's forward pass as one step of continuous batching."""
         parent: Any = super()
         batching = _batching(self)
         if batching is None:
@@ -73,17 +75,18 @@ class BatchedModel(nn.Module):
 
 
 def _batching(model: nn.Module) -> Batching | None:
-    """Return the state of the current `attach_batch`, or None outside of one."""
+    """Return the object that `attach_batch` yielded for this model, or None if it is not active."""
     attachment = attached.get(model)
     return None if attachment is None else attachment.batching
 
 
 @contextmanager
 def own_attention(decoder: nn.Module, layers: Collection[int]) -> Iterator[None]:
-    """Give layers copies of their configurations that name the adapter's attention function.
+    """Context manager that switches some layers to the adapter's attention function.
 
-    Masks, other layers and transformers' checks use the model's configuration, which does not
-    change. Raises UnsupportedError if a layer has no configuration.
+    Only these layers get changed copies of their configurations. The model's configuration stays
+    the same, because masks, other layers and transformers' checks use it. Raises UnsupportedError
+    if a layer has no configuration.
     """
     replaced = list[tuple[nn.Module, str, PreTrainedConfig, PreTrainedConfig]]()
     try:
@@ -115,7 +118,7 @@ def check_paged_model(model: nn.Module, config: Any, layers: list[Any]) -> None:
 
     Args:
         model: The model.
-        config: The configuration of its decoder.
+        config: The configuration of the model's decoder.
         layers: The layers of a transformers cache for this model.
     """
     name = type(model).__name__
@@ -123,10 +126,14 @@ def check_paged_model(model: nn.Module, config: Any, layers: list[Any]) -> None:
     kinds = {type(layer).__name__ for layer in layers}
     refused = (
         (implementation != "sdpa", f"attention {implementation!r}", "'sdpa'"),
-        (sharing_of(config), "layers that share keys", "a model whose layers have their own"),
+        (sharing_of(config), "layers that share keys", "a model whose layers each have keys"),
         (vars(config).get("kv_lora_rank"), "latent attention", "keys and values"),
-        (len(layer_configs(config)) > 1, "layers of several shapes", "layers that are alike"),
-        (any(map(has_indexer, layers)), "an indexer of its own", "plain attention"),
+        (
+            len(layer_configs(config)) > 1,
+            "layers of several shapes",
+            "a model with layers of equal shape",
+        ),
+        (any(map(has_indexer, layers)), "a sparse-attention indexer", "plain attention"),
         (
             kinds - {"DynamicLayer", "DynamicSlidingWindowLayer"},
             f"cache layers {sorted(kinds)}",
@@ -135,14 +142,20 @@ def check_paged_model(model: nn.Module, config: Any, layers: list[Any]) -> None:
         (
             length_dependent(model),
             "rotary frequencies that depend on the length",
-            "those that do not: requests of a step would all get those of the longest one",
+            "fixed frequencies: all requests would get the frequencies of the longest request",
         ),
-        (vars(config).get("compile_config"), "a compile_config", "None: it was not tested"),
-        (rank()[1] > 1, f"{rank()[1]} processes", "1: no other number was tested"),
+        (
+            vars(config).get("compile_config"),
+            "a compile_config",
+            "None (compilation was not tested)",
+        ),
+        (rank()[1] > 1, f"{rank()[1]} processes", "1 (other numbers were not tested)"),
     )
     for found, got, allowed in refused:
         if found:
-            raise UnsupportedError(f"model: got {name} with {got}, allowed is {allowed}")
+            raise UnsupportedError(
+                f"model: got {name} with {got}, allowed in attach_batch() is {allowed}"
+            )
 
 
 def check_batching(arguments: dict[str, Any]) -> None:
@@ -161,6 +174,6 @@ def check_batching(arguments: dict[str, Any]) -> None:
             chosen = any(value) if isinstance(value, tuple) else bool(value)
             if chosen:
                 raise UnsupportedError(
-                    f"{name}: got {value}, allowed inside attach_batch() is none: the step reads "
-                    "lengths on the host, and was not tested with this option"
+                    f"{name}: got {value}, but attach_batch() reads lengths on the host, and was "
+                    f"not tested with {name}; leave this option out"
                 )

@@ -1,4 +1,4 @@
-"""`Batching`: the state of one `attach_batch`, with the layers whose requests search."""
+"""`Batching`: the object that `attach_batch` yields."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from kvindex_adapters.hf.model.patch import IMPLEMENTATION
 
 
 class Batching:
-    """The state that `attach_batch` yields: its layers with indexes, and the rows they have read.
+    """The state of one `attach_batch`: its layers, and statistics about their indexes.
 
     Args:
         config: The configuration of the model's decoder.
-        layers: Number of each layer with an index -> the layer.
+        layers: Maps the number of each layer with an index to the layer.
     """
 
     def __init__(self, config: Any, layers: Mapping[int, PagedLayer]) -> None:
         self.layers = layers
         self.managers: WeakSet[Any] = WeakSet()
-        """Managers of continuous batching that were made inside the context."""
+        """Continuous-batching managers that were made while `attach_batch` was active."""
         self.step: Step | None = None
-        """The current step, or None between steps."""
+        """The requests in the current forward pass, or None between forward passes."""
         self.attended: set[int] = set()
-        """Numbers of the layers that have attended in the current step."""
+        """Numbers of the layers whose attention has run in the current forward pass."""
         self.refused: UnsupportedError | None = None
-        """The UnsupportedError with which the last step has failed, or None."""
+        """The UnsupportedError that the last forward pass raised, or None."""
         self._config, self._longest = config, 0
 
     def plain_attention(self) -> Callable[..., Any]:
-        """Return the attention function that the model uses without indexes."""
+        """Return the attention function that the model uses without `attach_batch`."""
         function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[vars(self._config)[IMPLEMENTATION]]
         return function
 
     @contextmanager
     def running(self, cache: object) -> Iterator[None]:
-        """Run one step of continuous batching inside the context.
+        """Context manager around one forward pass of continuous batching.
 
-        If the step fails, all indexes are dropped. They are made again from the pages, which still
-        contain all rows.
+        If the forward pass fails, all indexes are deleted. They are rebuilt from the paged cache,
+        which still contains all keys and values.
 
         Args:
             cache: The paged cache with which the model is called.
 
         Raises:
-            UnsupportedError: The call is not a step of continuous batching that was started inside
-                `attach_batch`, or the attention of a layer cannot be replaced.
+            UnsupportedError: The call does not come from continuous batching that was started
+                inside `attach_batch`, or the attention of a layer cannot be replaced.
         """
         try:
             self.step = Step.of(self._processor(cache))
@@ -73,15 +73,16 @@ class Batching:
             self.step, self.attended = None, set()
 
     def forget(self) -> None:
-        """Drop the indexes of all requests."""
+        """Delete the indexes of all requests."""
         for layer in self.layers.values():
             layer.keep(())
 
     def report(self) -> Report:
-        """Report the rows that searching steps have read so far, and the memory of the indexes.
+        """Report how many rows decode steps have read from the indexes, and the memory of the
+        indexes.
 
-        The memory is that of the indexes of open requests, without the paged cache. The number of
-        tokens is that of the longest request.
+        The memory is that of the indexes of running requests, without the paged cache. `tokens` is
+        the length of the longest request so far.
 
         Returns:
             The report.
@@ -102,10 +103,10 @@ class Batching:
         )
 
     def explain(self) -> str:
-        """Describe how steps run, and the index of each layer after the first search.
+        """Describe which requests use an index, and how the index of each layer runs.
 
         Returns:
-            One line about the steps, and one for each layer that has searched.
+            One line about the requests, and one line for each layer that has searched.
         """
         how = "one query of a long request: through the index; all else: transformers' attention"
         pools = {number: layer.pool for number, layer in self.layers.items()}
@@ -117,13 +118,13 @@ class Batching:
         )
 
     def _processor(self, cache: object) -> Any:
-        """Find the processor of continuous batching that has prepared a step over a paged cache."""
+        """Return transformers' `ContinuousBatchProcessor` that uses this paged cache."""
         processors = [manager.batch_processor for manager in self.managers]
         for processor in processors:
             if cache is not None and processor is not None and processor.cache is cache:
                 return processor
         raise UnsupportedError(
-            "model: got a call that is no step of continuous batching started inside "
-            "attach_batch(), allowed is model.generate_batch; destroy a manager that was made "
-            "before (model.destroy_cached_continuous_batching_manager())"
+            "model: got a call that does not come from continuous batching started inside "
+            "attach_batch(); call model.generate_batch, and first destroy a manager that was made "
+            "earlier (model.destroy_cached_continuous_batching_manager())"
         )

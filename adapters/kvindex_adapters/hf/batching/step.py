@@ -1,4 +1,4 @@
-"""`Step`: one step of continuous batching, divided into its requests."""
+"""`Step`: the requests in one forward pass of continuous batching."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Part:
-    """One request's part of a step.
+    """One request in a forward pass.
 
     Args:
-        request: Transformers' object for the request. A request that starts again gets a new
-            object.
-        tokens: Positions of the request's new tokens among those of the step.
-        slots: Positions of the request's slots among those of the step.
+        request: The object of transformers for the request. A restarted request gets a new object.
+        tokens: Range of the request's new tokens in the concatenated new tokens of all requests.
+        slots: Range of the request's slots in the concatenated slots of all requests.
         length: Number of tokens of the request, including the new ones.
     """
 
@@ -29,17 +28,17 @@ class Part:
 
     @property
     def count(self) -> int:
-        """Number of new tokens."""
+        """Number of new tokens of the request."""
         return int(self.tokens.stop - self.tokens.start)
 
 
 @dataclass(frozen=True)
 class Step:
-    """The requests of one call of the model.
+    """The requests in one forward pass.
 
     Args:
-        parts: The parts of the step in order.
-        active: All requests that have slots in the cache.
+        parts: The requests in this forward pass, in the order of their tokens.
+        active: All requests that have slots in the paged cache.
     """
 
     parts: Sequence[Part]
@@ -47,7 +46,7 @@ class Step:
 
     @staticmethod
     def of(processor: Any) -> Step:
-        """Read the step that transformers' `ContinuousBatchProcessor` has prepared."""
+        """Read the batch that transformers' `ContinuousBatchProcessor` has prepared."""
         parts, token, slot = list[Part](), 0, 0
         for future in processor.inputs_and_outputs.requests_in_batch:
             count, length = future.query_length, future.state.position_offset
@@ -58,5 +57,5 @@ class Step:
 
 
 def places(slices: Iterable[slice], device: torch.device) -> Tensor:
-    """Return the positions that slices cover, concatenated, int64."""
+    """Return the positions in all slices, concatenated, int64."""
     return torch.cat([torch.arange(one.start, one.stop, device=device) for one in slices])

@@ -1,10 +1,9 @@
 """`IndexCache`: a transformers cache whose full-attention layers store their tokens in an index.
 
-transformers passes keys and values to the cache's `update()`, and queries to the attention
-function. The cache connects both calls: `update()` marks the layer as pending and returns only the
-new tokens. The attention function, which runs next, takes the pending layer and appends the keys
-and values that it receives, because the model's class may have changed them in between
-(`IndexedLayer.attend`).
+transformers first passes a layer's new keys and values to `update()`, and then calls the attention
+function with queries, keys and values. `update()` only records that this layer's attention is due,
+and returns the new keys and values unchanged. The attention function appends the keys and values
+that it receives, because the model may have changed them after `update()` (`IndexedLayer.attend`).
 """
 
 from __future__ import annotations
@@ -56,14 +55,14 @@ REPLACED = {
     "_seen_tokens": "cache.get_seq_length()",
     "get_usable_length": "cache.get_seq_length()",
 }
-"""Attribute of a cache in earlier versions of transformers -> its replacement here."""
+"""Maps attributes that caches of older versions of transformers have to their replacements."""
 
 
 class Checkpoint(NamedTuple):
-    """The state of a cache at one time.
+    """A snapshot of a cache, for `IndexCache.rollback`.
 
     Args:
-        steps: Number of steps that the decoder had begun.
+        steps: Value of `IndexCache.steps`, the number of forward passes so far.
         layers: The layers of the cache.
         states: The state of each layer.
     """
@@ -74,31 +73,32 @@ class Checkpoint(NamedTuple):
 
 
 class StepGraph(Protocol):
-    """The methods that a cache needs of its `TokenGraph`, which replays decode steps."""
+    """Protocol: the methods of `TokenGraph` (which replays decode steps as a CUDA graph) that a
+    cache calls."""
 
     @property
     def report(self) -> str:
-        """How many decode steps were replays, and why the last one was not."""
+        """How many decode steps were graph replays, and why the last step was not."""
         ...
 
     def forget(self) -> None:
-        """Drop the graph, because the layers of the cache were replaced."""
+        """Delete the graph, because the layers of the cache were replaced."""
         ...
 
     def look_again(self) -> None:
-        """Read the padding again, because the tokens of the cache have changed."""
+        """Read the padding again before the next replay, because tokens were added or removed."""
         ...
 
     def another(self) -> StepGraph:
-        """Make an empty graph for a copy of the cache."""
+        """Make a `TokenGraph` without a captured graph, for a copy of the cache."""
         ...
 
 
 class IndexCache(DynamicCache):
-    """The cache that `attach` yields. Pass it, or a `copy.deepcopy` of it, as `past_key_values`.
+    """The cache that `attach` yields. Pass the cache, or its `copy.deepcopy`, as `past_key_values`.
 
-    An index replaces only the full attention of the model's layers. Layers with sliding-window or
-    linear attention keep transformers' own cache layers, and so do the `dense_layers` of `attach`.
+    Only full-attention layers have an index. Sliding-window layers, linear-attention layers and the
+    `dense_layers` of `attach` keep transformers' own cache layers.
     """
 
     layers: list[Any]
@@ -113,37 +113,41 @@ class IndexCache(DynamicCache):
     ) -> None:
         super().__init__(config=config)
         full = [i for i, layer in enumerate(self.layers) if has_full_attention(layer)]
-        # transformers 5.17 makes no cache layer for a layer that uses the keys of another one
+        # transformers 5.17 makes no cache layer for a layer that uses the keys of another layer
         layers = max(len(self.layers), 1 + max(attachment.sharing, default=-1))
         check_dense(dense_layers, layers, full, attachment.sharing)
         self.indexed = [i for i in full if i not in dense_layers]
         """Numbers of the layers that have an index."""
         self.attachment = attachment
-        """State of the `attach` that yielded this cache."""
+        """The state of the `attach` call that yielded this cache."""
         self.padding = Padding()
-        """Padding of the current step."""
+        """The padding of the current forward pass."""
         self.ids: Tensor | None = None
-        """Ids int64 `[N]` of all tokens, or None if other calls than `read` and `generate` added
-        some."""
+        """Ids int64 `[N]` of all tokens. None if a call other than `kvhf.read` or `kvhf.generate`
+        added tokens."""
         self.conversation: Conversation | None = None
-        """The messages that `read` and `generate` appended. It is outdated (other tokens came after
-        it) if its `ids` are not the same tensor object as `ids` of the cache."""
+        """The chat messages that `kvhf.read` and `kvhf.generate` appended. Valid only if
+        `conversation.ids` is the same tensor object as `self.ids`; otherwise other tokens were
+        added later."""
         self.tokens: Tensor | None = None
-        """Ids int64 `[B, T]` of the tokens of the current step, if they are known."""
+        """Ids int64 `[B, T]` of the new tokens in the current forward pass, or None if unknown."""
         self.rereads = 0
-        """Number of tokens of the next step, if that step must read all tokens again; else 0."""
+        """Number of tokens of the next forward pass if it must process the whole sequence again;
+        otherwise 0."""
         self.token_graph = token_graph
-        """Replays decode steps as a CUDA graph where possible, or None."""
+        """Replays decode steps as a CUDA graph where possible. None if graphs are off."""
         self.attend_override: Callable[..., Tensor] | None = None
-        """Called instead of `IndexedLayer.attend` while a decode step is traced or captured."""
+        """Function to call instead of `IndexedLayer.attend` while a decode step is traced or
+        captured."""
         self.on_branch: Callable[[str], None] | None = None
-        """Called for each branch on the number of tokens while a decode step is traced."""
+        """Function to call when a traced decode step branches on the number of tokens."""
         self.steps = 0
-        """Number of steps that the decoder has begun, including those that were undone."""
+        """Number of forward passes that the decoder has started, including failed ones."""
         self._config, self._make = config, make
         self._broken: str | None = None
         self.layers = self._empty_layers()
-        # store layer numbers, so that finding these layers before each decode step is fast
+        # numbers of the sliding-window layers; stored, because each decode step needs these layers
+        # quickly
         self._windows = [i for i, one in enumerate(self.layers) if isinstance(one, SlidingLayer)]
 
     def update(
@@ -154,23 +158,23 @@ class IndexCache(DynamicCache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Receive the keys and values of a layer; transformers calls this.
+        """Receive the new keys and values of a layer. transformers calls this method.
 
         Args:
             key_states: `[B, G, T, D]`, usually after the rotary embedding.
             value_states: `[B, G, T, Dv]`.
             layer_idx: Number of the layer.
-            *args: Further arguments of transformers.
-            **kwargs: Further arguments of transformers.
+            *args: Further positional arguments of transformers.
+            **kwargs: Further keyword arguments of transformers.
 
         Returns:
-            The same tensors for a layer with an index; for other layers, all keys and values that
-            the newest token attends to.
+            For a layer with an index, the given tensors. For other layers, the keys and values of
+            all tokens that the newest token attends to.
 
         Raises:
-            UnsupportedError: The previous `update` was not followed by the attention function.
-            RuntimeError: The `attach` context has ended, a step has failed half way, or another
-                thread is in a call.
+            UnsupportedError: The attention function was not called after the previous `update`.
+            RuntimeError: The `attach` context has ended, a forward pass has failed half way, or
+                another thread is using the model.
         """
         self.attachment.exclusive.check()
         self.check_usable()
@@ -182,9 +186,10 @@ class IndexCache(DynamicCache):
         return states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens of a layer.
+        """Return the number of tokens in a layer.
 
-        While a decode step is traced, the number is a `Count`, which reports branches on it.
+        While a decode step is traced, the result is a `Count`: an int that reports when the model
+        branches on the number of tokens.
         """
         length: int = super().get_seq_length(layer_idx)
         if self.on_branch is None or self.attachment.exclusive.used_by_other_thread:
@@ -193,56 +198,58 @@ class IndexCache(DynamicCache):
 
     @property
     def is_initialized(self) -> bool:
-        """True if the cache has received a token since it was made or reset."""
-        # layers with only linear attention have no such attribute
+        """True if any layer has received a token since the cache was made or reset."""
+        # linear-attention layers have no attribute is_initialized
         return any(getattr(layer, "is_initialized", False) for layer in self.layers)
 
-    if not TYPE_CHECKING:  # type checkers would otherwise accept any attribute name
+    if not TYPE_CHECKING:  # with this method, type checkers would accept any attribute name
 
         def __getattr__(self, name: str) -> NoReturn:
             instead = f"; use {REPLACED[name]}" if name in REPLACED else ""
             raise AttributeError(f"cache: got no attribute {name!r}{instead}", name=name, obj=self)
 
     def check_attended(self) -> None:
-        """Raise UnsupportedError if the attention function did not run after an `update`."""
+        """Raise UnsupportedError if the attention function was not called after the last
+        `update`."""
         if self.attachment.take_pending() is not None:
             raise UnsupportedError(
-                "model: its attention does not go through transformers' AttentionInterface, or it "
-                "is not the model that this cache was attached to"
+                "model: got a model whose attention does not go through transformers' "
+                "AttentionInterface, or another model than the one that this cache is attached to"
             )
 
     def check_usable(self) -> None:
-        """Raise RuntimeError if the context has ended, or a step has failed half way."""
+        """Raise RuntimeError if the `attach` context has ended, or a forward pass has failed half
+        way."""
         if self.attachment.closed:
             raise RuntimeError(
-                "past_key_values: got a cache whose attach() context has closed; attach again"
+                "past_key_values: got a cache whose attach() context has ended; attach again"
             )
         if self._broken:
             raise RuntimeError(f"past_key_values: {self._broken}; call reset() first")
 
     @property
     def usable(self) -> bool:
-        """True unless a step has failed half way and could not be undone."""
+        """False if a forward pass has failed half way and could not be undone."""
         return self._broken is None
 
     def attention_layers(self) -> list[AttentionLayer]:
-        """Return the attention layers that have an index and at least one token."""
+        """Return the attention layers of all layers with an index and at least one token."""
         made = [layer.attention for layer in self._indexed()]
         return [one for one in made if one is not None and one.tokens]
 
     def indexes(self) -> list[KVIndex]:
-        """Return the indexes of `attention_layers()`."""
+        """Return the indexes of all layers that contain tokens."""
         return [layer.index for layer in self.attention_layers()]
 
     def report(self, *, all_ranks: bool = False) -> Report:
-        """Report the rows that searching steps have read so far, and the memory of the cache.
+        """Report how many rows decode steps have read from the indexes, and the memory in use.
 
         Any thread may call this at any time. During a step, some layers may already include the new
         tokens, and others not yet.
 
         Args:
-            all_ranks: Add up the reports of all processes. All of them must call this
-                (`Report.over_ranks`).
+            all_ranks: Add up the reports of all processes. All processes must then call this
+                method.
 
         Returns:
             The report.
@@ -258,12 +265,13 @@ class IndexCache(DynamicCache):
         """Remove the newest tokens.
 
         Args:
-            tokens_to_remove: Minus the number of tokens to remove, or 0. Positive numbers are not
-                allowed, because their meaning depends on the version of transformers.
+            tokens_to_remove: The number of tokens to remove, negated: -3 removes 3 tokens. Positive
+                values are rejected, because their meaning depends on the version of transformers.
 
         Raises:
             ValueError: `tokens_to_remove` is above 0.
-            RuntimeError: A sliding window no longer stores the rows before the removed tokens.
+            RuntimeError: A sliding-window layer has already discarded older tokens that the shorter
+                sequence would need.
         """
         removed = check_crop(tokens_to_remove)
         self._change_all(lambda layer: layer.crop(removed))
@@ -277,30 +285,31 @@ class IndexCache(DynamicCache):
         self._change_all(lambda layer: layer.reorder_cache(beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence of the batch `repeats` times; copies of a sequence are adjacent.
+        """Repeat each sequence of the batch. The copies of a sequence are adjacent.
 
         Args:
-            repeats: At least 1.
+            repeats: Number of copies of each sequence, at least 1.
         """
         self.reorder_cache(repeated(self._batch, repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the selected sequences of the batch.
 
-        This calls `reorder_cache` of every layer. Some of transformers' layers with linear
-        attention have no `batch_select_indices`, or one that does not change their states.
+        This calls `reorder_cache` of every layer, because `batch_select_indices` is missing or does
+        not select states in some linear-attention layers of transformers.
 
         Args:
-            indices: Indices of the sequences, int64, or bool `[B]`, True for those to keep.
+            indices: Indices of the sequences to keep, int64. Or a bool mask `[B]`, True for the
+                sequences to keep.
 
         Raises:
-            ValueError: A shape or an index does not fit.
-            TypeError: `indices` is not such a tensor.
+            ValueError: The shape is wrong, or an index is out of range.
+            TypeError: `indices` is not an integer or bool tensor.
         """
         self.reorder_cache(selected(self._batch, indices))
 
     def reset(self) -> None:
-        """Remove all tokens. Afterwards the cache can be used again, even after a failed step."""
+        """Remove all tokens. This also makes a cache usable again after a failed forward pass."""
         with self.attachment.exclusive():
             self.layers = self._empty_layers()
             self.attachment.take_pending()
@@ -309,19 +318,19 @@ class IndexCache(DynamicCache):
                 self.token_graph.forget()
 
     def restart(self) -> None:
-        """Remove all tokens inside a transaction. `rollback` restores them."""
+        """Remove all tokens, in a way that `rollback` can undo."""
         self.layers = self._empty_layers()
         self._look_again()
 
     def lengths(self) -> list[int]:
-        """Return the number of tokens of each layer with an index."""
+        """Return the number of tokens in each layer with an index."""
         return [layer.get_seq_length() for layer in self._indexed()]
 
     def checkpoint(self) -> Checkpoint:
-        """Return the state of the cache, for `rollback`.
+        """Return a snapshot of the cache, for `rollback`.
 
-        As long as the result exists, the rows of layers without an index stay in memory, and so do
-        all layers that `restart` or `reset` replace.
+        The snapshot keeps tensors in memory: the keys and values of layers without an index, and
+        any layers that `restart` or `reset` replaces.
         """
         states = [
             layer.checkpoint() if isinstance(layer, IndexedLayer) else _attributes(layer)
@@ -330,13 +339,16 @@ class IndexCache(DynamicCache):
         return Checkpoint(self.steps, self.layers, states)
 
     def rollback(self, checkpoint: Checkpoint) -> None:
-        """Restore the state of `checkpoint`. If that fails, the cache must be `reset()`."""
+        """Return to the state that `checkpoint` recorded. If this fails, the cache can only be used
+        after `reset()`."""
         self.attachment.take_pending()
         self._look_again()
-        self._broken = "a step failed half way and could not be undone"
+        self._broken = (
+            "got a cache with a forward pass that failed half way and could not be undone"
+        )
         steps, layers, states = checkpoint
         if self.overwrites and all(states[number] is None for number in self.indexed):
-            self.layers = self._empty_layers()  # new layers also reset linear attention
+            self.layers = self._empty_layers()  # new layers also have empty linear-attention states
             self._broken = None
             return
         self.layers = layers
@@ -347,43 +359,43 @@ class IndexCache(DynamicCache):
                 vars(layer).update(before)
         if (
             not self.overwrites or self.steps == steps
-        ):  # the state of linear attention is valid if no step ran
+        ):  # linear-attention states are valid only if no forward pass ran since the checkpoint
             self._broken = None
 
     def undo(self, checkpoint: Checkpoint, ids: Tensor | None) -> None:
-        """Restore the layers and the ids of the tokens.
+        """Restore the layers and the token ids.
 
         Args:
-            checkpoint: The value that `checkpoint()` returned.
-            ids: The value of `self.ids` at that time.
+            checkpoint: A result of `checkpoint()`.
+            ids: The value of `self.ids` when the checkpoint was made.
         """
         self.rollback(checkpoint)
         self.ids = ids
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Restore the state at the beginning of the context if the body raises."""
+        """Context manager that restores the cache if the `with` block raises an exception."""
         self.check_usable()
         before, ids = self.checkpoint(), self.ids
         try:
             yield
-        except BaseException:  # KeyboardInterrupt, too
+        except BaseException:  # including KeyboardInterrupt
             self.undo(before, ids)
             raise
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Save all layers, the ids and messages of the tokens if known, and the model's identity.
+        """Save the cache to a folder: all layers, known ids and messages, and the model's identity.
 
-        To identify the model, it is run on a few fixed tokens without this cache. If the call
-        fails, no folder remains. `load` reads the folder.
+        To identify the model, this runs the model on a few fixed tokens, without this cache. `load`
+        reads the folder. A call that fails leaves no folder behind.
 
         Args:
-            folder: A new folder.
+            folder: Path of a folder that does not exist yet.
 
         Raises:
             OSError: The folder exists already, or cannot be written.
             ValueError: The cache is empty.
-            RuntimeError: The model fails for the fixed tokens.
+            RuntimeError: The model failed on the fixed tokens.
         """
         with self.attachment.exclusive():
             self.check_usable()
@@ -394,19 +406,20 @@ class IndexCache(DynamicCache):
             save_cache(folder, self.layers, self.ids, *model, self.conversation)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
-        """Fill this empty cache from a saved one.
+        """Load a saved cache into this empty cache.
 
-        Model and indexes must be the same. `k`, `coverage`, `dense_below`, device, store and
-        backend may differ. A call that fails leaves this cache unchanged.
+        The model and the indexes must be those of the saved cache. `k`, `coverage`, `dense_below`,
+        device, store and backend may differ. A call that fails leaves this cache empty.
 
         Args:
-            folder: The folder that `save` has written.
+            folder: A folder that `save` has written.
 
         Raises:
             FileNotFoundError: The folder, or a file in it, does not exist.
-            ValueError: The folder has changed since it was saved, it belongs to another model or to
-                other indexes or sizes of regions, or this cache stores tokens.
-            RuntimeError: The model fails for a few fixed tokens.
+            ValueError: The folder was modified after it was saved, or was saved with another model,
+                other indexes, or other values of `sink`, `local_window` or `update_every`. Or this
+                cache already contains tokens.
+            RuntimeError: The model failed when it was run on a few fixed tokens to identify it.
         """
         with self.attachment.exclusive():
             self.check_usable()
@@ -424,28 +437,30 @@ class IndexCache(DynamicCache):
         ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> IndexCache:
-        """Copy the contents of a filled cache of transformers into this empty cache.
+        """Copy the contents of a filled transformers cache into this empty cache.
 
-        Keys and values of full attention go into the indexes; sliding windows and the states of
-        linear attention are copied. `past` does not change, and shares no memory with this cache.
-        The next call continues as if the attached model had read the prompt here in one chunk. To
-        find how each layer attends, the model is run on two tokens. A call that fails leaves this
-        cache unchanged.
+        The keys and values of full-attention layers are appended to the indexes. Sliding windows
+        and linear-attention states are copied. `past` does not change, and shares no memory with
+        this cache. Afterwards this cache is as if the attached model had processed the prompt in
+        one chunk.
+
+        This runs the model on two tokens, to find out how each layer computes attention. A call
+        that fails leaves this cache unchanged.
 
         Args:
             past: A `DynamicCache` that the same model has filled outside of any `attach`.
-            ids: The token ids of `past`, int64 `[B, N]` (or `[N]` for one sequence). They are only
-                needed for `kvhf.generate` and for indexes that read the text.
-            attention_mask: `[B, N]`, 0 for padding; None if no token is padding.
+            ids: The token ids of `past`, int64 `[B, N]` (or `[N]` for one sequence). Needed only
+                for `kvhf.generate`, and for indexes that use token ids.
+            attention_mask: `[B, N]`, 0 for padding. None means no padding.
 
         Returns:
             This cache.
 
         Raises:
-            TypeError: `past` is another kind of cache.
-            ValueError: This cache stores tokens; `past` stores none; a layer of `past` has another
-                class, length, shape, dtype or device than this model requires; or the index learns
-                from the queries of a prompt, which no cache stores.
+            TypeError: `past` is not a `DynamicCache`.
+            ValueError: This cache already contains tokens, or `past` is empty. Or a layer of `past`
+                has a class, length, shape, dtype or device that does not match this model. Or the
+                index needs the queries of the prompt, which a cache does not contain.
         """
         with self.attachment.exclusive():
             self.check_usable()
@@ -462,21 +477,23 @@ class IndexCache(DynamicCache):
         return self
 
     def _check_empty(self) -> None:
-        """Raise ValueError if this cache stores tokens."""
+        """Raise ValueError if this cache contains tokens."""
         if length := self.get_seq_length():
             raise ValueError(
-                f"cache: got one that holds {length} tokens, allowed is an empty one, or reset()"
+                f"cache: got a cache with {length} tokens; use an empty cache or call reset()"
             )
 
     @contextmanager
     def attending_by(
         self, attend: Callable[..., Tensor], on_branch: Callable[[str], None] | None = None
     ) -> Iterator[None]:
-        """Inside the context, let layers attend by calling `attend`, and treat all tokens as real.
+        """Context manager that replaces the attention of layers with an index, and assumes no
+        padding.
 
         Args:
-            attend: Called instead of `IndexedLayer.attend`, with that call as its first argument.
-            on_branch: Called for each branch on the number of tokens, as in `Count`.
+            attend: Called instead of `IndexedLayer.attend`. Its first argument is a function that
+                makes the original call.
+            on_branch: Called with a description when the model branches on the number of tokens.
         """
         self.attend_override, self.on_branch, self.padding.all_real = attend, on_branch, True
         try:
@@ -486,10 +503,11 @@ class IndexCache(DynamicCache):
             self.padding.forget()
 
     def count_replay(self, replay: Callable[[], None]) -> None:
-        """Append one token to all layers by replaying a graph; if that fails, remove it."""
+        """Append one token to all layers by a graph replay. If the replay fails, remove the
+        token."""
         before, ids, self.ids = self.get_seq_length(), self.ids, None
         self.steps += 1
-        self._broken = "a token failed half way and could not be undone"
+        self._broken = "got a cache with a decode step that failed half way and could not be undone"
         try:
             replay()
             for layer in self.attention_layers():
@@ -501,13 +519,13 @@ class IndexCache(DynamicCache):
         self._broken = None
 
     def undo_replay(self, length: int, ids: Tensor | None) -> None:
-        """Remove the token that a replayed graph has appended.
+        """Remove the token that a graph replay has appended.
 
         Args:
-            length: Tokens in the cache before the replay.
+            length: Number of tokens in the cache before the replay.
             ids: The value of `self.ids` before the replay.
         """
-        self._broken = "a token failed half way and could not be undone"
+        self._broken = "got a cache with a decode step that failed half way and could not be undone"
         for layer in self.attention_layers():
             layer.truncate(length)
         for window in self._rolled():
@@ -516,26 +534,27 @@ class IndexCache(DynamicCache):
             self._broken, self.ids = None, ids
 
     def roll(self) -> None:
-        """Move the rows of sliding windows into rings, to which a graph can append."""
+        """Move the keys and values of sliding windows into ring buffers, to which a graph can
+        append."""
         layers = [layer for layer in self.sliding() if layer.ring is None]
         real = self.attention_layers()[0].valid if layers else None
         for layer in layers:
             layer.roll(real)
 
     def count_rolled(self) -> None:
-        """Count the token that the device has appended to the rings."""
+        """Count the token that a graph replay has appended to the ring buffers."""
         for ring in self._rolled():
             ring.length += 1
 
     @property
     def decoder(self) -> nn.Module:
-        """The module whose calls are steps of this cache."""
+        """The attached decoder module. Each call of the module is one forward pass with a cache."""
         assert self.attachment.decoder is not None
         return self.attachment.decoder
 
     @property
     def overwrites(self) -> bool:
-        """True if a layer has linear attention, whose steps overwrite its state."""
+        """True if a layer has linear attention, which overwrites its state in each forward pass."""
         return any(hasattr(layer, "recurrent_states") for layer in self.layers)
 
     def _look_again(self) -> None:
@@ -543,7 +562,8 @@ class IndexCache(DynamicCache):
             self.token_graph.look_again()
 
     def _change_all(self, change: Callable[[Any], None]) -> None:
-        """Apply `change` to every layer; if it raises for one layer, restore all layers."""
+        """Apply `change` to every layer. If it raises an error for one layer, restore all
+        layers."""
         before: list[tuple[Any, dict[str, Any], Any]] = []
         ids, broken = self.ids, self._broken
         try:
@@ -551,13 +571,13 @@ class IndexCache(DynamicCache):
                 before = [(layer, _attributes(layer), _checkpoint(layer)) for layer in self.layers]
                 self.ids = None
                 self._look_again()
-                # Change layers without an index first: they may raise, and they can be restored
+                # Change layers without an index first: their methods may raise, but can be undone,
                 # because they make new tensors.
                 for layer in sorted(self.layers, key=lambda one: isinstance(one, IndexedLayer)):
                     change(layer)
         except BaseException:
             if before:
-                self._broken = "a change of the cache failed half way"
+                self._broken = "got a cache with a change that failed half way"
                 for layer, attributes, checkpoint in before:
                     vars(layer).update(attributes)
                     if isinstance(layer, IndexedLayer):
@@ -566,7 +586,8 @@ class IndexCache(DynamicCache):
             raise
 
     def _empty_layers(self) -> list[Any]:
-        """Make new layers without tokens. Transformers' own `reset` would zero tensors in place."""
+        """Make new layers without tokens. (The `reset` of transformers would overwrite tensors in
+        place.)"""
         layers = DynamicCache(config=self._config).layers
         for i in self.indexed:
             layers[i] = indexed_layer(layers[i], partial(self._make, i), self.padding)
@@ -577,10 +598,10 @@ class IndexCache(DynamicCache):
         return layers
 
     def fork(self) -> IndexCache:
-        """Return an independent copy of the cache, for the same model and context.
+        """Return an independent copy of the cache, for the same `attach` context.
 
-        Only the rows of sink and window are copied. The rows and codes of the indexes are shared
-        until both caches have appended to them (docs/adapters/several-questions.md).
+        Only the keys and values of sink and local window are copied. The caches share the rows and
+        codes of the indexes until both have appended to them (docs/adapters/several-questions.md).
         `copy.deepcopy(cache)` does the same.
 
         Returns:
@@ -589,27 +610,27 @@ class IndexCache(DynamicCache):
         return deepcopy(self)
 
     def restore(self, fork: IndexCache) -> None:
-        """Restore the state of a fork of this cache.
+        """Return to the state of an earlier fork of this cache.
 
         Args:
-            fork: Made by `fork()` of this cache. It must not be used afterwards, because its layers
-                become those of this cache.
+            fork: A result of this cache's `fork()`. Do not use the fork afterwards, because this
+                cache takes over its layers.
         """
         with self.attachment.exclusive():
             self.attachment.take_pending()
             self.layers, self.padding, self.ids = fork.layers, fork.padding, fork.ids
             self.conversation, self._broken = fork.conversation, fork._broken
-            if self.token_graph is not None:  # its graph reads the replaced layers
+            if self.token_graph is not None:  # the captured graph reads the replaced layers
                 self.token_graph.forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> IndexCache:
-        """Make an independent copy, for the same model and context."""
+        """Implement `copy.deepcopy`: make an independent copy for the same `attach` context."""
         other = type(self).__new__(type(self))
         memo[id(self)] = other
         memo[id(self.attachment)] = self.attachment
         memo[id(self._config)] = self._config
         memo[id(self._make)] = self._make
-        if self.token_graph is not None:  # a graph reads the layers of one cache
+        if self.token_graph is not None:  # a graph can only read the layers of one cache
             memo[id(self.token_graph)] = self.token_graph.another()
         with self.attachment.exclusive():
             for layer in self.layers:
@@ -621,25 +642,25 @@ class IndexCache(DynamicCache):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            "cache: got pickle or copy.copy, allowed is copy.deepcopy(cache) inside its attach() "
-            "context; for another process, cache.save(folder) and cache.load(folder)"
+            "cache: got pickle or copy.copy; use copy.deepcopy(cache) inside the attach() context, "
+            "or cache.save(folder) and cache.load(folder) for another process"
         )
 
     def __iter__(self) -> Any:
         raise UnsupportedError(
-            "iteration over keys and values: the rows are in the indexes' stores"
+            "cache: got an iteration over keys and values, but these are stored in the indexes"
         )
 
     @property
     def _batch(self) -> int:
-        """Number of sequences in the batch, 0 for an empty cache."""
+        """Number of sequences in the batch, or 0 for an empty cache."""
         return next((layer.batch_size for layer in self.attention_layers()), 0)
 
     def _indexed(self) -> list[IndexedLayer]:
         return [self.layers[number] for number in self.indexed]
 
     def sliding(self) -> list[SlidingLayer]:
-        """Return the sliding-window layers whose rows can be stored in a ring."""
+        """Return the sliding-window layers whose keys and values can be in a ring buffer."""
         return [self.layers[number] for number in self._windows]
 
     def _rolled(self) -> list[Ring]:
@@ -647,16 +668,16 @@ class IndexCache(DynamicCache):
 
 
 class ProbeCache(IndexCache):
-    """A temporary cache of two tokens, which shows how the layers of the attached model attend."""
+    """A temporary cache that records how each layer of the attached model computes attention."""
 
-    given: dict[int, tuple[Tensor, Tensor]]  # number of a layer -> keys and values of `update`
+    given: dict[int, tuple[Tensor, Tensor]]  # layer number -> keys and values passed to `update`
 
     @classmethod
     def of(cls, cache: IndexCache) -> ProbeCache:
-        """Make a probe for the model of an empty cache.
+        """Make a probe for the model to which an empty cache is attached.
 
         Args:
-            cache: An empty cache of the attached model. It does not change.
+            cache: An empty cache. It is not changed.
         """
         probe = cls.__new__(cls)
         probe.__dict__.update(vars(cache.fork()))
@@ -664,10 +685,11 @@ class ProbeCache(IndexCache):
         return probe
 
     def run(self) -> None:
-        """Let the model read two tokens.
+        """Run the model on two tokens, and check its attention calls.
 
         Raises:
-            UnsupportedError: A layer attends to other keys or values than it passes to its cache.
+            UnsupportedError: A layer computes attention with keys or values other than those that
+                it passes to the cache.
         """
         read: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -676,8 +698,8 @@ class ProbeCache(IndexCache):
                 read[self.layers.index(layer)] = given[1]
             return plain()
 
-        # Two tokens, because the rotary embedding does not change the first one. Not the padding
-        # token, whose keys and values may be 0.
+        # Use two tokens, because the rotary embedding does not change the first token. Do not use
+        # the padding token, whose keys and values may be 0.
         token = int(getattr(self._config, "pad_token_id", None) == 0)
         ids = torch.full((1, 2), token, device=layer_device(self.decoder, 0))
         with torch.no_grad(), self.attending_by(attend):
@@ -686,8 +708,8 @@ class ProbeCache(IndexCache):
             geometry = self.layers[number].attention.index.geometry
             if not geometry.value_in_key and not all(map(torch.equal, rows, self.given[number])):
                 raise UnsupportedError(
-                    f"past: layer {number} of the model attends to other keys or values than it "
-                    "passes to its cache, so the prompt must be read inside attach()"
+                    f"past: got a cache of a model whose layer {number} attends to other keys or "
+                    "values than it passes to the cache; run the prompt inside attach() instead"
                 )
 
     def update(
@@ -698,18 +720,19 @@ class ProbeCache(IndexCache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Record the keys and values, and pass them to `IndexCache.update`."""
+        """Record the keys and values, then call `IndexCache.update`."""
         self.given[layer_idx] = key_states, value_states
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 def _checkpoint(layer: Any) -> Any:
-    """Return the checkpoint of a layer with an index, and None for other layers."""
+    """Return a checkpoint of a layer with an index, or None for another layer."""
     return layer.checkpoint() if isinstance(layer, IndexedLayer) else None
 
 
 def _nbytes(layer: Any) -> int:
-    """Count the bytes of a layer without an index, while another thread may change the layer."""
+    """Return the bytes in use by a layer without an index. Another thread may be changing the
+    layer."""
     if isinstance(layer, SlidingLayer):
         return layer.nbytes()
     rows = [getattr(layer, name, None) for name in ("keys", "values")]
@@ -717,9 +740,9 @@ def _nbytes(layer: Any) -> int:
 
 
 def _attributes(layer: Any) -> dict[str, Any]:
-    """Copy a layer's attributes. Tensors are not copied, because a step makes new ones."""
+    """Copy a layer's attributes, but not its tensors, because later steps make new tensors."""
     if isinstance(layer, SlidingLayer):
-        layer.settle()  # move rows out of the ring, to which steps write in place
+        layer.settle()  # move rows out of the ring buffer, which steps overwrite in place
     return {
         name: dict(value) if isinstance(value, dict) else value
         for name, value in vars(layer).items()

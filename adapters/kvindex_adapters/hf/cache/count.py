@@ -1,9 +1,8 @@
-"""`Count`: the number of tokens in a cache, as an int that reports branches on it.
+"""`Count`: an int for the number of tokens, which reports when a model branches on it.
 
 A forward pass that branches on the number of tokens cannot be captured as a CUDA graph. Comparing
-the traces of two successive decode steps does not find every such branch: if a model renews a table
-at every hundredth token, most pairs of steps are equal. Therefore the count itself reports
-branches.
+the traces of two decode steps can miss such a branch: if a model recomputes a table at every
+hundredth token, most pairs of steps look the same. Therefore the number itself reports each branch.
 """
 
 from __future__ import annotations
@@ -12,20 +11,22 @@ from collections.abc import Callable
 from typing import Any
 
 ARITHMETIC = ("add", "radd", "sub", "rsub", "mul", "rmul", "neg", "pos", "abs")
-"""Methods of int whose result is a number of tokens, too."""
+"""Methods of int whose result is again a `Count`."""
 
 BRANCHES = ("lt", "le", "gt", "ge", "eq", "ne", "floordiv", "mod", "divmod", "truediv")
-"""Methods of int whose result is the same for most numbers of tokens."""
+"""Methods of int that are reported as branches, because their result is the same for many numbers
+of tokens."""
 
 
 class Count(int):
-    """A positive int that reports comparisons and divisions, except comparisons with 0."""
+    """A positive int that reports each comparison and division, except with 0."""
 
     _on_branch: Callable[[str], None]
 
     @classmethod
     def of(cls, number: int, on_branch: Callable[[str], None]) -> Count:
-        """Make a count. `on_branch` is called with a description of each branch on it."""
+        """Make a `Count`. `on_branch` is called with a description of each comparison or
+        division."""
         count = cls(number)
         count._on_branch = on_branch
         return count

@@ -1,4 +1,4 @@
-"""`IndexedLayer`: a layer of a transformers cache whose tokens are in an index."""
+"""`IndexedLayer`: a layer of a transformers cache that stores its tokens in an index."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.cache.padding import MaskInfo, Padding
 
 LayerFactory = Callable[..., AttentionLayer]
-"""Makes an attention layer from the geometry of the first attention call."""
+"""A function that makes an attention layer from the keyword arguments of `Geometry` (`head_dim`,
+`dtype`, …), which are known at the first attention call."""
 
 
 class IndexedLayer(CacheLayerMixin):
-    """A cache layer whose tokens are stored in a `kvindex.AttentionLayer`.
+    """A cache layer that stores its tokens in a `kvindex.AttentionLayer`.
 
     Args:
-        make: Makes the attention layer in the first step.
-        padding: The padding of the current step, which all layers share.
+        make: Function that makes the attention layer at the first attention call.
+        padding: The padding of the current forward pass, which all layers share.
     """
 
     is_sliding = False
     is_compileable = False
     supports_early_init = False
     ours = frozenset({"_make", "_padding", "attention"})
-    """Attributes that transformers' cache layers do not have."""
+    """Attributes of this class that the cache layers of transformers do not have."""
 
     def __init__(self, make: LayerFactory, padding: Padding) -> None:
         self._make, self._padding = make, padding
@@ -40,22 +41,22 @@ class IndexedLayer(CacheLayerMixin):
 
     @property
     def is_croppable(self) -> bool:
-        """True, because `crop` restores the state before the removed tokens."""
+        """Always True: `crop` can remove any number of the newest tokens."""
         return True
 
     @property
     def is_initialized(self) -> bool:
-        """True if the layer stores a token."""
+        """True if the layer contains a token."""
         return self.attention is not None
 
     @property
     def keys(self) -> TensorSpec | None:
-        """Shape `[B, G, N, D]`, dtype and device of the keys; None before the first token."""
+        """Shape `[B, G, N, D]`, dtype and device of the keys. None before the first token."""
         return self._spec("head_dim")
 
     @property
     def values(self) -> TensorSpec | None:
-        """Shape `[B, G, N, Dv]`, dtype and device of the values; None before the first token."""
+        """Shape `[B, G, N, Dv]`, dtype and device of the values. None before the first token."""
         return self._spec("value_dim")
 
     def _spec(self, width: str) -> TensorSpec | None:
@@ -68,7 +69,7 @@ class IndexedLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return the new tokens unchanged; `attend` appends them."""
+        """Return the new keys and values unchanged. `attend` appends them later."""
         return key_states, value_states
 
     def attend(
@@ -86,28 +87,29 @@ class IndexedLayer(CacheLayerMixin):
         ids: Tensor | None = None,
         value_in_key: bool = False,
     ) -> Tensor:
-        """Append tokens and attend from them.
+        """Append `T` new tokens, and compute their attention.
 
         Args:
             queries: `[B, H, T, D]`, after the rotary embedding.
             keys: `[B, G, T, D]`, after the rotary embedding.
             values: `[B, G, T, Dv]`.
             mask: The attention mask of all `N + T` tokens.
-            scale: Factor of the logits; None for `D**-0.5`.
-            softcap: Softcap of the logits, or None.
-            tokens: Ids of the new tokens, int64 `[B, T]`, for indexes that read the text; None if
+            scale: Factor by which `q·k` is multiplied. None means `D**-0.5`.
+            softcap: Soft cap of the attention logits, or None.
+            tokens: Ids of the new tokens, int64 `[B, T]`, for indexes that use token ids. None if
                 unknown.
-            bias: As in `AttentionLayer.step`.
-            sink_logits: As in `AttentionLayer.step`.
-            ids: As in `AttentionLayer.step`.
-            value_in_key: As in `Geometry`.
+            bias: A bias of the attention logits, passed to `AttentionLayer.step`, or None.
+            sink_logits: Logits of learned sinks, passed to `AttentionLayer.step`, or None.
+            ids: Positions of the tokens that a trained indexer has chosen, passed to
+                `AttentionLayer.step`, or None.
+            value_in_key: Whether each value is the beginning of its key (latent attention).
 
         Returns:
             Attention outputs `[B, H, T, Dv]`.
 
         Raises:
-            UnsupportedError: The scale, the softcap or the padding of past tokens has changed; also
-                what `AttentionLayer.step` raises.
+            UnsupportedError: The scale, the soft cap or the padding of past tokens differs from
+                earlier calls, or `AttentionLayer.step` does not support the call.
         """
         if self.attention is None:
             self.attention = self.make(
@@ -131,7 +133,7 @@ class IndexedLayer(CacheLayerMixin):
             terms["visible"] = mask.visible
         output = self.attention.step(queries, keys, values, **terms)
         if tokens is not None and tokens.shape == (batch, T):
-            # call this after the step, because the step may mark a boundary before these tokens
+            # must come after `step`, which may first record the end of the prompt in the index
             self.attention.index.observe_tokens(tokens, first=len(self.attention) - T)
         return output
 
@@ -145,7 +147,8 @@ class IndexedLayer(CacheLayerMixin):
         softcap: float | None,
         sink_logits: Tensor | None = None,
     ) -> Tensor:
-        """Attend from one real token per sequence in a graph, with the layer's `captured_step`."""
+        """Append one token to each sequence, and compute its attention, while a CUDA graph is
+        captured."""
         assert self.attention is not None
         self._check_same(keys.shape[-1] ** -0.5 if scale is None else scale, softcap)
         queries, values = queries.to(keys.dtype), values.to(keys.dtype)
@@ -159,20 +162,20 @@ class IndexedLayer(CacheLayerMixin):
         softcap: float | None,
         sink_logits: Tensor | None = None,
     ) -> Tensor:
-        """Attend from the newest tokens for a model layer that uses the keys of this layer.
+        """Compute the attention of another model layer that uses this layer's keys and values.
 
         Args:
-            queries: `[B, H, T, D]`, after the rotary embedding.
-            scale: Factor of the logits; None for `D**-0.5`.
-            softcap: Softcap of the logits, or None.
-            sink_logits: As in `AttentionLayer.attend`.
+            queries: `[B, H, T, D]` of the newest `T` tokens, after the rotary embedding.
+            scale: Factor by which `q·k` is multiplied. None means `D**-0.5`.
+            softcap: Soft cap of the attention logits, or None.
+            sink_logits: Logits of learned sinks, passed to `AttentionLayer.attend`, or None.
 
         Returns:
             Attention outputs `[B, H, T, Dv]`.
 
         Raises:
-            UnsupportedError: The scale or the softcap differs from the first call's; also what
-                `AttentionLayer.attend` raises.
+            UnsupportedError: The scale or the soft cap differs from the first call, or
+                `AttentionLayer.attend` does not support the call.
         """
         assert self.attention is not None
         g = self.attention.index.geometry
@@ -180,45 +183,46 @@ class IndexedLayer(CacheLayerMixin):
         return self.attention.attend(queries.to(g.dtype), sink_logits=sink_logits)
 
     def make(self, **geometry: Any) -> AttentionLayer:
-        """Make an empty attention layer around an index of this geometry."""
+        """Make an empty attention layer with an index for these sizes."""
         return in_plain_torch(self._make)(**geometry)
 
     def _check_same(self, scale: float, softcap: float | None) -> None:
-        """Raise UnsupportedError if scale or softcap differ from the first call's."""
+        """Raise UnsupportedError if the scale or the soft cap differs from the first call."""
         assert self.attention is not None
         g = self.attention.index.geometry
         if (scale, softcap) != (g.scale, g.softcap):
             raise UnsupportedError(
-                f"scaling, softcap: got {scale}, {softcap}, allowed are the values of the "
-                f"layer's first call: {g.scale}, {g.softcap}"
+                f"scaling, softcap: got {scale}, {softcap}, but the layer's first call had "
+                f"{g.scale}, {g.softcap}; these values must not change"
             )
 
     def get_seq_length(self) -> int:
         """Return the number of tokens."""
-        attention = self.attention  # read once: another thread may set it to None meanwhile
+        attention = self.attention  # read only once, because another thread may set it to None
         return 0 if attention is None else attention.tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return length and offset of the keys that a mask covers, which are all keys."""
+        """Return the length and the offset of the attention mask. It covers all keys, so the offset
+        is 0."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        """Return -1, because the length is not limited."""
+        """Return -1, which means that the length is not limited."""
         return -1
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing, because the first `attend` makes the index."""
+        """Do nothing. The first call of `attend` makes the index."""
 
     def reset(self) -> None:
         """Remove all tokens."""
         self.attention = None
 
     def checkpoint(self) -> Any:
-        """Return the state of the layer, for `rollback`; None before its first step."""
+        """Return a checkpoint for `rollback`. It is None for an empty layer."""
         return None if self.attention is None else (self.attention, self.attention.checkpoint())
 
     def rollback(self, checkpoint: Any) -> None:
-        """Restore the state of `checkpoint`."""
+        """Return to the state that `checkpoint` recorded."""
         self.attention = None
         if checkpoint is not None:
             attention, before = checkpoint
@@ -226,7 +230,8 @@ class IndexedLayer(CacheLayerMixin):
             self.attention = attention
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` tokens. Raises ValueError above 0."""
+        """Remove the newest tokens. The argument is their number, negated; positive values raise
+        ValueError."""
         removed = check_crop(tokens_to_remove)
         if self.attention is not None:
             self.attention.truncate(max(len(self.attention) + removed, 0))
@@ -237,16 +242,21 @@ class IndexedLayer(CacheLayerMixin):
             self.attention.reorder(beam_idx.long())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence of the batch `repeats` times; copies of a sequence are adjacent."""
+        """Repeat each sequence of the batch `repeats` times. The copies of a sequence are
+        adjacent."""
         self.reorder_cache(repeated(self._batch, repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the sequences `indices` of the batch, int64, or bool `[B]`."""
+        """Keep only the sequences `indices` of the batch: int64 indices, or a bool mask `[B]`."""
         self.reorder_cache(selected(self._batch, indices))
 
     def offload(self) -> None:
-        """Raise UnsupportedError, because the index decides where its rows are stored (`store`)."""
-        raise UnsupportedError('offloading: got True; allowed is index_options={"store": "host"}')
+        """Raise UnsupportedError. The option `store` of the index determines where keys and values
+        are stored."""
+        raise UnsupportedError(
+            "offloading: got True, but an index does not support it; to store keys and values in "
+            'host memory, pass index_options={"store": "host"}'
+        )
 
     prefetch = offload
 
@@ -256,11 +266,11 @@ class IndexedLayer(CacheLayerMixin):
 
 
 def repeated(batch: int, repeats: int) -> Tensor:
-    """Repeat each index of a sequence `repeats` times.
+    """Return the sequence indices `0, 0, …, 1, 1, …`, each one `repeats` times.
 
     Args:
         batch: Number of sequences.
-        repeats: At least 1.
+        repeats: Number of copies of each index, at least 1.
 
     Returns:
         Int64 `[batch * repeats]`.
@@ -273,18 +283,18 @@ def repeated(batch: int, repeats: int) -> Tensor:
 
 
 def selected(batch: int, indices: Tensor) -> Tensor:
-    """Convert a selection of sequences of a batch to their indices.
+    """Convert a selection of sequences (indices or a mask) to indices.
 
     Args:
-        batch: Number of sequences, or 0 to allow any.
-        indices: Int64 indices, or bool `[B]`, True for the sequences to select.
+        batch: Number of sequences. 0 skips the check of the range.
+        indices: Int64 indices, or a bool mask `[B]`, True for the sequences to select.
 
     Returns:
         Int64 indices.
 
     Raises:
-        ValueError: A shape or an index does not fit.
-        TypeError: `indices` is not such a tensor.
+        ValueError: The shape is wrong, or an index is out of range.
+        TypeError: `indices` is not an int64 or bool tensor.
     """
     if isinstance(indices, Tensor) and indices.dtype == torch.bool:
         check.tensor("indices", indices, {"B": batch or None})
@@ -294,24 +304,26 @@ def selected(batch: int, indices: Tensor) -> Tensor:
 
 
 def check_crop(tokens_to_remove: Any) -> int:
-    """Convert the argument to an int, since transformers 5.17 passes a tensor.
+    """Convert the argument of `crop` to an int. transformers 5.17 passes a tensor.
 
-    Raises ValueError if it is above 0.
+    Raises ValueError if the number is positive.
     """
     removed = tokens_to_remove.item() if isinstance(tokens_to_remove, Tensor) else tokens_to_remove
     if not isinstance(removed, int) or isinstance(removed, bool) or removed > 0:
         raise ValueError(
-            f"tokens_to_remove: got {removed!r}, allowed is 0 or minus the number of tokens"
+            f"tokens_to_remove: got {removed!r}, allowed is a number of at most 0 (-3 removes 3 "
+            "tokens)"
         )
     return removed
 
 
-WHY = "the rows are in the index's store and in the window"
+WHY = "the elements are in the index and the local window"
 
 
 @dataclass(frozen=True, eq=False)
 class TensorSpec:
-    """Shape, dtype and device of a cache layer's keys or values, whose elements are in an index."""
+    """Shape, dtype and device of a layer's keys or values. The elements are in the index, so other
+    uses of the tensor raise an error."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -328,7 +340,7 @@ class TensorSpec:
         return self.numel() * self.dtype.itemsize
 
     def size(self, dim: int | None = None) -> Any:
-        """Return the shape, or the size of one dimension."""
+        """Return the whole shape, or the size of dimension `dim`."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
@@ -347,7 +359,7 @@ class TensorSpec:
 
     def __getitem__(self, index: object) -> NoReturn:
         raise UnsupportedError(
-            f"keys, values: got an index, allowed are shape, dtype, device: {WHY}"
+            f"keys, values: got [{index!r}], allowed are shape, dtype, device: {WHY}"
         )
 
     @classmethod

@@ -1,4 +1,5 @@
-"""Cache layers that also store states of linear attention, or keys of a trained indexer."""
+"""Cache layers with an index that also store linear-attention states, or keys of a trained
+indexer."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ from kvindex_adapters.hf.unsupported import has_indexer
 
 
 class HybridLayer(IndexedLayer, LinearAttentionAndFullAttentionLayer):
-    """A cache layer with full attention through an index, and linear attention.
+    """A cache layer for a model layer that has both full attention (with an index) and linear
+    attention.
 
     Args:
-        make: Makes the attention layer in the first step.
-        padding: The padding of the current step.
+        make: Function that makes the attention layer at the first attention call.
+        padding: The padding of the current forward pass.
         states: Number of states of the linear attention.
     """
 
@@ -30,22 +32,23 @@ class HybridLayer(IndexedLayer, LinearAttentionAndFullAttentionLayer):
 
     @property
     def is_croppable(self) -> bool:
-        """True if the linear attention can be cropped."""
+        """True if tokens can be removed from the linear attention."""
         return bool(super(IndexedLayer, self).is_croppable)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Initialize the linear attention, whose calls pass keywords. Ignore calls without
-        keywords."""
+        """Initialize the linear attention if there are keyword arguments. Calls for full attention
+        have none, and do nothing."""
         if kwargs:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
     def reset(self) -> None:
-        """Remove all tokens."""
+        """Remove all tokens, and reset the linear attention."""
         LinearAttentionLayer.reset(self)
         IndexedLayer.reset(self)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Crop both parts. Most kinds of linear attention raise RuntimeError."""
+        """Remove the newest tokens from both attentions. Most linear attentions raise
+        RuntimeError."""
         LinearAttentionLayer.crop(self, check_crop(tokens_to_remove))
         IndexedLayer.crop(self, tokens_to_remove)
 
@@ -56,26 +59,28 @@ class HybridLayer(IndexedLayer, LinearAttentionAndFullAttentionLayer):
 
 
 class ChosenLayer(IndexedLayer):
-    """A cache layer of a model whose trained indexer chooses the rows; the index stores them.
+    """A cache layer for models with a trained indexer, such as DeepSeek-V3.2.
+
+    The model's indexer chooses the tokens to attend to. The index only stores keys and values.
 
     Args:
-        make: Makes the attention layer in the first step.
-        padding: The padding of the current step.
-        chooser: The cache layer of transformers. It only stores the keys of the indexer.
+        make: Function that makes the attention layer at the first attention call.
+        padding: The padding of the current forward pass.
+        chooser: A cache layer of transformers, which stores only the keys of the indexer.
     """
 
     def __init__(self, make: LayerFactory, padding: Padding, chooser: Any) -> None:
         super().__init__(make, padding)
         self.chooser = chooser
-        chooser.keys = chooser.values = torch.empty(0, 0)  # transformers 5.17 crops these
+        chooser.keys = chooser.values = torch.empty(0, 0)  # transformers 5.17 crops these tensors
 
     def update_index(self, keys: Tensor) -> Tensor:
-        """Append keys of the indexer, and return all of them (minimax_m3)."""
+        """Append keys of the indexer, and return all its keys. The model minimax_m3 calls this."""
         everything: Tensor = self.chooser.update_index(keys)
         return everything
 
     def update_indexer(self, keys: Tensor) -> Tensor:
-        """Append keys of the indexer, and return all of them (qwen4_exp)."""
+        """Append keys of the indexer, and return all its keys. The model qwen4_exp calls this."""
         everything: Tensor = self.chooser.update_indexer(keys)
         return everything
 
@@ -90,17 +95,19 @@ class ChosenLayer(IndexedLayer):
         self.chooser.indexer_position_ids = positions
 
     def checkpoint(self) -> Any:
-        """Return the state of the layer. It refers to the indexer's tensors, which never change."""
+        """Return a checkpoint for `rollback`. It shares the indexer's tensors, which are never
+        overwritten."""
         return super().checkpoint(), dict(vars(self.chooser))
 
     def rollback(self, checkpoint: Any) -> None:
-        """Restore the state of `checkpoint`."""
+        """Return to the state that `checkpoint` recorded."""
         attention, chooser = checkpoint
         super().rollback(attention)
         vars(self.chooser).update(chooser)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` tokens. Raises ValueError above 0."""
+        """Remove the newest tokens. The argument is their number, negated; positive values raise
+        ValueError."""
         if (removed := check_crop(tokens_to_remove)) and self.attention is not None:
             self.chooser.crop(removed)
         super().crop(removed)
@@ -112,7 +119,7 @@ class ChosenLayer(IndexedLayer):
 
 
 def indexed_layer(layer: Any, make: LayerFactory, padding: Padding) -> IndexedLayer:
-    """Make the indexed layer that replaces a layer of transformers with full attention."""
+    """Make the layer with an index that replaces a full-attention cache layer of transformers."""
     if has_indexer(layer):
         return ChosenLayer(make, padding, layer)
     if isinstance(layer, LinearAttentionAndFullAttentionLayer):
@@ -128,29 +135,30 @@ def chosen_ids(
     rows: Tensor | None,
     blocks: Tensor | None,
 ) -> Tensor:
-    """Convert the rows that a model's trained indexer has chosen to token ids.
+    """Convert the choice of a model's trained indexer to token positions.
 
     Args:
         module: The attention module.
         heads: Number of KV heads, `G`.
-        before: Number of tokens before the `T` new ones.
-        mask: Bool `[B, 1, T, N]`, True for the chosen rows. If `rows` are passed, True for those of
-            the chosen rows that are visible.
-        rows: Positions `[B, T, K]` of the chosen rows (DeepSeek-V3.2), or None.
-        blocks: Numbers `[B, G, T, K]` of the chosen blocks, -1 for none; or None.
+        before: Number of tokens before the `T` new tokens.
+        mask: Bool `[B, 1, T, N]`. Without `rows`, True for chosen tokens. With `rows`, True for
+            visible tokens.
+        rows: Positions `[B, T, K]` of the chosen tokens (DeepSeek-V3.2), or None.
+        blocks: Numbers `[B, G, T, K]` of the chosen blocks of tokens, -1 for an unused slot. None
+            if the indexer does not choose blocks.
 
     Returns:
-        Token ids int64 `[B, G, T, K']`, -1 for none.
+        Token positions int64 `[B, G, T, K']`, -1 for an unused slot.
 
     Raises:
-        UnsupportedError: The model has chosen neither rows nor blocks; or it has chosen blocks of
-            padded sequences, where its indexer may choose padding.
+        UnsupportedError: The attention call contains neither chosen tokens nor blocks. Or it
+            contains blocks and sequences are padded, so that the indexer may have chosen padding.
     """
     if blocks is not None:
         if mask is not None:
             raise UnsupportedError(
-                f"attention_mask: got padding of {type(module).__name__}, whose indexer chooses "
-                "blocks of rows; allowed are sequences of one length"
+                f"attention_mask: got padding in {type(module).__name__}, whose indexer chooses "
+                "blocks of tokens; pass sequences of equal length"
             )
         size: int = module.indexer.block_size  # type: ignore[assignment, union-attr]
         ids = (blocks[..., None] * size + torch.arange(size, device=blocks.device)).flatten(3)
@@ -158,11 +166,11 @@ def chosen_ids(
         return ids.masked_fill((ids > own) | (ids < 0), -1).long()
     if mask is None or mask.ndim != 4 or mask.shape[1] != 1 or mask.dtype != torch.bool:
         raise UnsupportedError(
-            f"{type(module).__name__}: got a trained indexer without the rows or blocks that it "
-            "has chosen, allowed are a bool mask [B, 1, T, N] or block_indices"
+            f"{type(module).__name__}: got an attention call without the choice of the trained "
+            "indexer; allowed are a bool mask [B, 1, T, N] or block_indices"
         )
     if rows is None:
         ids = compact(mask[:, 0])
-    else:  # always K ids, even if fewer rows are visible
+    else:  # always K positions, even if fewer tokens are visible
         ids = rows.long().masked_fill(~mask[:, 0].gather(-1, rows.long()), -1)
     return ids[:, None].expand(-1, heads, -1, -1)

@@ -1,4 +1,5 @@
-"""The padding of a step. It is computed once from the attention mask, for all layers."""
+"""`Padding`: reads the padding from a model's attention mask, once per forward pass for all
+layers."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from kvindex_adapters.common.unsupported import UnsupportedError
 
 @dataclass(frozen=True, eq=False)
 class MaskInfo:
-    """The contents of a step's attention mask.
+    """The contents of an attention mask.
 
     Args:
-        real: Bool `[B, N]`, False for padding; None where no token is padded.
-        visible: Bool `[B, T, N]`, the tokens that each new token attends to; None for causal
+        real: Bool `[B, N]`, False for padding. None means no padding.
+        visible: Bool `[B, T, N]`, the tokens that each new token attends to. None means causal
             attention.
     """
 
@@ -26,15 +27,15 @@ class MaskInfo:
 
 
 class Padding:
-    """The attention mask of the current step, which all layers of a model get."""
+    """The attention mask of the current forward pass, which all layers of a model share."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the mask at the end of its step."""
+        """Clear the mask at the end of a forward pass."""
         self.all_real = False
-        """True if all new tokens of this step are known to be real; the mask is then ignored."""
+        """True if no new token of this forward pass is padding. The mask is then ignored."""
         self._mask: Tensor | None = None
         self._length = 0
         self._new: Tensor | None = None
@@ -42,17 +43,17 @@ class Padding:
         self._parsed = MaskInfo()
 
     def of_mask(self, mask: Tensor) -> MaskInfo:
-        """Read the attention mask of a layer.
+        """Read an attention mask.
 
         Args:
-            mask: `[B, N]` of padding, or `[B, 1, T, N]` with a row for each new token.
+            mask: A padding mask `[B, N]`, or a mask `[B, 1, T, N]` with a row for each new token.
 
         Returns:
-            Its contents.
+            The contents of the mask.
 
         Raises:
-            UnsupportedError: The mask hides tokens that later tokens would still search, differs
-                between heads, or is a bias of the logits.
+            UnsupportedError: The mask hides from the newest token what an earlier token sees,
+                differs between heads, or is a bias of the attention logits.
         """
         if mask.ndim == 2:
             return MaskInfo(mask.bool())
@@ -61,18 +62,18 @@ class Padding:
         return self._parsed
 
     def of_new(self, layer: AttentionLayer, mask: Tensor | None, count: int) -> Tensor | None:
-        """Find the padding of the new tokens.
+        """Return the padding of the new tokens.
 
         Args:
-            layer: The attention layer, with the past tokens.
-            mask: Bool `[B, N + count]`, False for padding; None for no padding.
+            layer: The attention layer, which contains the past tokens.
+            mask: Bool `[B, N + count]`, False for padding. None means no padding.
             count: Number of new tokens.
 
         Returns:
-            Bool `[B, count]`, False for padding; None where no new token is padded.
+            Bool `[B, count]`, False for padding. None if no new token is padding.
 
         Raises:
-            UnsupportedError: The mask changes the padding of past tokens.
+            UnsupportedError: The mask differs from the padding of past tokens in earlier calls.
         """
         if self.all_real or (mask is None and layer.valid is None):
             return None
@@ -87,17 +88,17 @@ class Padding:
 def _of_each(mask: Tensor) -> MaskInfo:
     """Read a mask `[B, 1, T, N]`: bool, or floating point with 0 for visible tokens.
 
-    The newest token of each sequence must see every token that earlier ones see, because later
-    tokens will see them, too.
+    The newest token of each sequence must see every token that any earlier new token sees, because
+    all later tokens will search among these tokens.
     """
     seen, known = mask if mask.dtype == torch.bool else mask == 0, True
-    if mask.is_floating_point():  # check that it is not a bias
+    if mask.is_floating_point():  # check that the mask is not a bias
         known = bool((seen | (mask <= torch.finfo(mask.dtype).min / 2)).all())
     if mask.shape[1] > 1 or not known:
         raise UnsupportedError(
-            f"attention_mask: got one of shape {list(mask.shape)} in a full-attention layer, "
-            "allowed is one for all heads, bool, or of 0 and torch.finfo(dtype).min: an index "
-            "cannot search with a bias of the logits"
+            f"attention_mask: got a mask of shape {list(mask.shape)} in a full-attention layer; "
+            "an index cannot search with a bias of the logits, so pass a mask that is the same "
+            "for all heads, and either bool or with the values 0 and torch.finfo(dtype).min"
         )
     seen, real = seen[:, 0], seen[:, 0, -1]
     T, N = mask.shape[-2:]
@@ -107,9 +108,9 @@ def _of_each(mask: Tensor) -> MaskInfo:
         return MaskInfo(padding)
     if bool((seen & ~real[:, None]).any()):
         raise UnsupportedError(
-            f"attention_mask: got one of shape {list(mask.shape)} in a full-attention layer, which "
-            "hides tokens from the newest token that earlier tokens see; allowed is a mask in "
-            "which the newest token sees them all, because later tokens search among all tokens"
+            f"attention_mask: got a mask of shape {list(mask.shape)} in a full-attention layer, "
+            "which hides from the newest token a token that an earlier one sees; the newest token "
+            "must see all of these, because later tokens search among them"
         )
     return MaskInfo(padding, seen)
 
@@ -127,6 +128,6 @@ def _check_past(layer: AttentionLayer, mask: Tensor | None) -> None:
         same = torch.equal(now, before)
     if not same:
         raise UnsupportedError(
-            "attention_mask: got one that hides tokens of the past which were visible before "
-            "(or the reverse), allowed is the same past"
+            "attention_mask: got a mask that hides past tokens which were visible in earlier "
+            "calls (or the reverse); the mask of past tokens must not change"
         )

@@ -1,4 +1,5 @@
-"""`Report`: rows read, bytes fetched, and memory in use of a cache."""
+"""`Report`: how many rows decode steps have read from a cache, and how much memory the cache
+uses."""
 
 from __future__ import annotations
 
@@ -17,35 +18,37 @@ from kvindex_adapters.common.parallel import is_sharded, rank
 
 @dataclass(frozen=True)
 class Report:
-    """Rows read, bytes fetched and memory of a cache: sums and means over its indexed layers.
+    """Rows read, bytes fetched and memory of a cache, over all layers with an index.
 
-    One token's key and value are called a row. With several processes, each process reports on its
-    own heads; if tokens are sharded, it reports all rows read and bytes fetched. Memory and
-    placement are always those of the process.
+    A row is one token's key and value. With several processes, each process reports on its own
+    heads. If the processes shard tokens, each process reports the rows and bytes of all processes.
+    Memory and placement are always those of one process.
 
     Args:
         tokens: Length of the sequence.
         layers: Number of layers with an index.
-        steps: Number of queries that searched, in the layer where most did.
-        rows_read: Rows per KV head that a searching step attended to, mean over layers and steps.
-        rows_full: Rows per KV head that full attention would have read, also a mean over layers and
-            steps.
-        bytes_fetched: Bytes of rows that searching steps copied from the stores. Steps that attend
-            exactly are not counted.
+        steps: Number of decode steps that searched an index (in the layer with the most such
+            steps).
+        rows_read: Rows per KV head that a decode step with a search attended to. Mean over layers
+            and steps.
+        rows_full: Rows per KV head that full attention would have read in the same steps. Mean over
+            layers and steps.
+        bytes_fetched: Bytes of rows that searches copied from the stores. Steps with full attention
+            are not counted.
         nbytes: Bytes in use by kind: `codes`, `rows`, `window`, and `other` for layers without an
             index.
         coverage: Estimated fraction of the attention weight of all indexed rows that the retrieved
-            rows hold, mean over layers, heads and steps. None if `attach` was called without
+            rows have. Mean over layers, heads and steps. None if `attach` was called without
             `coverage`.
-        dense_below: In sequences of fewer tokens, attention is dense.
-        k: Rows that a step retrieves per KV head.
-        placement: Where rows are stored, and how often the device's cache of rows contained them;
-            None if all rows are in one place without such a cache.
-        rank: Number of this process, or None for the sum of all processes (`over_ranks`).
+        dense_below: Sequences with fewer tokens use full attention.
+        k: Number of rows that a step retrieves per KV head.
+        placement: Where rows are stored, and the hit rate of the GPU's row cache. None if all rows
+            are in one place without a row cache.
+        rank: Rank of this process, or None for the sum over all processes (`over_ranks`).
         ranks: Number of processes.
         sharded: Whether the processes shard tokens instead of heads.
         graph: How many decode steps were replays of a CUDA graph, and why others were not. None
-            if the cache has no token graph (`attach`).
+            with `attach(token_graph=False)`.
     """
 
     tokens: int
@@ -67,17 +70,17 @@ class Report:
     def over_ranks(self) -> Report:
         """Add up the reports of all ranks of the default process group.
 
-        All ranks must call this at the same place. Memory and placement are summed, and so are
-        fetched bytes unless tokens are sharded. Rows per step and coverage are means. `graph` is
-        that of rank 0.
+        All ranks must call this method at the same point. Memory and placement are summed. Fetched
+        bytes are summed if heads are sharded. Rows per step and coverage are means. `graph` is
+        taken from rank 0.
 
         Returns:
-            The sum, which is the same on each rank. If there is no process group, or this report is
-            a sum already, it is this report.
+            The summed report, equal on all ranks. Without a process group, or for a report that is
+            already summed, the report itself.
 
         Raises:
-            RankError: A rank has not called this within 60 s. If the ranks have not communicated
-                before, torch's own error is raised instead.
+            RankError: A rank has not called this method within 60 s. If the ranks have not
+                communicated before, an error of torch is raised instead.
             ValueError: torchrun has started this process, but there is no process group.
         """
         every: list[Report] = [self] if self.rank is None else Ranks.of().gather_object(self)
@@ -99,12 +102,13 @@ class Report:
 
     @property
     def rows_read_fraction(self) -> float:
-        """Rows read, divided by the rows of full attention; 1 before the first search."""
+        """Rows read, divided by the rows that full attention would have read. 1 before the first
+        search."""
         return self.rows_read / self.rows_full if self.rows_full else 1.0
 
     @property
     def read(self) -> str:
-        """One line about the rows that searching steps have read, or why none has searched."""
+        """One line that says how many rows decode steps have read, or why no step has searched."""
         if self.steps:
             return (
                 f"{self.steps} searching steps read {self.rows_read:.0f} of {self.rows_full:.0f} "
@@ -128,14 +132,14 @@ class Report:
 
 
 def sum_up(layers: Sequence[AttentionLayer], indexed: int, other: int | None = None) -> Report:
-    """Add up the reports of the layers that store tokens.
+    """Make the report of a cache from the counters of its layers.
 
-    This only reads counters, so any thread may call it while another thread runs a step.
+    This only reads counters, so any thread may call it while another thread runs the model.
 
     Args:
-        layers: The layers with an index that store tokens.
-        indexed: Number of layers with an index, with or without tokens.
-        other: Bytes of the layers without an index, or None if there are none.
+        layers: The layers with an index and with tokens.
+        indexed: Number of all layers with an index, including empty ones.
+        other: Bytes of the layers without an index, or None if all layers have an index.
     """
     traffic = [layer.traffic for layer in layers]
     place, ranks = rank()
@@ -163,7 +167,7 @@ def sum_up(layers: Sequence[AttentionLayer], indexed: int, other: int | None = N
 
 
 def _summed(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Add up the bytes of each memory tier."""
+    """Add up the bytes of each kind of memory."""
     sums: dict[str, int] = {}
     for part in parts:
         for tier, size in part.items():
@@ -172,6 +176,6 @@ def _summed(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _together(indexes: Sequence[KVIndex]) -> Placement | None:
-    """Add up the placement of some indexes, or return None if none reports it."""
+    """Add up the placements of several indexes. Return None if no index reports a placement."""
     placed = [index for each in indexes if (index := capability(each, PlacesRows)) is not None]
     return reduce(add, [index.placement() for index in placed]) if placed else None

@@ -1,4 +1,4 @@
-"""Save a cache to a folder: its layers, the ids of its tokens, and the identity of its model."""
+"""Save and load a cache: its layers, its token ids, and the identity of its model."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ from kvindex_adapters.hf.model.info import layer_device
 KIND = "cache"
 
 TOKENS, PROBE = "tokens", "probe"
-"""Names of the files with the token ids and with the probe, which identifies the model."""
+"""Names of two files in the folder: the token ids, and a tensor that identifies the model (the
+probe)."""
 
 MESSAGES = "messages"
-"""Name of the tensor with the text of the messages, in the file of the token ids."""
+"""Name of the tensor with the chat messages (JSON as bytes), in the file with the token ids."""
 
 
 def save_cache(
@@ -45,20 +46,24 @@ def save_cache(
     config: Any,
     conversation: Conversation | None = None,
 ) -> None:
-    """Write a cache's layers to a new folder. One layer at a time is copied.
+    """Save the layers of a cache to a new folder.
+
+    Only one layer at a time is copied to host memory.
 
     Args:
-        folder: A new folder.
+        folder: Path of a folder that does not exist yet.
         layers: The layers of the cache.
-        ids: Int64 `[N]`, the ids of its tokens, or None if unknown.
+        ids: Int64 `[N]`, the ids of the tokens, or None if unknown.
         decoder: The model's decoder.
         config: The model's configuration.
-        conversation: Written if its ids are `ids` and its messages can be written as JSON.
+        conversation: The chat messages. They are saved if `conversation.ids` is the tensor `ids`
+            and the messages can be converted to JSON.
 
     Raises:
-        UnsupportedError: A layer has an attribute that is neither a tensor nor a number.
-        OSError, ValueError, RuntimeError: As in `kvindex.storage.saved.save_folder`,
-            `AttentionLayer.state_dict` and `probe`.
+        UnsupportedError: A layer has an attribute that cannot be saved.
+        OSError: The folder exists already, or cannot be written.
+        ValueError: The state of an index cannot be saved.
+        RuntimeError: The model failed when it was run on a few fixed tokens to identify it.
     """
     model, computed = identity(decoder, config)
     about = {
@@ -76,28 +81,29 @@ def save_cache(
 
 
 def open_cache(folder: str | os.PathLike[str]) -> SavedFolder:
-    """Open a saved cache without reading its tensors. Raises as `SavedFolder.open`."""
+    """Open a saved cache without reading its tensors. Raise FileNotFoundError or ValueError if this
+    is not a saved cache."""
     return SavedFolder.open(folder, [KIND])
 
 
 def load_cache(
     folder: str | os.PathLike[str], layers: Sequence[Any], decoder: nn.Module, config: Any
 ) -> tuple[Tensor | None, Conversation | None]:
-    """Fill the empty layers of a cache from a saved folder.
+    """Load a saved cache into empty layers.
 
     Args:
         folder: A folder that `save_cache` has written.
-        layers: The empty layers. They must not be used if this raises an error.
+        layers: The empty layers. After an error they must not be used.
         decoder: The model's decoder.
         config: The model's configuration.
 
     Returns:
-        Ids int64 `[N]` of the tokens, and their conversation; each is None if unknown.
+        Ids int64 `[N]` of the tokens, and the chat messages. Each is None if unknown.
 
-    Raises:
-        ValueError: The folder has changed since it was saved, or belongs to another model or
-            another index.
-        RuntimeError: The model fails, as in `probe`.
+        Raises:
+            ValueError: The folder was modified after it was saved, or was saved with another model
+                or another index.
+            RuntimeError: The model failed when it was run on a few fixed tokens to identify it.
     """
     saved = open_cache(folder)
     of_layers = field(saved.about, "layers", list, where="about")
@@ -107,25 +113,25 @@ def load_cache(
         check_identity(model, partial(saved.part, PROBE), decoder, config)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"about.model: got fields that cannot be compared ({error!r}), allowed are the fields "
-            "that save() wrote"
+            f"about.model: got fields that cannot be compared ({error!r}); pass a folder that was "
+            "not modified after save()"
         ) from error
     if len(of_layers) != len(layers):
         got = len(of_layers)
-        raise ValueError(f"folder: got a cache of {got} layers, allowed is {len(layers)}")
+        raise ValueError(f"folder: got a cache of {got} layers, but the model has {len(layers)}")
     for number, (layer, described) in enumerate(zip(layers, of_layers, strict=True)):
         device = layer_device(decoder, number)
         try:
             _restore(layer, described, saved, _name(number), device)
         except ValueError as error:
             raise ValueError(
-                f"cache: layer {number} of {str(folder)!r} does not fit: {error}"
+                f"folder: got {str(folder)!r}, whose layer {number} cannot be loaded: {error}"
             ) from (error)
     lengths = {len(layer.attention) for layer in layers if _attention(layer) is not None}
     if len(lengths) > 1:
         raise ValueError(
-            f"folder: got {str(folder)!r}, whose layers store {sorted(lengths)} tokens, allowed is "
-            "the same number in all layers"
+            f"folder: got {str(folder)!r}, whose layers have different numbers of tokens "
+            f"({sorted(lengths)}); all layers must have the same number"
         )
     if not has_ids:
         return None, None
@@ -140,22 +146,23 @@ def load_cache(
 
 
 def _as_bytes(messages: Messages | None) -> State:
-    """Convert messages to a tensor of bytes; {} if they are unknown or not possible as JSON."""
+    """Convert messages to JSON in a byte tensor. Return {} if there are no messages, or JSON cannot
+    express them."""
     if messages is None:
         return {}
     try:
         text = json.dumps(messages, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
-        return {}  # with images, for example; the conversation can still be continued by its ids
+        return {}  # for example messages with images; the token ids are saved nevertheless
     return {MESSAGES: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
 
 
 def _from_bytes(text: Tensor) -> Messages:
-    """Convert the tensor of `_as_bytes` to messages. Raises ValueError for other tensors."""
+    """Convert the byte tensor of `_as_bytes` to messages. Raise ValueError if it was modified."""
     try:
         return check_messages(json.loads(text.numpy().tobytes()))
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"folder: got messages that changed since they were saved: {error}") from (
+        raise ValueError(f"folder: got messages that were modified after save(): {error}") from (
             error
         )
 
@@ -164,11 +171,12 @@ def _name(number: int) -> str:
     return f"layer-{number:03}"
 
 
-# Saving and restoring one layer: its attributes, and its attention layer if it has an index
+# Save and restore one layer: its attributes, and its attention layer if it has an index
 
 
 def _described(layer: Any) -> dict[str, Any]:
-    """Describe a layer for JSON: class, attributes, and the geometry of its index if it has one."""
+    """Describe a layer as JSON: its class, its attributes, and the geometry of its index, if it has
+    an index."""
     described = {"class": _class(layer), "attributes": _packed(_attributes(layer), {})}
     if isinstance(layer, IndexedLayer) and layer.attention is not None:
         geometry = layer.attention.index.geometry.options()
@@ -193,24 +201,24 @@ def _attention(layer: Any) -> Any:
 def _restore(
     layer: Any, described: Any, saved: SavedFolder, part: str, device: torch.device
 ) -> None:
-    """Restore an empty layer from the results of `_described` and `_tensors`."""
+    """Restore an empty layer from its saved description (`_described`) and tensors (`_tensors`)."""
     kind = field(described, "class", str, where="layer")
     if kind != _class(layer):
         raise ValueError(
-            f"layer: got a {kind}, allowed is {_class(layer)} "
-            "(attach(dense_layers=…) determines which layers have an index)"
+            f"layer: got a {kind}, but this cache has a {_class(layer)} there; pass the same "
+            "dense_layers to attach() as for the saved cache"
         )
     made = None
     if "geometry" in described:
         if not isinstance(layer, IndexedLayer):
-            raise ValueError(f"layer.geometry: got one, allowed is none of a {kind}")
+            raise ValueError(f"layer.geometry: got a geometry for a {kind}, which has no index")
         sizes = field(described, "geometry", dict, where="layer") | {"rope": None}
         geometry = geometry_from(sizes, None, {})
         geometry.pop("rope")  # the attached model determines it
         made = layer.make(**geometry, device=device)
         made.check_state(
             below("attention", saved.outline(part))
-        )  # a mismatch raises before a large file is read
+        )  # raises an error for a wrong size before a large file is read
     state = saved.part(part)
     if made is not None:
         made.load_state_dict(below("attention", state))
@@ -222,7 +230,8 @@ def _restore(
 
 
 def _check_attributes(layer: Any, values: Any) -> None:
-    """Raise ValueError unless values are attributes of a layer, with keys and values that fit."""
+    """Raise ValueError unless `values` maps attribute names of `layer` to values, and keys and
+    values match in shape."""
     if not isinstance(values, dict):
         raise ValueError(f"layer.attributes: got {values!r}, allowed is a dict")
     methods = {
@@ -230,14 +239,17 @@ def _check_attributes(layer: Any, values: Any) -> None:
     }
     for name in values:
         if not isinstance(name, str) or name in methods:
-            raise ValueError(f"layer.attributes: got {name!r}, allowed are names of its state")
+            raise ValueError(
+                f"layer.attributes: got {name!r}, allowed are names of data attributes of "
+                f"{type(layer).__name__}"
+            )
     rows = [values[name] for name in ("keys", "values") if values.get(name) is not None]
     fits = [isinstance(part, Tensor) and part.ndim == 4 for part in rows]
     if rows and not (len(rows) == 2 and all(fits) and rows[0].shape[:3] == rows[1].shape[:3]):
         got = [list(part.shape) if isinstance(part, Tensor) else part for part in rows]
         raise ValueError(
             f"layer.keys, layer.values: got {got}, allowed are tensors [B, G, N, D] and "
-            "[B, G, N, Dv], or neither"
+            "[B, G, N, Dv], or None for both"
         )
 
 
@@ -253,7 +265,8 @@ def _attributes(layer: Any) -> dict[str, Any]:
 
 
 def _packed(value: Any, state: State, name: str = "own") -> Any:
-    """Convert a value to JSON. Tensors are put into `state`, and replaced by their names there."""
+    """Convert an attribute to JSON. Each tensor is added to `state`, and replaced by its name in
+    `state`."""
     if isinstance(value, Tensor):
         state[name] = value
         return {"tensor": name}
@@ -266,13 +279,13 @@ def _packed(value: Any, state: State, name: str = "own") -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise UnsupportedError(
-        f"cache: got a layer whose {name} is a {type(value).__name__}, allowed to be saved are "
-        "tensors and numbers"
+        f"cache: got a layer whose attribute {name} is a {type(value).__name__}; allowed are "
+        "tensors, numbers, strings, dtypes, devices, and dicts of these"
     )
 
 
 def _unpacked(value: Any, state: State, device: torch.device) -> Any:
-    """Convert the result of `_packed` back to the value."""
+    """Convert the JSON that `_packed` made back to an attribute."""
     if not isinstance(value, dict):
         return value
     ((kind, one),) = value.items() if len(value) == 1 else ((None, value),)
@@ -285,8 +298,8 @@ def _unpacked(value: Any, state: State, device: torch.device) -> Any:
     if kind == "dtype" and isinstance(one, str) and one in DTYPES:
         return DTYPES[one]
     raise ValueError(
-        f"layer.attributes: got {value}, allowed is a tensor of the file, a dtype, a device or a "
-        "dict of these"
+        f"layer.attributes: got {value}, allowed is the name of a tensor in the file, a dtype, a "
+        "device, or a dict of these"
     )
 
 

@@ -1,10 +1,9 @@
-"""`SlidingLayer`: a sliding-window layer of the cache to which a CUDA graph can append tokens.
+"""`SlidingLayer`: a sliding-window cache layer to which a CUDA graph can append tokens.
 
-With each token, transformers makes new tensors for a sliding window, which a graph cannot repeat.
-While decode steps may be replays of a graph, the rows (one token's key and value each) are stored
-in a ring buffer at fixed addresses instead, and the device counts the slot of the next row. The
-order of rows in the ring does not affect attention. Any other access to the layer converts the ring
-back to transformers' own tensors.
+transformers allocates new tensors for a sliding window at each token, which a CUDA graph cannot do.
+So while decode steps are graph replays, keys and values are in a ring buffer at fixed addresses,
+and the device counts the next slot. The order of tokens in the ring does not affect attention. Any
+other access to the layer copies the window back into tensors as transformers makes them.
 """
 
 from __future__ import annotations
@@ -20,28 +19,31 @@ from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.cache.layer import IndexedLayer
 
 NEVER = float("-inf")
-"""Bias of a slot without a visible token."""
+"""Attention bias of a slot that contains no visible token."""
 
 LARGEST = 8192
-"""Maximum number of slots of a ring. All slots are allocated and read even if a sequence has fewer
-tokens. This is twice the widest window that is common in models that also have full attention
+"""Maximum window size for a ring buffer. All slots are allocated and read, even for a shorter
+sequence. The limit is twice the widest common window of models that also have full-attention layers
 (4,096 in gemma2, cohere2 and olmo3)."""
 
 
 class Ring:
     """A ring buffer of the newest tokens of a sliding window. Token `n` is in slot `n mod W`.
 
-    These tensors are on the device and never move: `keys` `[B, G, W, D]`; `values` `[B, G, W, Dv]`;
-    `bias` `[B, 1, 1, W]` of the same dtype, 0 for slots with a real token and -inf for others; and
-    `slot` int64 `[1]`, the slot of the next token. `length` is the number of tokens of the
-    sequence. The host counts it, after each replay of a graph.
+    These tensors are on the device at fixed addresses:
 
-    A token attends to the `W - 1` tokens before it and to itself. So the slot of the next token
-    contains a token that is not visible any more, and the newest token can be removed again.
+    - `keys` `[B, G, W, D]` and `values` `[B, G, W, Dv]`;
+    - `bias` `[B, 1, 1, W]` of the same dtype: 0 for slots with a real token, otherwise -inf;
+    - `slot` int64 `[1]`: the slot of the next token.
+
+    The host counts the tokens of the sequence in `length`, after each replay of a graph.
+
+    A token attends to itself and the `W - 1` tokens before it. The next token therefore overwrites
+    a token that is no longer visible, and the newest token can be removed again.
 
     Args:
-        keys: `[B, G, N, D]`, with the shape, dtype and device of the keys.
-        values: `[B, G, N, Dv]`, in the same way.
+        keys: `[B, G, N, D]`. Only shape, dtype and device are used.
+        values: `[B, G, N, Dv]`. Only the shape is used.
         window: Number of slots, `W`.
     """
 
@@ -59,10 +61,11 @@ class Ring:
         """Store the newest tokens of a sequence.
 
         Args:
-            keys: `[B, G, n, D]`, the newest ones in order.
-            values: `[B, G, n, Dv]`, in the same way.
-            length: Number of tokens of the sequence.
-            real: As in `SlidingLayer.roll`.
+            keys: `[B, G, n, D]`, the keys of the newest `n` tokens in order.
+            values: `[B, G, n, Dv]`, the values of the same tokens.
+            length: Number of tokens in the sequence.
+            real: Bool `[B, m]` for the first `m` tokens of the sequence, False for padding. Later
+                tokens are real. None means no padding.
         """
         count = min(keys.shape[2], self.keys.shape[2] - 1)
         slots = self.slots(count, length)
@@ -77,37 +80,40 @@ class Ring:
         self.go_back(length)
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Store a real token, `[B, G, 1, D]` and `[B, G, 1, Dv]`, and advance the slot."""
+        """Store one real token, keys `[B, G, 1, D]` and values `[B, G, 1, Dv]`, and advance the
+        slot."""
         self.keys.index_copy_(2, self.slot, keys)
         self.values.index_copy_(2, self.slot, values)
         self.bias.index_fill_(3, self.slot, 0.0)
         self.slot.add_(1).remainder_(self.keys.shape[2])
 
     def go_back(self, length: int) -> None:
-        """Set the number of tokens of the sequence, on the host and on the device."""
+        """Set the number of tokens in the sequence, on the host (`length`) and on the device
+        (`slot`)."""
         self.length = length
         self.slot.fill_(length % self.keys.shape[2])
 
     def slots(self, count: int, end: int) -> Tensor:
-        """Return the slots int64 `[count]` of the `count` tokens before token `end`."""
+        """Return the slots, int64 `[count]`, of the `count` tokens before position `end`."""
         device, window = self.keys.device, self.keys.shape[2]
         return torch.arange(end - count, end, device=device) % window
 
     def newest(self) -> tuple[Tensor, Tensor]:
-        """Copy the keys and values that are visible to the next token, in order."""
+        """Copy the keys and values that the next token will see, in the order of the sequence."""
         slots = self.slots(min(self.length, self.keys.shape[2] - 1), self.length)
         return self.keys.index_select(2, slots), self.values.index_select(2, slots)
 
 
 class SlidingLayer(DynamicSlidingWindowLayer):
-    """Transformers' own layer, whose rows can temporarily be stored in a ring.
+    """The sliding-window layer of transformers, with a ring buffer for CUDA graphs.
 
-    Reading or setting `keys` or `values`, or setting the number of tokens, copies the window out of
-    the ring. The ring stays allocated for the next time.
+    Reading or setting `keys` or `values`, or setting `cumulative_length`, copies the window out of
+    the ring buffer. The ring buffer stays allocated for later use.
     """
 
     saved_as: ClassVar[str] = DynamicSlidingWindowLayer.__name__
-    """Class name under which the layer is saved."""
+    """Class name in saved folders. It is transformers' own, so that folders do not depend on
+    graphs."""
 
     def __init__(self, sliding_window: int) -> None:
         self._ring: Ring | None = None
@@ -119,7 +125,8 @@ class SlidingLayer(DynamicSlidingWindowLayer):
 
     @property
     def keys(self) -> Any:
-        """Keys `[B, G, n, D]` of the window in order; None before the first token."""
+        """Keys `[B, G, n, D]` of the window, in the order of the sequence. None before the first
+        token."""
         self.settle()
         return self._keys
 
@@ -130,7 +137,8 @@ class SlidingLayer(DynamicSlidingWindowLayer):
 
     @property
     def values(self) -> Any:
-        """Values `[B, G, n, Dv]` of the window in order; None before the first token."""
+        """Values `[B, G, n, Dv]` of the window, in the order of the sequence. None before the first
+        token."""
         self.settle()
         return self._values
 
@@ -141,7 +149,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
 
     @property
     def cumulative_length(self) -> int:
-        """Number of tokens of the sequence."""
+        """Number of tokens in the sequence, including those that have left the window."""
         ring = self.ring
         return self._length if ring is None else ring.length
 
@@ -152,23 +160,23 @@ class SlidingLayer(DynamicSlidingWindowLayer):
 
     @property
     def ring(self) -> Ring | None:
-        """The ring that stores the rows now, or None."""
+        """The ring buffer if keys and values are in it now, otherwise None."""
         return self._ring if self._rolls else None
 
     def ring_refusal(self) -> str:
-        """Return why the rows cannot be stored in a ring, or "" if they can."""
+        """Return the reason why keys and values cannot be in a ring buffer, or "" if they can."""
         if self.sliding_window > LARGEST:
             return f"sliding_window: got {self.sliding_window}, allowed is at most {LARGEST}"
         if vars(self).get("record_past"):  # transformers 5.17 lacks this attribute
-            return "its window keeps what assisted decoding may go back to"
-        return "" if self.is_initialized else "tokens: got none before it"
+            return "its window keeps older tokens for assisted decoding"
+        return "" if self.is_initialized else "tokens: got 0, allowed is at least 1"
 
     def roll(self, real: Tensor | None) -> None:
-        """Move the rows into the ring.
+        """Move keys and values into the ring buffer.
 
         Args:
-            real: Bool `[B, n]`, True for those of the sequence's first `n` tokens that are real.
-                Later tokens are real. None if there is no padding.
+            real: Bool `[B, n]` for the first `n` tokens of the sequence, False for padding. Later
+                tokens are real. None means no padding.
         """
         if self._rolls:
             return
@@ -180,11 +188,12 @@ class SlidingLayer(DynamicSlidingWindowLayer):
             self._ring = Ring(keys, values, self.sliding_window)
         self._ring.fill(keys, values, length, real)
         self._keys = self._values = None
-        self._length = 0  # the ring counts tokens now
+        self._length = 0  # the ring buffer counts tokens now
         self._rolls = True
 
     def settle(self) -> None:
-        """Move the rows out of the ring, into tensors as in transformers' own layer."""
+        """Move keys and values out of the ring buffer, into tensors as in transformers' own
+        layer."""
         if (ring := self.ring) is not None:
             self._rolls, self._length = False, ring.length
             self._keys, self._values = ring.newest()
@@ -192,7 +201,8 @@ class SlidingLayer(DynamicSlidingWindowLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append tokens, and return all rows that are visible to the newest, or the whole ring."""
+        """Append tokens. Return the keys and values that they attend to; in a ring buffer these are
+        all slots."""
         ring = self.ring
         if ring is None or key_states.shape[2] != 1:
             rows: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
@@ -203,34 +213,36 @@ class SlidingLayer(DynamicSlidingWindowLayer):
     def seen(
         self, keys: Tensor, values: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Find the rows and the mask with which attention is computed.
+        """Return the keys, values and mask with which to compute attention.
+
+        With a ring buffer, the mask is the bias of its slots. Otherwise the arguments are returned
+        unchanged.
 
         Args:
-            keys: The keys with which the attention function was called.
-            values: Its values.
-            mask: Its mask.
-
-        Returns:
-            Keys, values and mask. They are unchanged, except that the mask is the bias of the slots
-            if rows are in a ring.
+            keys: The keys that the attention function received.
+            values: The values that it received.
+            mask: The mask that it received.
 
         Raises:
-            UnsupportedError: Rows are in a ring, and the model passes its own mask, or other rows
+            UnsupportedError: There is a ring buffer, and the model passed a mask, or other keys
                 than `update` returned.
         """
         if (ring := self.ring) is None:
             return keys, values, mask
         if keys.shape[2] != (window := ring.keys.shape[2]):
             raise UnsupportedError(
-                f"keys: got {keys.shape[2]} rows of a window of {window}, allowed are those that "
-                "the cache returned"
+                f"keys: got {keys.shape[2]} keys for a window of {window}; pass the keys that the "
+                "cache returned"
             )
         if mask is not None:
-            raise UnsupportedError("attention_mask: got one that the model computes for each token")
+            raise UnsupportedError(
+                "attention_mask: got a mask that the model computes for each token; allowed is None"
+            )
         return keys, values, ring.bias
 
     def nbytes(self) -> int:
-        """Count the bytes of the window's rows. Any thread may call this at any time."""
+        """Return the bytes of the window's keys and values. Any thread may call this at any
+        time."""
         ring = self.ring
         if ring is None:
             rows = self._keys, self._values
@@ -251,15 +263,16 @@ class SlidingLayer(DynamicSlidingWindowLayer):
 
 
 OWN = {"_keys", "_values", "_length", "_ring", "_rolls"}
-"""Attributes that transformers' own layer does not have."""
+"""Attributes that transformers' class of this layer does not have."""
 
 
 def grows(layer: Any) -> str:
-    """Return why a cache layer prevents a graph (because it makes new tensors), or ""."""
+    """Return why a cache layer prevents a CUDA graph, or "" if it does not. A layer prevents a
+    graph if it makes new tensors for each token."""
     if isinstance(layer, IndexedLayer):
         return ""
     if isinstance(layer, SlidingLayer):
         return layer.ring_refusal()
     if isinstance(layer, DynamicLayer):
-        return "its cache replaces keys after each token"
+        return "its cache layer makes new tensors for each token"
     return ""

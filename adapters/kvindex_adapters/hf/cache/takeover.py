@@ -1,4 +1,4 @@
-"""Fill the layers of an `IndexCache` from a filled cache of transformers."""
+"""Copy a filled cache of transformers into the layers of an `IndexCache`."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def check_past(
 
     Args:
         past: The filled cache.
-        ids: Int64 `[B, N]` (or `[N]` for one sequence), or None.
+        ids: Token ids, int64 `[B, N]` (or `[N]` for one sequence), or None.
         attention_mask: `[B, N]`, 0 for padding, or None.
 
     Returns:
-        Ids int64 `[B, N]`, or None; and bool `[B, N]`, False for padding, or None if no token is
-        padding.
+        Token ids int64 `[B, N]`, or None. And a mask, bool `[B, N]`, False for padding, or None if
+        no token is padding.
 
     Raises:
-        TypeError: `past` is another kind of cache, or another argument is not a tensor.
-        ValueError: `past` is empty, or a shape or dtype does not fit it.
+        TypeError: `past` is not a `DynamicCache`, or another argument is not a tensor.
+        ValueError: `past` is empty, or the shape of another argument does not match `past`.
     """
     layers = getattr(past, "layers", None)
     if not isinstance(past, DynamicCache) or not layers or any(map(_is_indexed, layers)):
         raise TypeError(
-            f"past: got {type(past).__name__}, allowed is a DynamicCache of transformers that a "
-            "model has filled; to copy a cache of attach(), call its fork()"
+            f"past: got {type(past).__name__}, allowed is a DynamicCache that a model has filled; "
+            "to copy a cache of attach(), call its method fork()"
         )
     length = past.get_seq_length()
     check.at_least("past.get_seq_length()", length, 1)
@@ -69,27 +69,28 @@ def fill(
     ids: Tensor | None,
     valid: Tensor | None,
 ) -> None:
-    """Fill the empty layers of an `IndexCache` from those of `past`. They share no memory.
+    """Copy the contents of `past` into the empty layers of an `IndexCache`.
 
     Args:
-        layers: The empty layers. They must not be used if this raises an error.
+        layers: The empty layers. After an error they must not be used.
         past: The filled cache.
-        probe: The same layers after two tokens, with the geometry, dtype and device of each.
-        ids: As `check_past` returns them.
-        valid: As `check_past` returns it.
+        probe: The same layers after a run on two tokens. They have the shape, dtype and device that
+            the model requires.
+        ids: Token ids, int64 `[B, N]`, or None.
+        valid: Bool `[B, N]`, False for padding, or None.
 
     Raises:
-        ValueError: A layer of `past` does not fit.
+        ValueError: A layer of `past` does not match this model.
     """
     length = past.get_seq_length()
     if len(past.layers) > len(layers):
         got = len(past.layers)
-        raise ValueError(f"past: got a cache of {got} layers, allowed is {len(layers)}")
+        raise ValueError(f"past: got a cache of {got} layers, but the model has {len(layers)}")
     for number, (layer, like) in enumerate(zip(layers, probe, strict=True)):
         if not _has_tokens(like):
             continue  # this layer uses the keys of another layer
         if number >= len(past.layers) or not _has_tokens(past.layers[number]):
-            raise ValueError(f"past: layer {number}: got no token, allowed are {length}")
+            raise ValueError(f"past: layer {number}: got 0 tokens, allowed are {length}")
         try:
             _fill(layer, past.layers[number], like, length, ids, valid)
         except ValueError as error:
@@ -99,11 +100,10 @@ def fill(
 def _fill(
     layer: Any, given: Any, like: Any, length: int, ids: Tensor | None, valid: Tensor | None
 ) -> None:
-    """Fill one layer that has tokens."""
     if isinstance(layer, ChosenLayer):
         raise UnsupportedError(
-            "got a layer with a trained indexer, allowed are other layers: the indexer's keys "
-            "cannot be copied; read the prompt inside attach()"
+            "got a layer with a trained indexer, whose keys cannot be copied; run the model on the "
+            "prompt inside attach() instead"
         )
     kind = _kind(layer, given)
     if kind is None:
@@ -130,7 +130,7 @@ def _fill_index(
     geometry = like.attention.index.geometry.options()
     geometry.pop("rope")  # `layer.make` sets it for the attached model
     keys, values = given.keys, given.values
-    if geometry.get("value_in_key"):  # `keys` are latents, `values` are rotated keys
+    if geometry.get("value_in_key"):  # `keys` contains the latents, `values` the rotated keys
         keys, values = torch.cat([keys, values], dim=-1), keys
     made = layer.make(**geometry)
     made.append(keys, values, valid=None if valid is None else valid.to(keys.device))
@@ -142,7 +142,7 @@ def _fill_index(
 
 
 def _copy(layer: Any, given: Any, like: Any) -> None:
-    """Copy the attributes of a layer of transformers, except the rows that an index stores."""
+    """Copy the attributes of a transformers layer, except keys and values that are in an index."""
     skipped = {*IndexedLayer.ours, *ROWS, "is_initialized"} if _is_indexed(layer) else set()
     for name, value in vars(given).items():
         if name not in skipped:
@@ -159,7 +159,8 @@ def _copied(value: Any) -> Any:
 
 
 def _check_like(name: str, value: Any, like: Any) -> None:
-    """Raise ValueError if a tensor's shape, dtype or device differs from the probe's."""
+    """Raise ValueError if the shape, dtype or device of a tensor differs from the same tensor of
+    the probe."""
     if isinstance(value, dict) and isinstance(like, dict):
         for key, one in value.items():
             _check_like(f"{name}[{key!r}]", one, like.get(key))
@@ -176,13 +177,12 @@ def _check_rows(given: Any, like: Any) -> None:
 
 
 def _kind(layer: Any, given: Any) -> type | None:
-    """Return the class as which `layer` is filled from `given`, or None if that is impossible."""
+    """Return the transformers class whose attributes to copy from `given` to `layer`, or None if
+    `given` has the wrong class."""
     kind = type(given)
     if isinstance(layer, SlidingLayer) or type(layer) is DynamicSlidingWindowLayer:
         window = getattr(given, "sliding_window", layer.sliding_window)
-        whole = (
-            kind is DynamicLayer
-        )  # it stores all tokens, as its cache was made without a configuration
+        whole = kind is DynamicLayer  # a cache made without a configuration stores all tokens
         same = kind is DynamicSlidingWindowLayer and window == layer.sliding_window
         return DynamicSlidingWindowLayer if whole or same else None
     if isinstance(layer, HybridLayer):
@@ -192,7 +192,7 @@ def _kind(layer: Any, given: Any) -> type | None:
 
 
 def _source_class(layer: Any) -> str:
-    """Name transformers' class from which `layer` can be filled, for an error text."""
+    """Return the name of the class that `past` must have at this layer, for an error message."""
     if isinstance(layer, SlidingLayer) or type(layer) is DynamicSlidingWindowLayer:
         return f"DynamicSlidingWindowLayer of {layer.sliding_window} tokens, or a DynamicLayer"
     if isinstance(layer, HybridLayer):
@@ -205,7 +205,7 @@ def _is_indexed(layer: Any) -> bool:
 
 
 def _has_tokens(layer: Any) -> bool:
-    """Return True if a layer stores tokens."""
+    """Return True if a layer contains tokens."""
     if isinstance(layer, IndexedLayer):
         return layer.attention is not None
     if isinstance(layer, DynamicLayer):

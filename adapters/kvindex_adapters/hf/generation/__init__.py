@@ -1,1 +1,1 @@
-"""Prompts and conversations: encode, read into a cache, continue."""
+"""Prompts and chats: encode prompts, prefill a cache with them, and continue a chat in a cache."""

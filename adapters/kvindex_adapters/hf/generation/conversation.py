@@ -1,4 +1,4 @@
-"""Continue the tokens or the conversation that a cache stores, or branch from them."""
+"""Continue or branch the token sequence, or the chat, that a cache already contains."""
 
 from __future__ import annotations
 
@@ -25,32 +25,34 @@ from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.cache.cache import IndexCache
 
 USED = ("refuse", "continue", "branch")
-"""Values of the option `used`: how `generate` treats a cache that stores tokens."""
+"""Values of the option `used`, which says what `generate` does with a cache that already contains
+tokens."""
 
 HISTORY_OPTIONS: dict[str, Any] = dict(repetition_penalty=1.0, no_repeat_ngram_size=0, min_length=0)
-"""Options of `model.generate` that read ids before the prompt -> the value that turns each off."""
+"""Maps options of `model.generate` that depend on the ids of earlier tokens to the values that turn
+the options off."""
 
 
 def check_follows(cache: object, used: str, *, allowed: tuple[str, ...] = USED) -> IndexCache:
-    """Check that a prompt may be read into a cache.
+    """Check that a prompt may be appended to a cache.
 
     Args:
         cache: The cache.
-        used: The option of `generate`.
+        used: What to do if the cache already contains tokens: "refuse", "continue" or "branch".
         allowed: Allowed values of `used`.
 
     Returns:
         The cache.
 
     Raises:
-        ValueError: The cache does not come from `attach`, stores several sequences, or stores
-            tokens and `used` is "refuse"; or `used` is wrong.
+        ValueError: The cache was not made by `attach`, or contains several sequences. Or it
+            contains tokens and `used` is "refuse". Or `used` is not in `allowed`.
         UnsupportedError: `used` is "branch", and the model has linear attention.
-        RuntimeError: The context of `attach` has ended, or a step has failed half way.
+        RuntimeError: The `attach` context has ended, or a forward pass has failed half way.
     """
     if not isinstance(cache, IndexCache):
         raise ValueError(
-            f"cache: got {type(cache).__name__}, allowed is what attach() gave: "
+            f"cache: got {type(cache).__name__}, allowed is a cache of attach(): "
             "with attach(model) as cache"
         )
     check.one_of("used", used, allowed)
@@ -59,16 +61,16 @@ def check_follows(cache: object, used: str, *, allowed: tuple[str, ...] = USED) 
     if length and used == "refuse":
         others = " or ".join(f'used="{name}"' for name in allowed if name != "refuse")
         raise ValueError(
-            f"cache: got one that holds {length} tokens, allowed is an empty one; for a prompt "
-            f"that follows them pass {others}, to start again call cache.reset()"
+            f"cache: got a cache with {length} tokens; to continue after these tokens, pass "
+            f"{others}; to begin with an empty cache, call cache.reset()"
         )
     batch = max((layer.batch_size for layer in cache.attention_layers()), default=1)
     if batch > 1:
-        raise ValueError(f"cache: got one of {batch} sequences, allowed is one sequence")
+        raise ValueError(f"cache: got a cache of {batch} sequences, allowed is 1")
     if used == "branch" and any(hasattr(layer, "recurrent_states") for layer in cache.layers):
         raise UnsupportedError(
-            'used: got "branch", allowed is "continue" for a model with linear attention, whose '
-            "state cannot go back; pass a copy.deepcopy of the cache to keep it as it is"
+            'used: got "branch" for a model with linear attention, whose state cannot be restored; '
+            'pass used="continue" and copy.deepcopy(cache), which leaves the cache unchanged'
         )
     return cache
 
@@ -79,12 +81,13 @@ class CannotForgetError(UnsupportedError):
 
 @contextmanager
 def following(cache: IndexCache, used: str, keep: int | None = None) -> Iterator[IndexCache]:
-    """Yield the cache, and restore it after a failure or a branch.
+    """Context manager that restores the cache after an error, or if `used` is "branch".
 
     Args:
-        cache: The cache that the prompt follows.
-        used: "continue" or "branch", as in `generate`; "refuse" for an empty cache.
-        keep: Number of first tokens to which the cache is cropped at the beginning; None keeps all.
+        cache: The cache to which the prompt is appended.
+        used: "continue" or "branch"; or "refuse" for an empty cache.
+        keep: Number of tokens to which the cache is truncated at the beginning. None keeps all
+            tokens.
 
     Yields:
         The cache.
@@ -94,7 +97,7 @@ def following(cache: IndexCache, used: str, keep: int | None = None) -> Iterator
     """
     ids, conversation, done = cache.ids, cache.conversation, False
     cuts = keep is not None and keep < cache.get_seq_length()
-    # a checkpoint becomes invalid once tokens are removed and new tokens overwrite their rows
+    # new tokens overwrite removed tokens, which a checkpoint could not restore, so make a fork
     fork = cache.fork() if cuts else None
     before: Any = None if cuts else cache.checkpoint()
     try:
@@ -112,24 +115,23 @@ def following(cache: IndexCache, used: str, keep: int | None = None) -> Iterator
 
 
 def _cut(cache: IndexCache, keep: int) -> None:
-    """Crop a cache whose ids are known to its first `keep` tokens."""
+    """Truncate a cache with known token ids to its first `keep` tokens."""
     length, ids = cache.get_seq_length(), cache.ids
     assert ids is not None
     try:
         cache.crop(keep - length)
     except (RuntimeError, ValueError) as error:
         raise CannotForgetError(
-            "prompt: got a conversation for which the chat template produces other tokens than the "
-            f"cache stores, from token {keep} of {length} on. This cache cannot forget tokens "
-            "(full sliding windows have lost older rows, and linear attention overwrites its "
-            "state), so allowed is a conversation that begins with all stored tokens; or call "
-            "cache.reset() and pass the whole conversation"
+            "prompt: got a conversation whose tokens differ from those in the cache, from token "
+            f"{keep} of {length} on. Tokens cannot be removed from this cache (a full sliding "
+            "window has discarded older tokens, or linear attention has overwritten its state). "
+            "Call cache.reset() and pass the whole conversation"
         ) from error
     cache.ids = ids[:keep]
 
 
 def past_ids(cache: Any) -> Tensor | None:
-    """Return the ids int64 `[N]` of the cache's tokens, or None if they are not known."""
+    """Return the ids int64 `[N]` of the tokens in the cache, or None if the ids are unknown."""
     if not cache.get_seq_length():
         return torch.empty(0, dtype=torch.int64)
     return getattr(cache, "ids", None)
@@ -138,13 +140,13 @@ def past_ids(cache: Any) -> Tensor | None:
 def remember(
     cache: IndexCache, past: Tensor | None, ids: Tensor, messages: Messages | None = None
 ) -> None:
-    """Record the ids and messages that a cache stores now.
+    """Record the ids and chat messages of the tokens in a cache.
 
     Args:
-        cache: The cache, which already stores the tokens.
-        past: Ids int64 `[P]` of the tokens before the call. If None, nothing is recorded.
-        ids: Int64 `[N]`, the ids of the tokens of this call.
-        messages: The messages of the whole conversation, or None if the tokens are not one.
+        cache: The cache, which already contains the tokens.
+        past: Ids int64 `[P]` of the tokens before this call. If None, nothing is recorded.
+        ids: Int64 `[N]`, the ids that this call has appended.
+        messages: All messages of the chat, or None if the tokens are not a chat.
     """
     if past is not None:
         cache.ids = torch.cat([past.to(ids), ids])
@@ -152,33 +154,33 @@ def remember(
 
 
 def check_past_known(config: Any, options: dict[str, Any]) -> None:
-    """Raise ValueError if an option reads ids before the prompt, which are unknown."""
+    """Raise ValueError if an option depends on the ids of earlier tokens, which are unknown."""
     for name, unused in HISTORY_OPTIONS.items():
         value = options.get(name, getattr(config, name, None))
         if value is not None and value != unused:
             raise ValueError(
-                f"{name}: got {value!r}, allowed is {unused!r} with a cache that holds tokens of "
-                "other calls than kvhf.read and kvhf.generate: it reads the ids of these tokens"
+                f"{name}: got {value!r}, allowed is {unused!r}, because {name} needs the ids of "
+                "all tokens, and calls other than kvhf.read and kvhf.generate filled this cache"
             )
 
 
-# Continuing the tokens that a cache stores
+# Continue the tokens in a cache
 
 
 class KnowsTokens(Protocol):
-    """A cache, or a session of the decoder, that records which tokens it stores."""
+    """Protocol for a cache or a decoder session that records the ids and messages of its tokens."""
 
     ids: Tensor | None
     conversation: Conversation | None
 
 
 class Turn(NamedTuple):
-    """How a prompt continues the stored tokens.
+    """How a prompt continues the tokens in a cache.
 
     Args:
-        keep: The first `keep` stored tokens stay; the others are removed.
-        ids: Int64 `[N]`, the ids to read after them.
-        messages: The messages of the whole conversation, or None if the prompt is text or ids.
+        keep: Number of tokens of the cache to keep. Later tokens are removed.
+        ids: Int64 `[N]`, the ids to append after these.
+        messages: All messages of the chat, or None if the prompt is text or ids.
     """
 
     keep: int
@@ -186,7 +188,7 @@ class Turn(NamedTuple):
     messages: Messages | None
 
     def answered(self, text: str) -> Messages | None:
-        """Add an answer to the messages.
+        """Append an answer to the messages.
 
         Args:
             text: The text of the answer.
@@ -209,7 +211,8 @@ def answered(messages: Messages, text: str) -> Messages:
 
 
 HISTORY_ROLES = {"system", "developer", "assistant"}
-"""Roles that only occur in a whole conversation, because new messages come from users and tools."""
+"""Roles by which a list of messages is recognized as a whole conversation. New messages have only
+the roles of users and tools."""
 
 
 def next_turn(
@@ -220,28 +223,29 @@ def next_turn(
     *,
     cue: bool = True,
 ) -> Turn:
-    """Find how a prompt continues the stored tokens.
+    """Determine which tokens of a cache to keep for a prompt, and which ids to append.
 
-    Text and ids are appended. Messages are either new messages or the whole conversation. They are
-    the whole conversation if they begin with all stored messages (the last of these may be longer
-    now), or if one of them has a role of `HISTORY_ROLES`. The chat template is applied to the whole
-    conversation, and the longest prefix of its ids that is already stored is kept.
+    Text and ids are appended after all tokens. Messages can be new messages, or a whole
+    conversation. They are a whole conversation if they begin with all messages in the cache (of
+    which the last may have become longer), or if a message has a role of `HISTORY_ROLES`. The chat
+    template is applied to the whole conversation, and the longest common prefix of its ids and the
+    ids in the cache is kept.
 
     Args:
         tokenizer: The model's tokenizer.
         prompt: Text, messages, ids int64 `[N]`, or a rendered conversation, which needs no relation
             to the stored one.
         past: The cache or session.
-        length: Number of tokens that `past` stores.
-        cue: Whether messages get the generation prompt of the chat template.
+        length: Number of tokens in `past`.
+        cue: Whether to add the generation prompt of the chat template after the messages.
 
     Returns:
-        The tokens to keep, and the ids to read.
+        The number of tokens to keep, and the ids to append.
 
     Raises:
-        ValueError: The stored conversation is unknown, or differs from the one in the prompt; also
-            what `encode_prompt` raises.
-        TypeError: The prompt is of another kind.
+        ValueError: The prompt consists of messages, and the cache contains unknown tokens or
+            another conversation. Or the chat template rejects the messages.
+        TypeError: The prompt is neither text, messages nor a tensor.
     """
     if isinstance(prompt, RenderedChat):
         stored = torch.empty(0) if past.ids is None else past.ids
@@ -254,8 +258,8 @@ def next_turn(
     prompt = check_messages(prompt)
     if past.ids is None:
         raise ValueError(
-            f"prompt: got messages, allowed is text or ids with a cache of {length} tokens that "
-            "were not put there by read and generate: the conversation so far is not known"
+            f"prompt: got messages, but the conversation in the cache is unknown, because calls "
+            f"other than read and generate have added some of its {length} tokens; pass text or ids"
         )
     known = messages_of(past.ids, past.conversation)
     messages = deepcopy(_whole(prompt, known))
@@ -263,9 +267,9 @@ def next_turn(
     keep = common_length([past.ids, ids])
     if known is None and keep < length and not (keep and _is_history(messages)):
         raise ValueError(
-            f"prompt: got messages, with which the chat template does not continue the {length} "
-            "tokens of the cache, because those do not come from messages; allowed are text, ids, "
-            "or the whole conversation, from the first token of the cache on"
+            f"prompt: got messages, but the {length} tokens in the cache do not come from "
+            "messages, and the chat template does not continue them; pass text, ids, or a whole "
+            "conversation that begins with the first token in the cache"
         )
     return _continued(keep, ids, messages)
 
@@ -273,15 +277,16 @@ def next_turn(
 def _continued(keep: int, ids: Tensor, messages: Messages) -> Turn:
     """Keep the first `keep` of the ids, which are stored, and read the others."""
     if keep == len(ids):
-        keep = max(keep - 2, 0)  # read two tokens or more: a step of one would search
+        # append at least two tokens, because a forward pass of one token would search the index
+        keep = max(keep - 2, 0)
     return Turn(keep, ids[keep:], messages)
 
 
 def _whole(prompt: Messages, known: Messages | None) -> Messages:
-    """Join the stored messages and those of a prompt to the whole conversation.
+    """Return the whole conversation: the messages in the cache, followed by new messages.
 
-    Raises ValueError if the prompt is itself a whole conversation that does not begin with the
-    stored messages.
+    A prompt that is itself a whole conversation is returned unchanged. Raises ValueError if its
+    first message differs from the first message in the cache.
     """
     if known is None or _begins_with(prompt, known):
         return prompt
@@ -289,10 +294,10 @@ def _whole(prompt: Messages, known: Messages | None) -> Messages:
         return [*known, *prompt]
     if not _same(prompt[0], known[0]):
         raise ValueError(
-            f"prompt: got messages with the role {_role(prompt)!r}, so a whole conversation, which "
-            f"begins with {_shown(prompt[0])}; allowed is one that begins like the conversation of "
-            f"the cache, with {_shown(known[0])}, or only new messages; to begin another "
-            "conversation, call cache.reset()"
+            f"prompt: got a whole conversation (it has the role {_role(prompt)!r}) that begins "
+            f"with {_shown(prompt[0])}, but the conversation in the cache begins with "
+            f"{_shown(known[0])}; pass a conversation with the same beginning, or only new "
+            "messages, or call cache.reset() first"
         )
     return prompt
 
@@ -302,13 +307,13 @@ def _is_history(messages: Messages) -> bool:
 
 
 def _role(messages: Messages) -> str:
-    """Return the first role that only occurs in a whole conversation."""
+    """Return the first role in the messages that occurs only in a whole conversation."""
     return next(str(m["role"]) for m in messages if m.get("role") in HISTORY_ROLES)
 
 
 def _begins_with(messages: Messages, others: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if `messages` begin with `others`. The last of these may be longer in
-    `messages`."""
+    """Return True if `messages` begins with the messages `others`. The last message of `others` may
+    have a longer text in `messages`."""
     if len(messages) < len(others):
         return False
     *before, last = others

@@ -1,4 +1,4 @@
-"""Prefill: read a prompt into a cache, chunk by chunk."""
+"""Chunked prefill: run a transformers model on a prompt, one chunk at a time."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ def read(
     chunk: int | None = None,
     on_progress: Progress | None = None,
 ) -> None:
-    """Read a prompt into a cache of `attach`, without answering it.
+    """Append a prompt to a cache of `attach`, without generating an answer.
 
     A call that fails leaves the cache unchanged.
 
     Args:
         model: The attached model.
         tokenizer: The model's tokenizer.
-        prompt: Plain text, messages for the tokenizer's chat template, or token ids int64 `[N]`, as
-            in `generate`. But no generation prompt is added after messages.
+        prompt: Plain text, chat messages, or token ids int64 `[N]`. The chat template is applied to
+            messages without a generation prompt.
         cache: The cache that `attach` yielded.
-        used: How to treat a cache that already stores tokens. "refuse" raises ValueError.
-            "continue" reads the prompt after the stored tokens, as in `generate`.
-        chunk: Number of tokens that are read at a time, at least 2. None chooses it as in
-            `generate`.
+        used: What to do if the cache already contains tokens. "refuse" raises ValueError.
+            "continue" appends the prompt.
+        chunk: Number of tokens per forward pass, at least 2. None means 1024 on a CPU, and 1024 to
+            4096 on a GPU.
         on_progress: Function that is called with the phase "prefill", the number of tokens done,
             and the number of tokens in total.
 
     Raises:
-        ValueError: The prompt is empty, a size is out of range, or the cache stores tokens and
+        ValueError: The prompt is empty, an option is out of range, or the cache contains tokens and
             `used` is "refuse".
         TypeError: The prompt is neither text, messages nor ids.
     """
@@ -78,7 +78,7 @@ def read(
 
 
 def default_chunk(model: PreTrainedModel) -> int:
-    """Choose the chunk size of a transformers model from the sizes in its configuration."""
+    """Choose the default chunk size, in tokens, for a transformers model."""
     sizes = model.config.get_text_config().to_dict()
     width = sizes.get("hidden_size")
     if width is None:
@@ -89,7 +89,8 @@ def default_chunk(model: PreTrainedModel) -> int:
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
-    """Count the ids that a model can embed. They may be more than the configured `vocab_size`."""
+    """Return the number of token ids that a model can embed. It may exceed the configured
+    `vocab_size`."""
     named = model.config.get_text_config(decoder=True).to_dict().get("vocab_size") or 0
     rows = model.get_input_embeddings()
     return max(named, rows.num_embeddings if isinstance(rows, nn.Embedding) else 0)
@@ -105,21 +106,22 @@ def prefill(
     room: int = 0,
     report: Progress | None = None,
 ) -> None:
-    """Read the beginning of a prompt into a cache, chunk by chunk.
+    """Run a model on the first `stop` tokens of a prompt, in chunks.
 
-    If rotary frequencies depend on the length of the sequence, each chunk gets those of the whole
-    prompt, as if it were read in one call. Models that cannot read chunks read it in one call.
-    Since a step of one token would search, no chunk has only one token.
+    If the rotary frequencies depend on the sequence length, each chunk uses the frequencies for the
+    whole prompt. Models that do not support chunks get all tokens in one call. No chunk has only
+    one token, because a forward pass of one token would search the index.
 
     Args:
         model: The model.
         ids: Int64 `[N]`, the ids of the whole prompt.
         cache: The cache.
-        stop: Number of ids to read.
-        chunk: Number of ids to read at a time. The last chunk may have one more.
-        room: Number of tokens for which to reserve memory in the background after the first chunk,
-            or 0.
-        report: Called after each chunk, as `on_progress` of `generate`.
+        stop: Number of ids to process.
+        chunk: Number of ids per forward pass. The last chunk may have one more.
+        room: Number of tokens for which the indexes reserve memory in the background, after the
+            first chunk. 0 reserves nothing.
+        report: Called after each chunk with "prefill", the number of tokens done, and the total
+            number.
     """
     embeddings, before = length_dependent(model), cache.get_seq_length()
     for start, end in chunks(stop, chunk if reads_chunks(model) else stop):

@@ -1,4 +1,5 @@
-"""Find the tokens that end a sentence, for indexes that read the text (`sentencekv`)."""
+"""Find a tokenizer's sentence-ending tokens, for indexes that split the text into sentences
+(`sentencekv`)."""
 
 from __future__ import annotations
 
@@ -11,14 +12,16 @@ from kvindex.core.config import parse_spec
 from kvindex_adapters.common.layer_options import IndexFactory
 
 ENDS = ".!?…。！？؟।\n"
-"""Characters that end a sentence. The newline is for texts without punctuation (code, lists)."""
+"""Characters that end a sentence. The newline is included for code and lists, which have little
+punctuation."""
 
 CLOSES = "\"'”’»)]"
-"""Characters that still belong to a sentence if they follow its end."""
+"""Closing quotes and brackets, which may follow the end of a sentence and still belong to the
+sentence."""
 
 
 def sentence_ends(tokenizer: Any) -> tuple[int, ...]:
-    """Find the tokens that end a sentence.
+    """List the token ids that end a sentence.
 
     A token ends a sentence if its text ends with one of the characters `.!?…。！？؟।` or a newline,
     possibly followed by spaces, closing quotes or closing brackets. Special tokens do not count.
@@ -27,7 +30,7 @@ def sentence_ends(tokenizer: Any) -> tuple[int, ...]:
         tokenizer: A tokenizer of transformers.
 
     Returns:
-        The ids of these tokens in ascending order.
+        Token ids in ascending order.
     """
     ids = range(len(tokenizer))
     texts = tokenizer.batch_decode([[i] for i in ids], clean_up_tokenization_spaces=False)
@@ -42,15 +45,18 @@ def punctuated(
     tokenizer: Any,
     attach_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Add the option `punctuation` for an index that has this option, unless it has a value.
+    """Set the index option `punctuation` to the tokenizer's sentence-ending tokens.
+
+    This applies only if the index has this option and the caller has not set it.
 
     Args:
-        index: As in `attach`. For a function that makes an index, nothing is added.
+        index: Name of an index, possibly with options. A function that makes an index gets no
+            option.
         tokenizer: The model's tokenizer.
-        attach_options: Options of `attach`.
+        attach_options: Keyword arguments of `attach` from the caller.
 
     Returns:
-        All options of `attach`.
+        Keyword arguments of `attach`, with the added option.
     """
     options = dict(attach_options or {})
     if not isinstance(index, str):

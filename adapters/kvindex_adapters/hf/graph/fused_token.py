@@ -1,7 +1,8 @@
-"""`FusedToken`: runs a decode step of an attached Llama-family model with the decoder's kernels.
+"""`FusedToken`: runs the decode steps of an attached Llama-family model with fused kernels.
 
-The kernels read the model's own weights in place and attend through the layers of the model's
-cache. transformers still runs the head, logits processors, sampling and stopping criteria.
+The kernels are those of the minimal decoder. They use the model's weights without copying them, and
+the attention layers of the cache. transformers still runs the language-model head, logits
+processors, sampling and stopping criteria.
 """
 
 from __future__ import annotations
@@ -38,29 +39,31 @@ from kvindex_adapters.llama.weights import (
 )
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Allowed dtypes of weights, which are those of the kernels' activations."""
+"""Allowed dtypes of weights. The kernels compute activations in the same dtype."""
 
 READ = ("input_ids", "position_ids", "attention_mask", "past_key_values", "cache_position")
-"""Arguments of the decoder's call that the kernels use, or that only repeat other arguments."""
+"""Arguments of the decoder's forward call that the kernels use, or that repeat information in other
+arguments."""
 
 NO_EFFECT: dict[str, tuple[object, ...]] = {
     "use_cache": (None, True),
     "return_dict": (None, True),
 }
-"""Other arguments -> their values without effect. For unlisted arguments these are None and
-False."""
+"""Maps further arguments to the values with which they have no effect. For unlisted arguments these
+values are None and False."""
 
 
 class Step(NamedTuple):
-    """A cache layer, through which `FusedBody` attends."""
+    """Passes one layer's attention to `FusedBody`, which calls `step`."""
 
     step: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class FusedToken:
-    """Runs a decode step with fused kernels. The model's modules are read again when they change.
+    """Runs the decoder's forward pass of one token with fused kernels.
 
-    It refers to weights from the time `refusal` reads the decoder until `forget` is called.
+    Call `refusal` before `forward`: it reads the weights again if the model has changed. The object
+    refers to the weights until `forget` is called.
     """
 
     def __init__(self, decoder: PreTrainedModel) -> None:
@@ -68,18 +71,18 @@ class FusedToken:
         self.forget()
 
     def forget(self) -> None:
-        """Drop all references to weights."""
+        """Delete all references to the weights."""
         self._state: ModuleState | None = None
         self._body: tuple[FusedBody, Norm, int, list[float]] | None = None
         self._refusal = ""
         self.reading: object = object()
-        """An object that identifies the current weights and their addresses. It is replaced when
+        """Identifies the current weights and their addresses: replaced by a new object when the
         weights are read again."""
 
     @contextmanager
     def laid_together(self) -> Iterator[None]:
-        """Inside the context, store weights that one product reads (as for Q, K, V) in one
-        tensor."""
+        """Context manager that moves weights with the same input (Q, K and V; gate and up) next to
+        each other in memory, so that one matrix product can use them."""
         apart = [modules for modules in products(self._decoder) if not are_joined(*modules)]
         try:
             for modules in apart:
@@ -87,12 +90,13 @@ class FusedToken:
             yield
         finally:
             self.forget()
-            with suppress(torch.OutOfMemoryError):  # if memory is short, they stay in one tensor
+            with suppress(torch.OutOfMemoryError):  # if memory is short, the weights stay adjacent
                 for modules in apart:
                     separate_in_memory(*modules)
 
     def refusal(self) -> str:
-        """Return why kernels cannot compute the decoder in its current state, or ""."""
+        """Return the reason why the kernels cannot run the decoder in its present state, or "" if
+        they can."""
         if self._state is None or not self._state.unchanged:
             self.forget()
             self._refusal = decoder_refusal(self._decoder)
@@ -114,17 +118,17 @@ class FusedToken:
     def forward(
         self, cache: IndexCache, ids: Tensor, positions: Tensor, *, captured: bool
     ) -> BaseModelOutputWithPast:
-        """Compute the decoder's output for one token per sequence.
+        """Run the decoder on one token of each sequence.
 
         Args:
             cache: The cache.
             ids: Int64 `[B, 1]`.
             positions: Int64 `[B or 1, 1]`.
-            captured: Whether the call is captured as a graph, in which layers count tokens on the
-                device. No token may be padding, captured or not.
+            captured: Whether a CUDA graph captures the call. Layers then count tokens on the
+                device. In both cases no token may be padding.
 
         Returns:
-            The output, with the last hidden state and the cache.
+            The last hidden states and the cache.
         """
         assert self._body is not None
         body, norm, head_dim, scales = self._body
@@ -142,11 +146,12 @@ class FusedToken:
 
 
 class FusedGraph(TokenGraph):
-    """Runs the decode steps of one cache with fused kernels, as replays of a graph where possible.
+    """Runs the decode steps of one cache with fused kernels, as replays of a CUDA graph if
+    possible.
 
-    The first step of each kind launches its kernels one by one, because this compiles them and
-    allocates memory. Steps are not traced and compared, as the graph does not run the model's own
-    forward pass.
+    The first step with new weights or shapes launches its kernels one by one, which compiles them
+    and allocates memory. Steps need not be traced, because the graph does not contain the model's
+    own forward pass.
 
     Args:
         fused: The fused decode step of the model.
@@ -160,16 +165,16 @@ class FusedGraph(TokenGraph):
         super().__init__(asked=True)
 
     def another(self) -> FusedGraph:
-        """Make an empty object for a copy of the cache."""
+        """Make an object without a captured graph, for a copy of the cache."""
         return FusedGraph(self._fused)
 
     @property
     def checks(self) -> bool:
-        """False, because the kernels use the mask only as padding."""
+        """Always False, because the kernels use the mask only for padding."""
         return False
 
     def run(self, forward: Forward, cache: IndexCache, **given: Any) -> Any:
-        """Compute the decoder's output for the first step of a kind."""
+        """Run the first decode step with new weights or shapes, without a graph."""
         cache.padding.all_real = True
         output = self._output_of(cache, captured=False)
         self._alike, self._reading = True, self._fused.reading
@@ -201,7 +206,8 @@ def check_fused(
     coverage: float | None,
     dense_layers: Collection[int],
 ) -> None:
-    """Raise UnsupportedError if the kernels do not support a model or an option of `attach`."""
+    """Raise UnsupportedError if `fused=True` does not support the model or another option of
+    `attach`."""
     if token_graph is False:
         raise UnsupportedError("token_graph: got False, allowed with fused=True is True or None")
     if coverage is not None:
@@ -210,23 +216,21 @@ def check_fused(
         raise UnsupportedError(f"dense_layers: got {dense_layers}, allowed with fused=True is ()")
     check_family(model)
     if why := decoder_refusal(model.base_model):
-        raise UnsupportedError(
-            f"fused: got True for a model that the kernels do not support; {why}"
-        )
+        raise UnsupportedError(f"fused: got True, but the kernels do not support this model: {why}")
 
 
 def check_fused_indexes(indexes: Iterable[KVIndex]) -> None:
-    """Raise UnsupportedError for an index whose steps cannot be captured as a graph."""
+    """Raise UnsupportedError for an index whose search cannot be part of a CUDA graph."""
     for index in indexes:
         if isinstance(index, Wrapper) or not isinstance(index, CapturesStep):
             raise UnsupportedError(
-                f"index: got {type(index).__name__}, whose steps are no kernels that read the "
-                "device's counts; allowed with fused=True is one that has them"
+                f"index: got {type(index).__name__}, whose decode steps cannot be captured in a "
+                "CUDA graph; fused=True needs an index that supports this, such as pariskv"
             )
 
 
 def decoder_refusal(decoder: PreTrainedModel) -> str:
-    """Return why kernels cannot compute a decoder of the Llama family in its state, or ""."""
+    """Return the reason why the kernels cannot run this Llama-family decoder, or "" if they can."""
     try:
         check_modules(decoder)
     except UnsupportedError as error:
@@ -245,7 +249,8 @@ def decoder_refusal(decoder: PreTrainedModel) -> str:
 
 
 def weights_refusal(decoder: PreTrainedModel) -> str:
-    """Return why kernels cannot read a decoder's weights in place, or ""."""
+    """Return the reason why the kernels cannot use a decoder's weights without a copy, or "" if
+    they can."""
     for name, weight in decoder.named_parameters():
         if type(weight.data) is not Tensor:  # a sharded or quantized weight
             return f"{name}: got a {type(weight.data).__name__}, allowed is a plain tensor"
@@ -262,7 +267,8 @@ def weights_refusal(decoder: PreTrainedModel) -> str:
 
 
 def call_refusal(given: Mapping[str, Any]) -> str:
-    """Return why kernels cannot compute a call of one token, or ""."""
+    """Return the reason why the kernels cannot run a decode step with these arguments, or "" if
+    they can."""
     ids, positions = given.get("input_ids"), given.get("position_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype != torch.int64:
         return "input_ids: got none, allowed is int64 [B, 1]"

@@ -1,9 +1,8 @@
-"""`RunAhead`: a decoding loop that launches the next steps before the host has read the last
-tokens.
+"""`RunAhead`: a decoding loop for `model.generate` in which the GPU does not wait for the host.
 
-In transformers' own loop the host checks after each step whether the answer has ended, so that the
-device waits for the host. In this loop the host reads tokens from pinned memory, up to `AHEAD`
-steps later. Steps that were launched after the end of the answer are undone.
+In transformers' own loop the host checks after each step whether the answer has ended, and the GPU
+waits. In this loop the host launches further steps first, and reads tokens from pinned memory up to
+`AHEAD` steps later. Steps that ran past the end of the answer are undone.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ from kvindex_adapters.hf.model.rotary import keeps_longest
 from kvindex_adapters.hf.unsupported import ASSISTED
 
 RUNS_AHEAD = {"cuda"}
-"""Types of devices that work concurrently with the host. Tests add `cpu`."""
+"""Device types that run concurrently with the host. Tests add `cpu`."""
 
 CHECKPOINT = 16
-"""Number of tokens between two checkpoints of the cache. If an answer ends before its maximum
-length, at most this number of tokens is computed again. A checkpoint takes the host about as long
-as a decode step."""
+"""Number of tokens between two checkpoints of the cache. If an answer ends early, the cache returns
+to a checkpoint, and at most this number of tokens is computed again. Making a checkpoint takes the
+host about as long as a decode step."""
 
 OTHER_LOOPS = (
     *ASSISTED,
     *("penalty_alpha", "dola_layers", "constraints", "force_words_ids", "custom_generate"),
-    # these are the caller's code, which would see tokens that are later removed
+    # the caller's code would see tokens that are removed later
     *("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"),
     "synced_gpus",
 )
-"""Options of `model.generate` that need transformers' own loops."""
+"""Options of `model.generate` that require transformers' own decoding loops."""
 
 
 def decoding_options(
@@ -49,23 +48,23 @@ def decoding_options(
     streamer: BaseStreamer,
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Add the options to `model.generate` that make it decode with `RunAhead`, if possible.
+    """Extend options of `model.generate` so that it decodes with `RunAhead`, if possible.
 
     Args:
         model: The model.
-        tokenizer: Its tokenizer, for stop strings.
-        cache: The `past_key_values`.
+        tokenizer: The model's tokenizer, for stop strings.
+        cache: The cache to be passed as `past_key_values`.
         streamer: The streamer, which must also be passed to `model.generate`.
-        options: Options of the caller.
+        options: The caller's options of `model.generate`.
 
     Returns:
-        All options.
+        The caller's options and the added options.
     """
     strings = _option(model, options, "stop_strings")
     if not _runs_ahead(model, cache, options):
         return options if strings is None else {**options, "tokenizer": tokenizer}
     more: dict[str, Any] = {"custom_generate": RunAhead(cache, streamer).decode}
-    if strings is not None:  # transformers does not pass the tokenizer to a custom loop
+    if strings is not None:  # transformers does not pass the tokenizer to a custom decoding loop
         more["stop_strings"] = None
         more["stopping_criteria"] = [StopStringCriteria(tokenizer, strings)]
     return {**options, **more}
@@ -74,30 +73,32 @@ def decoding_options(
 def _runs_ahead(model: PreTrainedModel, cache: Any, options: dict[str, Any]) -> bool:
     if not isinstance(cache, IndexCache) or model.device.type not in RUNS_AHEAD:
         return False
-    if keeps_longest(model):  # rotary frequencies would depend on removed tokens
+    if keeps_longest(model):  # rotary frequencies would depend on tokens that are removed later
         return False
     others = any(_option(model, options, name) not in (None, False) for name in OTHER_LOOPS)
     return not others and _option(model, options, "use_cache") is not False
 
 
 def _option(model: PreTrainedModel, options: dict[str, Any], name: str) -> Any:
-    """Find the value of an option as `model.generate` does, in options and configurations."""
+    """Look up an option as `model.generate` does: in the options, then in the generation
+    configurations."""
     configs = options.get("generation_config"), model.generation_config
     values = [getattr(config, name, None) for config in configs]
     return options[name] if name in options else next((v for v in values if v is not None), None)
 
 
 class RunAhead:
-    """Decodes one answer. Pass `decode` to `model.generate` as `custom_generate`.
+    """A custom decoding loop for one answer. Pass its method `decode` as `custom_generate`.
 
     Args:
         cache: The cache.
-        streamer: A streamer, which gets each token of the answer once, as in transformers' loop.
+        streamer: A transformers streamer, which gets each token of the answer once.
     """
 
     def __init__(self, cache: IndexCache, streamer: BaseStreamer) -> None:
         self._cache, self._streamer = cache, streamer
-        # the last two checkpoints: number of ids, arguments of the next step, state of the cache
+        # the last two checkpoints, each (number of ids, arguments of the next step, state of the
+        # cache)
         self._checkpoints: deque[tuple[int, dict[str, Any], Any]] = deque(maxlen=2)
         self._generator_states: deque[tuple[int, Tensor]] = deque(maxlen=AHEAD + 2)
 
@@ -110,25 +111,25 @@ class RunAhead:
         generation_config: Any,
         **given: Any,
     ) -> Tensor:
-        """Decode an answer, with the arguments of transformers' loop.
+        """Generate an answer. `model.generate` calls this with the arguments of its own loop.
 
-        Tokens and cache are the same as with transformers' loop and the same seed.
+        The tokens and the cache are the same as with transformers' loop and the same seed.
 
         Args:
             model: The model.
             input_ids: Int64 `[1, N]`, the ids of the prompt.
             logits_processor: Transformers' logits processors.
-            stopping_criteria: Transformers' criteria. They may only read the ids, which are on the
-                CPU, and must include the maximum length.
+            stopping_criteria: Transformers' stopping criteria, which must include the maximum
+                length. They get ids on the CPU, and no scores.
             generation_config: Transformers' generation configuration.
-            **given: Arguments of the model.
+            **given: Keyword arguments for the model's forward pass.
 
         Returns:
             Int64 `[1, M]`, the ids of prompt and answer.
 
         Raises:
-            RuntimeError: Logits contain NaN or infinity.
-            RankError: Another process does not respond.
+            RuntimeError: The probabilities of a sampled token are NaN.
+            RankError: Another rank does not respond in time.
         """
         sampled, device = bool(generation_config.do_sample), input_ids.device
         start, limit = input_ids.shape[1], stopping_criteria.max_length
@@ -155,7 +156,9 @@ class RunAhead:
                         del outputs
                     token, *wrong = ring.take().tolist()
                     if any(wrong):
-                        raise RuntimeError("logits: got NaN or infinity, allowed are numbers")
+                        raise RuntimeError(
+                            "logits: got NaN or infinity, allowed are finite numbers"
+                        )
                     seen[0, read], read = token, read + 1
                     ended = bool(stopping_criteria(seen[:, :read], None))
                     self._streamer.put(seen[0, read - 1 : read].clone())
@@ -167,17 +170,18 @@ class RunAhead:
         return ids[:, :read]
 
     def _goes_back(self) -> bool:
-        """Return True if all layers can be restored from a checkpoint."""
+        """Return True if every layer of the cache can return to a checkpoint."""
         indexes = self._cache.indexes()
         return not self._cache.overwrites and all(isinstance(one, Restorable) for one in indexes)
 
     def _add_checkpoint(self, made: int, given: dict[str, Any]) -> None:
-        """Make a checkpoint before the next step, if the last one is old enough."""
+        """Make a checkpoint if the last one is at least `CHECKPOINT` tokens old."""
         if not self._checkpoints or made - self._checkpoints[-1][0] >= CHECKPOINT:
             self._checkpoints.append((made, dict(given), self._cache.checkpoint()))
 
     def _cut(self, model: Any, ids: Tensor, read: int) -> None:
-        """Undo all steps after the one that produced id number `read`."""
+        """Undo the steps that ran past the end of the answer, which has `read` ids including the
+        prompt."""
         made, given, before = next(one for one in reversed(self._checkpoints) if one[0] <= read)
         self._cache.rollback(before)
         for length in range(made, read):
@@ -189,14 +193,15 @@ class RunAhead:
 
 
 def _with_room(ids: Tensor, length: int) -> Tensor:
-    """Extend ids int64 `[1, N]` with zeros to `[1, length]`."""
+    """Extend ids int64 `[1, N]` to `[1, length]`, with zeros at the end."""
     return torch.cat([ids, ids.new_zeros(1, length - ids.shape[1])], dim=1)
 
 
 def _without_mask(given: dict[str, Any]) -> dict[str, Any]:
-    """Remove a mask of ones if there are positions, so that the host need not read it in each step.
+    """Remove an attention mask of ones if positions are given.
 
-    Versions of transformers after 5.17 remove such a mask themselves.
+    Otherwise the host would have to read the mask from the GPU in each step. Versions of
+    transformers after 5.17 remove such a mask themselves.
     """
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     if mask is None or positions is None or not bool((mask == 1).all()):
@@ -205,35 +210,38 @@ def _without_mask(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _forward(model: Any, ids: Tensor, given: dict[str, Any]) -> Any:
-    """Run the model on the last of ids `[1, N]`, as transformers' loop does."""
+    """Run the model on the last token of `ids` `[1, N]`, as transformers' loop does."""
     inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **given)
     return model(**inputs, return_dict=True)
 
 
 def _next_token(scores: Tensor, sampled: bool) -> Tensor:
-    """Choose the next token by scores `[1, V]`.
+    """Choose the next token from scores `[1, V]`, without waiting for the device.
 
-    To sample, each token's probability is divided by a random number of an exponential
-    distribution, and the largest quotient wins. `torch.multinomial` does the same, but the host
-    would wait for its check of the probabilities.
+    To sample, each token's probability is divided by an exponential random number, and the token
+    with the largest quotient is chosen. `torch.multinomial` does the same, but makes the host wait
+    for a check of the probabilities.
 
     Args:
         scores: `[1, V]`, on the device.
-        sampled: Whether to sample. If not, the largest score wins.
+        sampled: Whether to sample. If False, the token with the largest score is chosen.
 
     Returns:
-        Int64 `[1]`, the token; if sampled, `[2]`, the token and 1 if probabilities are NaN, else 0.
+        Without sampling, the token, int64 `[1]`. With sampling, int64 `[2]`: the token, and 1 if
+        the probabilities are NaN, otherwise 0.
     """
     if not sampled:
         return scores.argmax(-1)
     probabilities = scores.softmax(-1)
     times = torch.empty_like(probabilities).exponential_()
     token = torch.div(probabilities, times, out=times).argmax(-1)
-    return torch.cat([token, probabilities[:, 0].isnan().long()])  # one NaN makes all of them NaN
+    return torch.cat(
+        [token, probabilities[:, 0].isnan().long()]
+    )  # softmax makes all probabilities NaN if one score is NaN
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """Return torch's default random generator of a device."""
+    """Return torch's default random number generator for a device."""
     if device.type != "cuda":
         return torch.default_generator
     number = torch.cuda.current_device() if device.index is None else device.index

@@ -1,10 +1,10 @@
 """`TokenGraph`: replays the decode steps of a transformers model as one CUDA graph.
 
-A decode step is the decoder's forward pass of one token per sequence. A graph repeats the same
-operations on the same addresses. So steps can be captured if two successive steps run the same
-operations. To find out, the first steps are traced operation by operation (`trace.Trace`). Later
-steps are replays as long as weights, modules, cache layers and the buffers of the indexes stay at
-their addresses. Any other step runs as usual.
+A decode step is the decoder's forward pass with one token per sequence. A CUDA graph repeats the
+same operations on the same addresses, so it can replace a decode step only if successive steps run
+the same operations. To verify this for any model, the first steps are traced operation by operation
+(`trace.Trace`) and compared. Later steps are replays while weights, modules, cache layers and index
+buffers stay at the same addresses. All other steps run without a graph.
 """
 
 from __future__ import annotations
@@ -34,34 +34,35 @@ from kvindex_adapters.hf.graph.trace import Trace, difference
 from kvindex_adapters.hf.model.module_state import ModuleState
 
 TRACES = 4
-"""Maximum number of steps that are traced for a graph. More than two may be necessary, because the
-first steps may allocate tensors that later steps only read."""
+"""Maximum number of steps to trace before giving up. Two may not be enough, because the first steps
+may allocate tensors that later steps only read."""
 
 SHORT, SHORT_GRAPHS = 8, 3
-"""SHORT: replays after which capturing a graph has paid off. SHORT_GRAPHS: after this number of
-successive graphs with fewer replays, no more graphs are captured."""
+"""A graph with fewer than `SHORT` replays was not worth its capture. After `SHORT_GRAPHS` such
+graphs in succession, no more graphs are captured."""
 
 CACHE = object()
-"""Placeholder for the cache in a graph's output."""
+"""Placeholder for the cache in the output of a graph."""
 
 Forward = Callable[..., Any]
 Contents = dict[tuple[int, str, object], object]
 
 
 class TokenGraph:
-    """Runs the decode steps of one cache, as replays of a graph where possible.
+    """Runs the decode steps of one cache, as replays of a CUDA graph where possible.
 
-    It has no reference to the cache, so that an unused cache is freed immediately.
+    The object has no reference to the cache, so that an unused cache is freed immediately.
 
     Args:
-        asked: Whether the user has asked for the graph. If not, a failed capture causes no warning,
-            and steps of a model with a replaced forward method are not replayed.
+        asked: Whether the user passed `token_graph=True`. If not, a failed capture causes no
+            warning, and no graph is used for a model with a replaced forward method.
     """
 
     raises = False
-    """True if errors in `run` are passed to the caller; False if the step then runs as usual."""
+    """Whether an error in `run` is raised to the caller. If False, the step runs again without a
+    graph."""
     first, replayed = "it was compared with the next", "replays"
-    """Words of the report: why a traced step was no replay, and what replays are called."""
+    """Phrases in `report`: why a traced step was not a replay, and the name of replays."""
 
     def __init__(self, *, asked: bool = True) -> None:
         self.asked = asked
@@ -72,21 +73,21 @@ class TokenGraph:
 
     @property
     def report(self) -> str:
-        """How many decode steps were replays, and why the last one was not."""
+        """How many decode steps were graph replays, and why the last step was not."""
         said = f"{self._replays} of {self._tokens} tokens were {self.replayed}"
         return f"{said}; the last was not: {self._reason}" if self._reason else said
 
     def forget(self) -> None:
-        """Drop the graph and everything recorded about earlier steps."""
+        """Delete the graph and all records of earlier steps."""
         self._inputs = TokenInputs()
         self._begin()
 
     def another(self) -> TokenGraph:
-        """Make an empty object for a copy of the cache."""
+        """Make an object without a captured graph, for a copy of the cache."""
         return TokenGraph(asked=self.asked)
 
     def look_again(self) -> None:
-        """Read the padding again, because the tokens of the cache have changed."""
+        """Read the padding again before the next step, because tokens were added or removed."""
         self._inputs.look_again()
 
     def _begin(self) -> None:
@@ -96,8 +97,8 @@ class TokenGraph:
         self._compare_anew(traces=0)
 
     def _compare_anew(self, traces: int) -> None:
-        """Trace steps until two are equal. `traces` counts the steps traced since the last
-        graph."""
+        """Delete the graph, and trace steps until two are equal. `traces` is the number of steps
+        traced since the last graph."""
         self._traces, self._alike = traces, False
         self._module: ModuleState | None = None
         self._contents: list[object] = []
@@ -109,13 +110,13 @@ class TokenGraph:
         self._reads: list[object] = []
         self._output: tuple[list[Any], TreeSpec] | None = None
 
-    # One call of the decoder
+    # Run one call of the decoder
 
     def takes(self, forward: Forward, cache: IndexCache, given: Mapping[str, Any]) -> bool:
-        """Return True if `replay` can compute a call of the decoder. This may capture a graph.
+        """Return True if a graph replay can compute this call of the decoder. May capture a graph.
 
         Args:
-            forward: The function that is called.
+            forward: The decoder's forward method.
             cache: The cache.
             given: All arguments of the call, by name.
         """
@@ -127,7 +128,7 @@ class TokenGraph:
         layers = cache.attention_layers()
         self._reason = (
             self._refusal(cache, layers, given)
-            # for an existing graph, `prepare_replay` checks the layers instead
+            # for an existing graph, `prepare_replay` checks the layers later
             or ("" if self._graph is not None else layer_refusal(cache))
             or self._inputs.mask_refusal(given.get(MASK), layers[0])
         )
@@ -156,25 +157,25 @@ class TokenGraph:
 
     @property
     def comparing(self) -> bool:
-        """True if `run` compares the call with the one before or after it."""
+        """True if `run` traces the current call, to compare it with another step."""
         return self._comparing
 
     @property
     def checks(self) -> bool:
-        """True if the output of `run` must be compared with a call that passes all arguments.
+        """True if the caller must compare the output of `run` with that of an ordinary call.
 
-        `run` does not pass the padding mask. If tokens are padded, a model might read the mask
-        outside of attention, too.
+        `run` does not pass the padding mask to the model. With padding, this is wrong for a model
+        that uses the mask outside of attention.
         """
         return self._inputs.padded
 
     def give_up(self, why: str) -> None:
-        """Stop comparing steps, because one has failed, possibly due to the comparison."""
+        """Use no graph from now on, because a traced step has failed."""
         self._comparing, self._last = False, None
         self._refused = self._reason = why
 
     def replay(self, cache: IndexCache) -> Any:
-        """Compute the output of the decoder for the step that `takes` has accepted."""
+        """Run the decode step that `takes` has accepted, as a graph replay."""
         assert self._graph is not None
         assert self._output is not None
         cache.count_replay(self._graph.replay)
@@ -184,7 +185,7 @@ class TokenGraph:
         return tree_unflatten([_given_back(leaf, cache) for leaf in leaves], structure)
 
     def run(self, forward: Forward, cache: IndexCache, **given: Any) -> Any:
-        """Compute the output of the decoder without a graph, and trace it for a comparison."""
+        """Compute a decode step without a graph. If `comparing`, trace the step."""
         if not self._comparing:
             return forward(**given)
         if self._module is None or not self._module.unchanged:
@@ -200,13 +201,14 @@ class TokenGraph:
     def _refusal(
         self, cache: IndexCache, layers: list[AttentionLayer], given: Mapping[str, Any]
     ) -> str:
-        """Return why a call of one token cannot be replayed, or "" if it can."""
+        """Return the reason why a graph cannot replace this decode step, or "" if it can."""
         return refusal(cache, layers, given)
 
-    # Comparing steps
+    # Compare traced steps
 
     def _compare(self, cache: IndexCache, trace: Trace, before: Contents) -> None:
-        """Compare a step with the one before it, and the cache layers before and after it."""
+        """Compare a step with the step before it, and compare the cache layers before and after the
+        step."""
         module, last, after = self._module, self._last, _contents_by_name(cache.layers)
         assert module is not None
         why = _moved(before, after) or (last and difference(last, trace))
@@ -223,15 +225,17 @@ class TokenGraph:
             self._refused, self._last = why or "model: got other weights in each step", None
 
     def _unchanged(self, cache: IndexCache) -> bool:
-        """Return True if model and layers have the same contents as when steps were equal."""
+        """Return True if the model and the cache layers have not changed since two steps were
+        equal."""
         module, parts = self._module, _parts(cache.layers)
         same = len(parts) == len(self._contents) and all(map(is_, parts, self._contents))
         return same and module is not None and module.unchanged
 
-    # The graph
+    # Capture the graph
 
     def _ready(self, forward: Forward, cache: IndexCache, layers: list[AttentionLayer]) -> str:
-        """Capture a graph if there is none. Return why there is still none, or ""."""
+        """Capture a graph if there is no valid one. Return the reason if that is impossible,
+        otherwise ""."""
         reads = [layer.prepare_next() or layer.prepare_replay() for layer in layers]
         if None in reads:
             return layer_refusal(cache)
@@ -247,7 +251,7 @@ class TokenGraph:
         return self._refused
 
     def _capture(self, forward: Forward, cache: IndexCache) -> None:
-        """Capture a graph of a decode step. If that fails, never try again."""
+        """Capture a graph of a decode step. After a failure, no graph is captured any more."""
         outputs: list[Any] = []
 
         def work() -> None:
@@ -274,7 +278,7 @@ class TokenGraph:
         self._traces = self._since = 0
 
     def _forward(self, forward: Forward, cache: IndexCache) -> Any:
-        """Run the work of the graph: the model's forward pass of the current token."""
+        """Run the forward pass that the graph captures."""
         return forward(**self._inputs.arguments(cache))
 
 
@@ -289,7 +293,7 @@ def _attend_traced(
     ids: Tensor | None,
     **terms: Any,
 ) -> Tensor:
-    """Run the step of a layer, and record it in the trace as one operation."""
+    """Run the attention of a layer, and record it in the trace as one operation."""
     given = {
         "a layer without keys of its own": rows is None,
         "a bias of the logits": bias is not None,
@@ -310,7 +314,8 @@ def _attend_captured(
     ids: None,
     **terms: Any,
 ) -> Tensor:
-    """Run the step of a layer inside a graph, for real tokens. The index does not get their ids."""
+    """Run the attention of a layer while a graph is captured. No token is padding, and the index
+    does not get token ids."""
     return layer.attend_captured(queries, *rows, **terms)
 
 
@@ -319,14 +324,16 @@ def _device(cache: IndexCache) -> torch.device:
 
 
 def _given_back(leaf: Any, cache: IndexCache) -> Any:
-    """Copy a part of a graph's output, so that the next replay does not overwrite it."""
+    """Copy a tensor of a graph's output, which the next replay would overwrite. Replace the
+    placeholder `CACHE` by the cache."""
     if isinstance(leaf, Tensor):
         return leaf.clone()
     return cache if leaf is CACHE else leaf
 
 
 def _contents_by_name(layers: list[Any]) -> Contents:
-    """Collect the attributes of cache layers. Values of mappings are listed one by one."""
+    """Map (layer number, attribute, key) to the attributes of cache layers. `key` is None unless
+    the attribute is a dict."""
     contents: Contents = {}
     for number, layer in enumerate(layers):
         for name, value in vars(layer).items():
@@ -336,14 +343,15 @@ def _contents_by_name(layers: list[Any]) -> Contents:
 
 
 def _parts(layers: list[Any]) -> list[object]:
-    """List layers and their attributes. This runs before each step, so it makes few calls."""
+    """List layers and their attributes. This runs before each decode step, so it must be fast."""
     values = [value for layer in layers for value in vars(layer).values()]
     inner = [one for value in values if type(value) is dict for one in value.values()]
     return [*layers, *values, *inner]
 
 
 def _moved(before: Contents, after: Contents) -> str:
-    """Name a cache layer that counts on the host or makes new tensors in a step, or return ""."""
+    """Return a message about a cache layer that replaced an attribute during a step, or "" if none
+    did."""
     for key in before | after:
         if before.get(key) is not after.get(key):
             number, name, _ = key

@@ -1,4 +1,5 @@
-"""`TokenInputs`: the arguments of a decode step at fixed addresses, where a graph reads them."""
+"""`TokenInputs`: copies the arguments of each decode step to fixed addresses, from which a graph
+reads."""
 
 from __future__ import annotations
 
@@ -16,26 +17,27 @@ from kvindex_adapters.hf.cache.cache import IndexCache
 from kvindex_adapters.hf.cache.sliding import grows
 
 VALUES = (Tensor, bool, int, float, str, type(None))
-"""Allowed types of arguments. Tensors are copied to fixed addresses, which a graph reads."""
+"""Allowed types of arguments. Tensors are copied to fixed addresses, from which a graph reads."""
 
 MASK = "attention_mask"
-"""The argument that grows with each token. The decoder gets None instead, because the layers know
-the padding, and positions are a separate argument."""
+"""The only argument that grows with each token. The decoder gets None instead, because the cache
+layers know the padding, and positions are passed separately."""
 
 
 def is_one_token(given: Mapping[str, Any]) -> bool:
-    """Return True if a call has one token for each sequence of the batch."""
+    """Return True if a call has exactly one new token per sequence."""
     ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
     read = embeddings if ids is None else ids
     return isinstance(read, Tensor) and read.ndim > 1 and read.shape[1] == 1
 
 
 def refusal(cache: IndexCache, layers: list[AttentionLayer], given: Mapping[str, Any]) -> str:
-    """Return why a graph can never replay a call of one token with these arguments, or "".
+    """Return the reason why a graph cannot replace a decode step with these arguments, or "" if it
+    can.
 
     Args:
         cache: The cache.
-        layers: `cache.attention_layers()`.
+        layers: The result of `cache.attention_layers()`.
         given: All arguments of the call, by name.
     """
     for name, value in given.items():
@@ -44,7 +46,7 @@ def refusal(cache: IndexCache, layers: list[AttentionLayer], given: Mapping[str,
         if not isinstance(value, VALUES) and value is not cache:
             return f"{name}: got a {type(value).__name__}, allowed are tensors and numbers"
     if len(layers) < len(cache.indexed):
-        return "tokens: got none before it"
+        return "tokens: got 0, allowed is at least 1"
     kind = layers[0].index.geometry.device.type
     if kind not in GRAPHS:
         return f"device: got {kind}, allowed is cuda"
@@ -59,7 +61,8 @@ def refusal(cache: IndexCache, layers: list[AttentionLayer], given: Mapping[str,
 
 
 def layer_refusal(cache: IndexCache) -> str:
-    """Name a layer whose step cannot be captured, with the reason; or return ""."""
+    """Return number and reason of the first layer whose attention cannot be captured, or "" if all
+    can be."""
     for number, layer in zip(cache.indexed, cache.attention_layers(), strict=True):
         if why := layer.capture_refusal():
             return f"layer {number}: {why}"
@@ -67,7 +70,8 @@ def layer_refusal(cache: IndexCache) -> str:
 
 
 class TokenInputs:
-    """The arguments and the padding of decode steps that differ only in the contents of tensors."""
+    """The arguments of decode steps at fixed addresses, and the padding of the tokens in the
+    cache."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, object] = {}
@@ -75,13 +79,13 @@ class TokenInputs:
         self.look_again()
 
     def look_again(self) -> None:
-        """Forget which tokens are padded, because the tokens of the cache have changed."""
-        self._known: Tensor | None = None  # which of the first tokens are real, bool [B, n]
+        """Read the padding again at the next step, because tokens were added or removed."""
+        self._known: Tensor | None = None  # bool [B, n], False for padding among the first n tokens
         self._padded = False
 
     @property
     def padded(self) -> bool:
-        """True if some token of the cache is padding."""
+        """True if any token in the cache is padding."""
         return self._padded
 
     def arguments(self, cache: IndexCache) -> dict[str, Any]:
@@ -89,8 +93,8 @@ class TokenInputs:
         return {**self._values, "past_key_values": cache}
 
     def take(self, given: Mapping[str, Any]) -> bool:
-        """Copy the arguments of a step. Return True if they differ from the previous step's only in
-        the contents of tensors."""
+        """Copy the arguments of a step. Return True if only the contents of tensors differ from the
+        previous step."""
         kinds = {
             name: check.kind(value) if isinstance(value, Tensor) else value
             for name, value in given.items()
@@ -107,7 +111,7 @@ class TokenInputs:
                 for name, value in self._values.items():
                     if isinstance(value, Tensor):
                         self._values[name] = value.new_empty(value.shape)
-            if MASK in given:  # one mask, or a mask for each type of layer
+            if MASK in given:  # a single mask, or a dict with a mask for each type of layer
                 mask = given[MASK]
                 self._values[MASK] = dict.fromkeys(mask) if isinstance(mask, dict) else None
         for name, value in self._values.items():
@@ -116,14 +120,15 @@ class TokenInputs:
         return same
 
     def mask_refusal(self, mask: Tensor | dict[str, None] | None, layer: AttentionLayer) -> str:
-        """Check that a mask belongs to one real token after the tokens of the cache.
+        """Check that a mask agrees with the padding in the cache, and that the new token is not
+        padding.
 
         Args:
-            mask: The padding mask `[B, N + 1]`, masks by type of layer, or None.
+            mask: The padding mask `[B, N + 1]`, a dict of masks by type of layer, or None.
             layer: An attention layer of the cache.
 
         Returns:
-            Why it does not, or "".
+            The reason why the mask does not agree, or "".
         """
         if self._known is None:
             valid = layer.valid

@@ -1,8 +1,9 @@
-"""`Trace`: records the operations of a forward pass, to find whether a CUDA graph can repeat it.
+"""`Trace`: records the torch operations of a forward pass, to decide if a CUDA graph can replace
+it.
 
-A graph repeats the same operations on the same addresses with the same numbers. So a decode step
-can be captured if two successive steps have equal traces, and the host reads no values from the
-device.
+A CUDA graph repeats the same operations with the same addresses and numbers. A decode step can
+therefore be captured if two successive steps have equal traces, and the host reads no values from
+the device.
 """
 
 from __future__ import annotations
@@ -23,39 +24,41 @@ from torch.utils._pytree import tree_leaves
 from kvindex_adapters.hf.cache import count
 
 OWN, TORCH = {Path(__file__), Path(count.__file__)}, Path(torch.__file__).parent
-"""OWN: files that are skipped when the file and line of an operation are looked up. TORCH: the
-folder of torch, which is skipped, too."""
+"""Files (`OWN`) and a folder (`TORCH`) to skip in the call stack when looking up which line of
+model code called an operation."""
 
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-"""Tags of operations for whose result the host must wait: a number, or the size of a tensor."""
+"""Tags of operations that make the host wait, because they return a number, or a tensor whose size
+depends on values."""
 
 INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
-"""Operations for which the host must wait only if an index is a bool mask."""
+"""Operations that make the host wait only if an index is a bool mask."""
 
 LEAVES = {
     **{Tensor.tolist: "reads a tensor", Tensor.numpy: "reads a tensor"},
     **{Tensor.__array__: "reads a tensor", Tensor.__dlpack__: "gives away a tensor"},
     Tensor.data_ptr: "asks for an address, as kernels do that are no operations of torch",
 }
-"""Methods that pass a tensor's data out of torch -> what the host does, for an error text."""
+"""Maps methods that pass data from torch to other code to descriptions for error messages."""
 
 PLAIN = (Tensor, nn.Parameter, nn.Buffer)
-"""Classes of tensors whose operations run on the device as recorded."""
+"""Tensor classes whose operations the trace can record. Other subclasses may do more than their
+operations show."""
 
 
 class Operand(NamedTuple):
     """A tensor that an operation reads.
 
     Args:
-        origin: The address of the tensor's storage. If an operation of this step has made the
-            tensor, the number of that operation and of its result instead.
-        offset: Offset in the storage.
+        origin: Address of the tensor's storage. For a tensor that an operation of the same step
+            made: the number of the operation, and the number of its result.
+        offset: Offset of the tensor in the storage.
         shape: Shape of the tensor.
         strides: Strides of the tensor.
-        dtype: Its dtype.
-        device: Its device.
-        value: The value of a 0-dimensional tensor on the CPU, which a graph would repeat unchanged;
-            else None.
+        dtype: Dtype of the tensor.
+        device: Device of the tensor.
+        value: The value of a 0-dimensional CPU tensor, which a graph would repeat unchanged. None
+            for other tensors.
     """
 
     origin: int | tuple[int, int]
@@ -68,7 +71,7 @@ class Operand(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """An operation: its name, its operands, and the file and line that called it."""
+    """A recorded operation: its name, its operands, and the file and line that called it."""
 
     name: str
     given: list[Any]
@@ -76,7 +79,7 @@ class Operation(NamedTuple):
 
 
 class Trace(TorchDispatchMode):
-    """Records the operations of torch inside its context.
+    """Context manager that records all torch operations.
 
     Args:
         device: The device of the forward pass.
@@ -86,9 +89,11 @@ class Trace(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self.refusals: list[str] = []
-        """Things that the forward pass did and that a graph cannot repeat."""
+        """Descriptions of what the forward pass did that a graph cannot repeat."""
         self._device, self._paused = device, False
-        self._made: dict[int, tuple[int, int]] = {}  # address of a storage -> operation and result
+        self._made: dict[
+            int, tuple[int, int]
+        ] = {}  # address of a storage -> (number of the operation, number of its result)
         self._modes = ExitStack()
 
     def __enter__(self) -> Self:
@@ -110,7 +115,7 @@ class Trace(TorchDispatchMode):
             self.refuse(f"{function}: the host reads what the device has")
         given, read = self._operands(call), call
         if function is torch.ops.aten.lift_fresh.default and args[0].device.type == "cpu":
-            with self._pause():  # made from Python numbers, at a new address in each step
+            with self._pause():  # made from Python numbers, at a new address each time
                 given, read = [args[0].tolist()], ()
         result = function(*call[0], **call[1])
         self._note(str(function), given, read, result)
@@ -122,7 +127,8 @@ class Trace(TorchDispatchMode):
         return bool(READS & set(function.tags))
 
     def whole(self, name: str, call: Callable[[], Tensor], *read: Any) -> Tensor:
-        """Run a call, and record it as one operation that reads `read`. Return its result."""
+        """Run `call` and record it as a single operation with the operands `read`. Return the
+        result of `call`."""
         given = self._operands(read)
         with self._pause():
             result = call()
@@ -130,7 +136,8 @@ class Trace(TorchDispatchMode):
         return result
 
     def refuse(self, why: str) -> None:
-        """Record something that a graph cannot repeat, with the file and line that did it."""
+        """Record that the forward pass did something that a graph cannot repeat, with file and
+        line."""
         if not self._paused:
             self.refusals.append(f"{why} ({_place()})")
 
@@ -143,7 +150,7 @@ class Trace(TorchDispatchMode):
             self._paused = False
 
     def _operands(self, given: Any) -> list[Any]:
-        """List the tensors and numbers of a call."""
+        """List the operands (tensors and numbers) of a call."""
         leaves = tree_leaves(given)
         return [self._operand(one) if isinstance(one, Tensor) else one for one in leaves]
 
@@ -179,7 +186,8 @@ class Trace(TorchDispatchMode):
 
 
 class _Leaving(TorchFunctionMode):
-    """Reports to a trace when code reads a tensor's data outside of torch's operations."""
+    """Notifies a trace when code reads the data of a tensor in another way than by torch
+    operations."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
@@ -194,7 +202,8 @@ class _Leaving(TorchFunctionMode):
 
 
 def difference(before: Trace, after: Trace) -> str | None:
-    """Return why a graph of one decode step cannot run the next one, or None if it can."""
+    """Return the reason why a graph of one decode step cannot replace the next step, or None if it
+    can."""
     for refusal in (*before.refusals, *after.refusals):
         return refusal
     for one, other in zip_longest(before.operations, after.operations):
@@ -209,7 +218,7 @@ def difference(before: Trace, after: Trace) -> str | None:
 
 
 def _apart(given: list[Any], later: list[Any]) -> str:
-    """Describe the first operand in which two calls differ."""
+    """Describe the first difference between the operands of two calls."""
     for one, other in zip_longest(given, later):
         if one == other:
             continue
@@ -232,7 +241,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _place() -> str:
-    """Return the file and line that called torch."""
+    """Return the file and line outside of torch that called the current operation."""
     frame = inspect.currentframe()
     while frame is not None:
         path = Path(frame.f_code.co_filename)

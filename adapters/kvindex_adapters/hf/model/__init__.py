@@ -1,1 +1,1 @@
-"""Inspect, patch, identify and load models of transformers."""
+"""Inspect, patch, identify and load transformers models."""

@@ -1,4 +1,4 @@
-"""`Attachment`: the state of one `attach`, which all modules of its model and its caches share."""
+"""`Attachment`: the state of one `attach` call, which the model's modules and the caches share."""
 
 from __future__ import annotations
 
@@ -19,35 +19,43 @@ if TYPE_CHECKING:
 
 
 class Attachment:
-    """The state of one `attach`. The cache that it yields refers to it, and so do copies of it."""
+    """The state of one `attach` call. The cache that `attach` yields refers to this object, and so
+    do the cache's copies."""
 
     def __init__(self) -> None:
         self.closed = False
-        """True after the context has ended."""
+        """True after the `attach` context has ended."""
         self.decoder: nn.Module | None = None
-        """The module that runs the layers. Each of its calls is one step of a cache."""
+        """The decoder module, which runs the layers. Each call of this module is one forward pass
+        with a cache."""
         self.sharing: dict[int, int] = {}
-        """Number of each layer without own keys -> number of the layer whose keys it attends to."""
+        """Maps the number of each layer without keys to the number of the layer whose keys it
+        uses."""
         self.running: DynamicCache | None = None
-        """The cache of the current step, or None between steps."""
+        """The cache of the current forward pass, or None between forward passes."""
         self.batching: Batching | None = None
-        """The state of `attach_batch`, which uses no `IndexCache`."""
+        """The state of `attach_batch`, or None for `attach`."""
         self._pending: tuple[DynamicCache, Any, tuple[Tensor, Tensor]] | None = None
-        self.exclusive = Exclusive("model", "the same attached model or of a cache of it")
-        """A lock that each call enters before it changes a cache."""
-        self._undo: dict[int, Callable[[], None]] | None = None  # id of a cache -> undoes its steps
+        self.exclusive = Exclusive("model", "the same attached model or one of its caches")
+        """The lock that every call holds while it changes a cache."""
+        self._undo: dict[int, Callable[[], None]] | None = (
+            None  # id of a cache -> function that undoes its steps
+        )
 
     def set_pending(self, cache: DynamicCache, layer: Any, states: tuple[Tensor, Tensor]) -> None:
-        """Record that a cache layer has received keys and values, and that attention comes next."""
+        """Record that a cache layer has received keys and values, so that its attention is due
+        next."""
         self._pending = cache, layer, states
 
     def take_pending(self) -> tuple[DynamicCache, Any, tuple[Tensor, Tensor]] | None:
-        """Return and forget the cache, layer and states of the last `update`, or None."""
+        """Return the cache, layer and states of the last `update`, and clear the record. None if no
+        attention is due."""
         pending, self._pending = self._pending, None
         return pending
 
     def shared(self, layer: int) -> tuple[DynamicCache, Any, None] | None:
-        """For a layer without own keys, find the cache, and the cache layer whose keys it uses."""
+        """For a layer that uses another layer's keys, return the cache and the other cache layer.
+        None for other layers."""
         producer = self.sharing.get(layer)
         if producer is None or self.running is None:
             return None
@@ -55,19 +63,19 @@ class Attachment:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Run one call of the whole model; if the call raises, undo the decoder's steps in it.
+        """Context manager around one call of the model: after an error, undo its forward passes.
 
         Raises:
-            RuntimeError: Another thread is in a call, as for `exclusive`.
+            RuntimeError: Another thread is using the model.
         """
         with self.exclusive():
-            if self._undo is not None:  # an outer call of the model undoes all steps
+            if self._undo is not None:  # an outer call of the model will undo all forward passes
                 yield
                 return
             self._undo = {}
             try:
                 yield
-            except BaseException:  # KeyboardInterrupt, too
+            except BaseException:  # including KeyboardInterrupt
                 for undo in self._undo.values():
                     undo()
                 raise
@@ -75,37 +83,38 @@ class Attachment:
                 self._undo = None
 
     def add_undo(self, cache: DynamicCache, undo: Callable[[], None]) -> None:
-        """Record how to undo a step of the decoder, in case the model's call fails after it.
+        """Record how to undo a forward pass of the decoder, in case the model's call fails later.
 
-        If one call has several steps of a cache, only the function of the first one is recorded.
+        If a call of the model runs several forward passes, only the first `undo` of each cache is
+        recorded.
 
         Args:
-            cache: The cache that the step has changed.
-            undo: Restores the cache to its state before the step.
+            cache: The cache that the forward pass has changed.
+            undo: Function that restores the cache to its state before the forward pass.
         """
         if self._undo is not None:
             self._undo.setdefault(id(cache), undo)
 
 
 attached: WeakKeyDictionary[nn.Module, Attachment] = WeakKeyDictionary()
-"""The attachment of every module of an attached model."""
+"""Maps every module of an attached model to its `Attachment`."""
 
 _claims = forks.lock(sys.modules[__name__], "_claims")
-"""The lock of `attached`."""
+"""The lock that protects `attached`."""
 
 
 @contextmanager
 def claimed(model: nn.Module) -> Iterator[Attachment]:
-    """Give all modules of a model one attachment inside the context.
+    """Context manager that registers a new `Attachment` for all modules of a model.
 
-    Raises ValueError if any thread has already attached a module of the model.
+    Raises ValueError if a module of the model is already attached, by any thread.
     """
     modules, attachment = list(model.modules()), Attachment()
     try:
         with _claims:
             if any(module in attached for module in modules):
                 raise ValueError(
-                    "model: got one that is attached already, allowed is one attach() at a time"
+                    "model: got a model that is attached already; end its attach() context first"
                 )
             attached.update((module, attachment) for module in modules)
         yield attachment

@@ -1,4 +1,5 @@
-"""The attention and mask functions that transformers calls by the name `kvindex`."""
+"""The attention function and the mask function that `attach` registers with transformers as
+`kvindex`."""
 
 from __future__ import annotations
 
@@ -28,11 +29,11 @@ from kvindex_adapters.hf.model.latent import absorbed, is_latent, projected
 from kvindex_adapters.hf.unsupported import check_attention, layer_number, sink_logits_of
 
 NAME = "kvindex"
-"""Name of the attention implementation in a model's configuration."""
+"""Value of `_attn_implementation` in the configuration of an attached model."""
 
 QUERIES = 1024
-"""Queries that a dense layer processes at a time. This limits memory, and does not affect
-results."""
+"""Number of queries that full attention processes at a time, to limit memory. Results do not depend
+on it."""
 
 
 def attention(
@@ -46,24 +47,26 @@ def attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention of one layer; transformers calls this.
+    """Compute the attention of one layer. transformers calls this function.
 
     Args:
         module: The attention module.
         query: `[B, H, T, D]`, after the rotary embedding.
-        key: `[B, G, T, D]`, as the cache's `update` returned it, or all `N` keys of a dense layer.
-        value: `[B, G, T, Dv]`, in the same way.
-        attention_mask: The result of `mask`, or a mask that the model made itself.
-        scaling: Factor of the logits; None for `D**-0.5`.
+        key: For a layer with an index, the new keys `[B, G, T, D]`. For other layers, all keys `[B,
+            G, N, D]`.
+        value: The values of the same tokens, `[B, G, T, Dv]` or `[B, G, N, Dv]`.
+        attention_mask: The result of `mask`, or a mask that the model itself has made.
+        scaling: Factor by which `q·k` is multiplied. None means `D**-0.5`.
         dropout: Dropout probability, which must be 0.
-        softcap: Softcap of the logits, or None.
+        softcap: Soft cap of the attention logits, or None.
         **kwargs: Further arguments of the model's attention call.
 
     Returns:
         The output `[B, T, H, Dv]`, and None instead of attention weights.
 
     Raises:
-        UnsupportedError: The call is not supported.
+        UnsupportedError: The attention has terms that an index cannot compute, or no `update` of
+            the cache preceded the call.
     """
     name, attachment = type(module).__name__, attached.get(module)
     pending: Any = None if attachment is None else attachment.take_pending()
@@ -72,20 +75,20 @@ def attention(
         pending = attachment.shared(layer_number(module))
     if pending is None:
         raise UnsupportedError(
-            f"{name}: got a call of attention without an update of the cache before it; allowed "
-            "is one call for each update of the cache that attach() gave"
+            f"{name}: got a call of the attention function without a preceding update() of the "
+            "cache; pass the cache of attach() as past_key_values"
         )
     (cache, layer, states), ids = pending, None
     latent = isinstance(layer, IndexedLayer) and not shares_keys and is_latent(module)
-    # some models project the latents before `update`, so that the cache gets keys and values
+    # some models project the latents before `update`; then the cache already gets keys and values
     latent = latent and states[0] is not key
     if isinstance(layer, ChosenLayer):
         chosen = kwargs.pop("indices", None), kwargs.pop("block_indices", None)
         heads, known = 1 if latent else key.shape[1], layer.get_seq_length()
         ids = chosen_ids(module, heads, known, attention_mask, *chosen)
-        attention_mask = None  # the chosen rows exclude the masked ones
+        attention_mask = None  # the chosen tokens already exclude masked tokens
     tokens = query.shape[2]
-    if tokens > 1:  # with past tokens or a mask, attention follows a mask, not `is_causal`
+    if tokens > 1:  # with past tokens or a mask, `is_causal` has no effect
         past = layer.get_seq_length() if isinstance(layer, IndexedLayer) else key.shape[2] - tokens
         tokens = 1 if past or attention_mask is not None else tokens
     check_attention(name, module, tokens, dropout, kwargs)
@@ -102,7 +105,7 @@ def attention(
         output = output.to(query.dtype)
     output = output.transpose(1, 2).contiguous()
     if gradients and query.requires_grad:
-        apply: Callable[..., Tensor] = _NoGradient.apply  # torch leaves it untyped
+        apply: Callable[..., Tensor] = _NoGradient.apply  # torch does not annotate the type
         output = apply(output, query)
     return output, None
 
@@ -120,9 +123,9 @@ def _attend(
     ids: Tensor | None,
     value_in_key: bool,
 ) -> Tensor:
-    """Attend through an index or densely, and return `[B, H, T, Dv]`.
+    """Compute attention with an index, or full attention. Return `[B, H, T, Dv]`.
 
-    `rows` are the new keys and values; None for a layer that uses the keys of another layer.
+    `rows` are the new keys and values, or None for a layer that uses the keys of another layer.
     """
     if not isinstance(layer, IndexedLayer):
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -141,12 +144,13 @@ def _attend(
     if rows is None:
         if bias is not None:
             raise UnsupportedError(
-                "position_bias: got one of a layer that uses the keys of another layer"
+                "position_bias: got a bias in a layer that uses the keys of another layer; allowed "
+                "is None"
             )
         if parsed.visible is not None:
             raise UnsupportedError(
-                "attention_mask: got one that is not causal, in a layer that uses the keys of "
-                "another layer; allowed is a causal one"
+                "attention_mask: got a mask that is not causal, in a layer that uses the keys of "
+                "another layer; allowed is a causal mask"
             )
         plain = partial(layer.attend_shared, query, **terms)
     else:
@@ -172,24 +176,23 @@ def mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Make the attention mask of a step; transformers calls this.
+    """Make the attention mask of a forward pass. transformers calls this function.
 
     Args:
-        batch_size: `B`.
+        batch_size: Number of sequences, `B`.
         q_length: Number of new tokens, `T`.
-        kv_length: Number of tokens that the layer's cache stores after the step, `N`.
+        kv_length: Number of tokens in the layer's cache after the forward pass, `N`.
         q_offset: Position of the first new token.
         kv_offset: Position of the first of the `N` tokens.
-        mask_function: transformers' rule for the tokens that a query attends to.
-        attention_mask: `[B, kv_offset + N]` of padding, or None.
-        allow_is_causal_skip: False if the mask must not be left out.
+        mask_function: The function of transformers that says which tokens a query attends to.
+        attention_mask: Padding mask `[B, kv_offset + N]`, or None.
+        allow_is_causal_skip: False if the result must be a mask, even for causal attention.
         **kwargs: Further arguments of transformers' mask functions.
 
     Returns:
-        For causal attention the padding, bool `[B, N]`, or None without padding. For other
-        attention (sliding windows, chunks, or if `allow_is_causal_skip` is False) the 4-D mask that
-        sdpa would get. But a single query that attends to all tokens gets None; this depends on
-        the contents of its mask, not on the length of the sequence.
+        For causal attention, the padding mask, bool `[B, N]`, or None without padding. For other
+        attention (sliding windows, chunks, or `allow_is_causal_skip=False`), the 4-D mask that sdpa
+        would get; but None for a single query that attends to all tokens.
 
     Raises:
         UnsupportedError: The padding mask has fewer columns than there are tokens.
@@ -198,8 +201,8 @@ def mask(
         attention_mask = None
     if attention_mask is not None and attention_mask.shape[1] < kv_offset + kv_length:
         raise UnsupportedError(
-            f"attention_mask: got {attention_mask.shape[1]} columns, allowed is one for each of "
-            f"the {kv_offset + kv_length} tokens, those in the cache and the new ones"
+            f"attention_mask: got {attention_mask.shape[1]} columns, allowed are "
+            f"{kv_offset + kv_length}, one for each token in the cache and each new token"
         )
     causal, size = mask_function is causal_mask_function, kwargs.get("local_size")
     if q_length == 1 and attention_mask is None and size and allow_is_causal_skip and not causal:
@@ -224,7 +227,7 @@ def mask(
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Return True if two functions have the same code and the same closed-over values."""
+    """Return True if two functions have the same code and equal closure variables."""
     if one is other or not isinstance(one, FunctionType) or not isinstance(other, FunctionType):
         return bool(one is other or (isinstance(one, int) and one == other))
     if one.__code__ is not other.__code__:
@@ -248,19 +251,21 @@ AttentionMaskInterface.register(NAME, mask)
 def _attend_token(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
 ) -> Tensor:
-    """Attend from one token to all rows with torch's fused kernel.
+    """Compute full attention of one token per sequence with torch's fused kernel.
 
-    The queries of a group become the queries of one head, so that no key is copied.
+    The query heads of a KV head are passed as several queries of one head, so that keys need not be
+    repeated.
 
     Args:
         query: `[B, H, 1, D]`.
         key: `[B, G, N, D]`.
         value: `[B, G, N, Dv]`.
-        bias: `[B, 1, 1, N]`, 0 for visible rows and -inf for others; None if all are visible.
-        scale: Factor of the logits.
+        bias: `[B, 1, 1, N]`, 0 for visible tokens and -inf for hidden tokens. None if all are
+            visible.
+        scale: Factor by which `q·k` is multiplied.
 
     Returns:
-        `[B, H, 1, Dv]`.
+        Output `[B, H, 1, Dv]`.
     """
     B, H, _, D = query.shape
     grouped = query.reshape(B, key.shape[1], -1, D)
@@ -281,21 +286,21 @@ def _attend_dense(
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend from the newest `T` of `N` tokens to all of them, in a layer without an index.
+    """Compute full attention of the newest `T` of `N` tokens, in a layer without an index.
 
     Args:
         query: `[B, H, T, D]`.
         key: `[B, G, N, D]`.
         value: `[B, G, N, Dv]`.
-        mask: Bool `[B, 1, T, N]`; or the padding `[B, N]` of causal attention; or None for causal
-            attention without padding.
-        scale: Factor of the logits.
-        softcap: Softcap of the logits, or None.
-        bias: A term of the logits `[B, H, T, N]`, or None.
+        mask: A bool mask `[B, 1, T, N]`. Or a padding mask `[B, N]` for causal attention. Or None
+            for causal attention without padding.
+        scale: Factor by which `q·k` is multiplied.
+        softcap: Soft cap of the attention logits, or None.
+        bias: Bias of the attention logits, `[B, H, T, N]`, or None.
         sinks: Logits of learned sinks, `[H]` or `[B, H, T]`, or None.
 
     Returns:
-        `[B, H, T, Dv]`.
+        Output `[B, H, T, Dv]`.
     """
     T, N = query.shape[2], key.shape[2]
     parts = []
@@ -325,7 +330,8 @@ def _attend_dense(
 
 
 class _NoGradient(torch.autograd.Function):
-    """The identity, whose backward pass raises an error because an index has no gradient."""
+    """The identity function, with a backward pass that raises an error, because an index has no
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, query: Tensor) -> Tensor:
@@ -334,5 +340,5 @@ class _NoGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise UnsupportedError(
-            "backward: got a call, allowed is inference: an index has no gradient"
+            "backward: got a call, but an index has no gradient; use attach() only for inference"
         )

@@ -1,6 +1,6 @@
 """Transactions around the calls of an attached model.
 
-Each call is checked, admitted to one thread at a time, and undone in the cache if it fails.
+Each call is checked and holds a lock. If a call fails, its changes of the cache are undone.
 """
 
 from __future__ import annotations
@@ -21,29 +21,31 @@ from kvindex_adapters.hf.model.attachment import Attachment, attached
 from kvindex_adapters.hf.unsupported import check_generate
 
 CLOSE = 2**-5
-"""Outputs of two forward passes count as equal if they differ by at most this fraction of the
-largest number. Summation in another order in bfloat16 (2^-8) causes a smaller difference, even over
-many layers; positions that are wrong by one token cause a larger one (`test_token_graph.py`)."""
+"""Tolerance for comparing the outputs of two forward passes, as a fraction of the largest output.
+Another order of summation in bfloat16 (relative error 2^-8) causes a smaller difference, even over
+many layers. Positions that are wrong by one token cause a larger difference
+(`test_token_graph.py`)."""
 
 
 class TransactionDecoder(nn.Module):
-    """Makes each call of a decoder a step of the cache in `past_key_values`."""
+    """Mixin that wraps each forward pass of a decoder in a transaction of the cache in
+    `past_key_values`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the decoder's own call inside a transaction of the cache."""
+        """Run the decoder's forward pass inside a transaction of the cache."""
         attachment = attached.get(self)
         if attachment is None or attachment.decoder is not self:
             return super().__call__(*args, **kwargs)
-        if len(args) > 1:  # the cache may be passed by position
+        if len(args) > 1:  # the cache may be a positional argument
             args, kwargs = (), _by_name(self, args, kwargs)
         return _step(super().__call__, attachment, args, kwargs)
 
 
 class TransactionModel(nn.Module):
-    """Restores the cache if a call of the model, or of its `generate`, fails."""
+    """Mixin that restores the cache if a call of the model, or of its method `generate`, fails."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's own call. If it fails after the decoder's step, undo the step, too."""
+        """Run the model. If this fails after the decoder's forward pass, undo the forward pass."""
         attachment = attached.get(self)
         if attachment is None:
             return super().__call__(*args, **kwargs)
@@ -51,9 +53,10 @@ class TransactionModel(nn.Module):
             return super().__call__(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Check the arguments and run the model's own `generate`; if it fails, undo all its steps.
+        """Check the arguments, then call transformers' `generate`. After an error, restore the
+        cache.
 
-        Meanwhile calls of other threads raise RuntimeError.
+        During the call, calls of other threads raise RuntimeError.
         """
         parent: Any = super()
         attachment = attached.get(self)
@@ -62,7 +65,9 @@ class TransactionModel(nn.Module):
         kwargs = check_generate(self, args, kwargs)
         cache = kwargs.get("past_key_values")
         if not isinstance(cache, IndexCache) or cache.attachment is not attachment:
-            return parent.generate(*args, **kwargs)  # the first step of this call raises an error
+            return parent.generate(
+                *args, **kwargs
+            )  # the first forward pass of this call raises an error
         with attachment.exclusive(), cache.undone():
             return parent.generate(*args, **kwargs)
 
@@ -70,9 +75,9 @@ class TransactionModel(nn.Module):
 def _step(
     forward: Callable[..., Any], attachment: Attachment, args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Call a decoder with an `IndexCache`, and undo a step that fails half way.
+    """Run a forward pass of the decoder, by graph replay if possible. After an error, undo it.
 
-    Raises UnsupportedError for a cache of another class or of another `attach`.
+    Raises UnsupportedError if the cache was not yielded by the current `attach`.
     """
     if kwargs.get("output_attentions"):
         raise UnsupportedError("output_attentions: got True, allowed is False inside attach()")
@@ -80,7 +85,7 @@ def _step(
     if not isinstance(cache, IndexCache) or cache.attachment is not attachment:
         raise UnsupportedError(
             f"past_key_values: got {type(cache).__name__}, allowed inside attach() is the cache "
-            "that it yielded, or a deep copy of it: model.generate(…, past_key_values=cache)"
+            "that attach() yielded, or its deep copy: model.generate(…, past_key_values=cache)"
         )
     with attachment.exclusive():
         cache.check_usable()
@@ -100,7 +105,8 @@ def _step(
 def _compared(
     graph: TokenGraph, forward: Callable[..., Any], cache: IndexCache, kwargs: dict[str, Any]
 ) -> Any:
-    """Trace a decode step, to compare it with the previous one. If that fails, run it as usual."""
+    """Run a decode step with tracing, for comparison with the previous step. If tracing fails, run
+    it normally."""
     plain = partial(_undone_if_failed, forward, cache, (), kwargs)
     ids = cache.ids
     try:
@@ -123,7 +129,7 @@ def _compared(
 
 
 def _agree(output: Any, expected: Any) -> bool:
-    """Return True if the first tensors of two outputs agree up to rounding."""
+    """Return True if the first tensors in two outputs are equal up to rounding errors."""
     one, other = (next(filter(torch.is_tensor, tree_leaves(each))) for each in (output, expected))
     return bool((one - other).abs().max() <= CLOSE * other.abs().max())
 
@@ -131,7 +137,7 @@ def _agree(output: Any, expected: Any) -> bool:
 def _undone_if_failed(
     forward: Callable[..., Any], cache: IndexCache, args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Run one step of a cache; if it raises, restore the cache."""
+    """Run one forward pass without a graph. After an error, restore the cache."""
     attachment, before = cache.attachment, cache.checkpoint()
     ids = args[0] if args else kwargs.get("input_ids")
     cache.steps += 1
@@ -141,7 +147,7 @@ def _undone_if_failed(
     try:
         output = forward(*args, **_whole(attachment, kwargs))
         cache.check_attended()
-    except BaseException:  # KeyboardInterrupt, too, leaves layers of different lengths
+    except BaseException:  # KeyboardInterrupt would leave layers with different lengths
         cache.undo(before, past_ids)
         raise
     finally:
@@ -152,7 +158,7 @@ def _undone_if_failed(
 
 
 def _by_name(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments of a decoder's call by name."""
+    """Return all arguments of a decoder's call as keyword arguments."""
     if not args:
         return kwargs
     names = list(inspect.signature(decoder.forward).parameters)
@@ -160,17 +166,17 @@ def _by_name(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str,
 
 
 def _whole(attachment: Attachment, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments, without `logits_to_keep` if layers share keys and tokens are padded.
+    """Remove `logits_to_keep` from the arguments if layers share keys and sequences are padded.
 
-    With `logits_to_keep`, layers that use the keys of other layers only read the tokens whose
-    logits are wanted, and would cut the padding mask `[B, N]` to them.
+    With `logits_to_keep`, layers that use the keys of another layer process only the last tokens,
+    and would truncate the padding mask `[B, N]` to these.
     """
     if not attachment.sharing or "logits_to_keep" not in kwargs:
         return kwargs
     masks = kwargs.get("attention_mask")
     for mask in (
         masks.values() if isinstance(masks, dict) else [masks]
-    ):  # the mask is a tensor, or a dict by type of layer
+    ):  # the mask is a tensor, or a dict with one mask per layer type
         if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.all()):
             return {**kwargs, "logits_to_keep": None}
     return kwargs

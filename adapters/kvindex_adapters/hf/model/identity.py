@@ -1,6 +1,6 @@
-"""The identity of a model: a saved cache must not be continued with another model.
+"""Recognize a model, so that a saved cache cannot be continued with another model.
 
-Two models count as the same if their configurations are equal and they compute the same keys,
+Two models count as the same if their configurations are equal, and they compute the same keys,
 values and hidden states for a few fixed tokens (`probe.py`).
 """
 
@@ -20,17 +20,18 @@ PASSING = ("_name_or_path", "transformers_version", "architectures", "dtype", "t
 
 
 def identity(decoder: nn.Module, config: Any) -> tuple[dict[str, Any], State]:
-    """Describe a model, so that `check_identity` can recognize it. Runs the decoder.
+    """Describe a model for `check_identity`. This runs the decoder on a few tokens.
 
     Args:
         decoder: The module with a forward pass that takes `past_key_values`.
         config: The model's configuration.
 
     Returns:
-        Name, configuration, dtype and rounding, for JSON, and the tensors of the probe.
+        A description that can be written as JSON (name, configuration, dtype, rounding error), and
+        the tensors of the probe.
 
-    Raises:
-        RuntimeError: The decoder fails, as in `probe`.
+        Raises:
+            RuntimeError: The decoder failed on the fixed tokens.
     """
     computed = probe(decoder, config)
     about = {
@@ -45,47 +46,46 @@ def identity(decoder: nn.Module, config: Any) -> tuple[dict[str, Any], State]:
 def check_identity(
     about: dict[str, Any], parts: Callable[[], State], decoder: nn.Module, config: Any
 ) -> None:
-    """Check that a model is the one that `identity` has described.
+    """Check that a model is the same as a model that `identity` has described.
 
-    Its name and its location do not matter.
+    The model's name and path are not compared.
 
     Args:
-        about: The description that `identity` returned (its first value).
-        parts: Function that returns the probe's tensors (the second value of `identity`). It is
-            only called if everything in `about` is equal.
+        about: The description that `identity` returned.
+        parts: Function that returns the tensors that `identity` returned. It is called only if the
+            descriptions are equal.
         decoder: The decoder of the model to check.
         config: The configuration of the model to check.
 
     Raises:
-        ValueError: It is another model.
-        RuntimeError: The decoder fails, as in `probe`.
+        ValueError: The models differ.
+        RuntimeError: The decoder failed on the fixed tokens.
     """
     name = about["name"]
     mine, theirs = _fields(config), about["config"]
     for field in sorted(mine.keys() | theirs.keys()):
         if mine.get(field) != theirs.get(field):
             raise ValueError(
-                f"model: got a cache of one with {field} = {theirs.get(field)!r} ({name!r}), "
-                f"allowed is {mine.get(field)!r}, as in the attached model"
+                f"model: got a cache of a model with {field} = {theirs.get(field)!r} ({name!r}), "
+                f"but the attached model has {field} = {mine.get(field)!r}"
             )
     computed = probe(decoder, config)
     if str(computed.dtype) != about["dtype"]:
         raise ValueError(
-            f"model: got a cache of one with another dtype, {about['dtype']} ({name!r}), "
-            f"allowed is {computed.dtype}, as in the attached model"
+            f"model: got a cache of a model with dtype {about['dtype']} ({name!r}), but the "
+            f"attached model has {computed.dtype}"
         )
     worst = difference(computed.parts, parts(), max(computed.eps, about["eps"]))
     if worst.size > worst.tolerance:
         raise ValueError(
-            f"model: got a cache of one with other weights, or with an adapter that was switched "
-            f"or scaled differently ({name!r}): for the same tokens, {worst.name} of layer "
-            f"{worst.layer} have a relative difference of {worst.size:.2g}, allowed is at most "
-            f"{worst.tolerance:.2g}, which rounding in {computed.dtype} explains; load the cache "
-            "with the model as it was when the cache was saved"
+            f"model: got a cache of a model with other weights or another adapter ({name!r}): for "
+            f"the same tokens, the {worst.name} of layer {worst.layer} have a relative difference "
+            f"of {worst.size:.2g}, but rounding in {computed.dtype} explains at most "
+            f"{worst.tolerance:.2g}; load the cache with the model that saved it"
         )
 
 
 def _fields(config: Any) -> dict[str, Any]:
-    """Return the fields of a configuration as JSON, without those of `PASSING`."""
+    """Return the fields of a configuration as JSON, without the fields in `PASSING`."""
     fields = {name: value for name, value in config.to_diff_dict().items() if name not in PASSING}
     return dict(json.loads(json.dumps(fields, default=str)))

@@ -1,4 +1,5 @@
-"""Find the decoder, the layer geometry and other properties of a transformers model."""
+"""Determine properties of a transformers model: its decoder, and the sizes and devices of its
+layers."""
 
 from __future__ import annotations
 
@@ -14,24 +15,24 @@ from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.unsupported import layer_configs
 
 ONE_CALL = ("bamba", "jamba", "zamba")
-"""Types of models whose linear attention starts from an empty state in each call of several tokens.
-`tools/families.py` finds them. Their prompts are read in one call."""
+"""Model types that must process a prompt in one call, because their linear attention starts from an
+empty state in each call with several tokens. `tools/families.py` detects them."""
 
 PREPARES_POSITIONS = "_prepare_position_ids_for_generation"
-"""The method of transformers with which `generate` makes `position_ids`."""
+"""Name of the method with which transformers' `generate` makes `position_ids`."""
 
 
 def reads_chunks(model: PreTrainedModel) -> bool:
-    """Return True if reading a prompt in chunks has the same result as reading it in one call."""
+    """Return True if chunked prefill has the same result as prefill in one call."""
     return model.config.get_text_config(decoder=True).model_type not in ONE_CALL
 
 
 def text_positions(model: PreTrainedModel, start: int, end: int) -> Tensor | None:
     """Return the `position_ids` that `generate` would pass, int64 `[1, end - start]`, or None.
 
-    They are passed explicitly because some models otherwise compute other positions (roberta
-    starts at its padding id). The result is None for a model without `position_ids`, and for one
-    whose `generate` computes its own positions (for images).
+    Pass them explicitly, because some models otherwise compute other positions than in `generate`
+    (roberta starts at its padding id). The result is None for models without `position_ids`, and
+    for models with their own method to compute positions (for images).
     """
     usual, own = (getattr(one, PREPARES_POSITIONS, None) for one in (GenerationMixin, type(model)))
     if usual is not own or "position_ids" not in _parameters(model):
@@ -40,16 +41,16 @@ def text_positions(model: PreTrainedModel, start: int, end: int) -> Tensor | Non
 
 
 def find_decoder(model: PreTrainedModel) -> nn.Module:
-    """Find the module whose forward takes `past_key_values` and runs the layers.
+    """Return the module whose forward method takes `past_key_values` and runs the layers.
 
-    Raises UnsupportedError if there is none.
+    Raises UnsupportedError if there is no such module.
     """
     for module in (model.get_decoder(), model.base_model, model):
         if isinstance(module, nn.Module) and "past_key_values" in _parameters(module):
             return module
     raise UnsupportedError(
-        f"model: got {type(model).__name__}, whose forward takes no past_key_values; allowed are "
-        "decoders with a cache of keys and values"
+        f"model: got {type(model).__name__}, whose forward has no argument past_key_values; "
+        "allowed are decoders with a KV cache"
     )
 
 
@@ -58,9 +59,10 @@ def _parameters(module: nn.Module) -> Collection[str]:
 
 
 def layer_device(decoder: nn.Module, number: int) -> torch.device:
-    """Find the device on which a decoder's layer computes.
+    """Return the device on which a decoder layer runs.
 
-    This is the device of its weights, or the one to which accelerate copies offloaded weights.
+    This is the device of the layer's weights, or the device to which accelerate copies offloaded
+    weights.
 
     Args:
         decoder: The decoder.
@@ -73,7 +75,7 @@ def layer_device(decoder: nn.Module, number: int) -> torch.device:
 
 
 def _device_of(module: nn.Module) -> torch.device | None:
-    """Return the device of a module's own weights while it computes, or None if unknown."""
+    """Return the device of a module's own weights during its forward pass, or None if unknown."""
     weight = next(module.parameters(recurse=False), None)
     if weight is None or weight.device.type != "meta":
         return None if weight is None else weight.device
@@ -85,12 +87,13 @@ def _device_of(module: nn.Module) -> torch.device | None:
 
 
 def layer_geometry(config: Any, number: int) -> dict[str, Any]:
-    """Read the head counts and the head dimension of a layer from its configuration."""
+    """Return the keyword arguments of `Geometry` for a layer (heads, head dimension), from the
+    configuration."""
     layers = layer_configs(config)
     config = layers[number] if len(layers) > 1 else config
     heads = getattr(config, "num_attention_heads", 1)
     rank = getattr(config, "kv_lora_rank", None)
-    if rank is not None:  # the index stores latents (latent.py)
+    if rank is not None:  # latent attention, in which the index stores latents (latent.py)
         width = rank + config.qk_rope_head_dim
         latent = {"head_dim": width, "value_dim": rank, "value_in_key": True}
         return {"q_heads": heads, "kv_heads": 1, **latent}
@@ -103,9 +106,10 @@ def layer_geometry(config: Any, number: int) -> dict[str, Any]:
 
 
 def attention_request(model: PreTrainedModel, name: str) -> dict[str, str]:
-    """Make the argument for `set_attn_implementation` that changes only the decoder's attention.
+    """Return the argument for `set_attn_implementation` that changes only the decoder's attention.
 
-    Raises UnsupportedError if the decoder's configuration is nested more than once in the model's.
+    Raises UnsupportedError if the decoder's configuration is not a direct part of the model's
+    configuration.
     """
     config = model.config.get_text_config(decoder=True)
     if config is model.config:
@@ -114,5 +118,6 @@ def attention_request(model: PreTrainedModel, name: str) -> dict[str, str]:
         if getattr(model.config, part) is config:
             return {part: name}
     raise UnsupportedError(
-        f"model: got {type(model).__name__}, whose decoder's configuration is nested too deeply"
+        f"model: got {type(model).__name__}, whose decoder's configuration is not a direct part of "
+        "the model's configuration"
     )

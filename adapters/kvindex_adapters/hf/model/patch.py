@@ -1,8 +1,8 @@
-"""Reversible patches of a model: private copies of its configurations, subclasses of its modules.
+"""Reversible patches of a model: copies of its configurations, and subclasses of its classes.
 
-Configurations are copied because other models may use them, too. Classes are subclassed, as in
-torch's parametrizations, so that changes that other code makes meanwhile (hooks, another `forward`)
-stay. Copies and pickles of a patched module have its original class and attention function.
+Configurations are copied because other models may share them. Classes are subclassed, as in torch's
+parametrizations, so that hooks and other changes that the caller makes are preserved. Copies and
+pickles of a patched module have the original class and attention function.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 IMPLEMENTATION = "_attn_implementation_internal"
-"""Attribute of a configuration that contains the name of its attention function."""
+"""Configuration attribute with the name of the attention function."""
 
 
 class Substitute(str):
-    """The name of our attention function. Deep copies and pickles get the name that it replaces."""
+    """The name of kvindex's attention function. A deep copy or a pickle contains the original name
+    instead."""
 
     __slots__ = ("_own",)
     _own: Any
 
     @classmethod
     def of(cls, ours: str, config: PreTrainedConfig) -> Substitute:
-        """Make a substitute for the attention function that a configuration names.
+        """Make a substitute for the attention name in a configuration.
 
         Args:
-            ours: The name of our attention function.
+            ours: The name of kvindex's attention function.
             config: The original configuration.
         """
         name = cls(ours)
@@ -48,18 +49,18 @@ class Substitute(str):
 
 
 def copied_as(own: PreTrainedConfig, config: PreTrainedConfig) -> None:
-    """Make deep copies and pickles of `own` equal to those of `config`.
+    """Make a deep copy or a pickle of `own` contain `config` instead.
 
-    A copy of a model then has one configuration, as the original model does.
+    The modules of a copied model then share one configuration, as in the original model.
     """
     vars(own)["__deepcopy__"] = lambda memo: deepcopy(config, memo)
-    # `getitem` returns `config` itself, and a pickle of the result can be loaded without this
-    # package
+    # `getitem((config,), 0)` is `config`, and a pickle with it can be loaded without this package
     vars(own)["__reduce_ex__"] = lambda protocol: (getitem, ((config,), 0))
 
 
 def _plain(value: Any) -> Any:
-    """Copy a configuration without substitutes; return any other value unchanged."""
+    """Copy a configuration, and replace each `Substitute` by the original name. Return other values
+    unchanged."""
     if not isinstance(value, PreTrainedConfig):
         return value._own if isinstance(value, Substitute) else value
     other = copy(value)
@@ -68,7 +69,7 @@ def _plain(value: Any) -> Any:
 
 
 class Copies:
-    """Copies of configurations, one for each object. Nested configurations are copied, too."""
+    """Makes one copy of each configuration object, including nested configurations."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[PreTrainedConfig, PreTrainedConfig]] = {}
@@ -91,17 +92,19 @@ class Copies:
         return {id(other): config for config, other in self._made.values()}
 
     def substitute(self, ours: str) -> None:
-        """Make deep copies and pickles of these configurations name the original attention.
+        """Make deep copies and pickles of the copied configurations contain the original attention
+        name.
 
         Args:
-            ours: The name of our attention function. Only configurations that name it change.
+            ours: The name of kvindex's attention function. Other configurations do not change.
         """
         for config, other in self._made.values():
             if vars(other).get(IMPLEMENTATION) == ours:
                 vars(other)[IMPLEMENTATION] = Substitute.of(ours, config)
 
     def hand_over(self, ours: str) -> None:
-        """Apply the changes of each copy to its original, except the attention named `ours`."""
+        """Transfer the changes of each copy to its original configuration, except the attention
+        name `ours`."""
         originals = self.originals()
         for config, other, before in self._before:
             for name, value in vars(other).items():
@@ -112,17 +115,17 @@ class Copies:
 
 @contextmanager
 def private_configurations(model: nn.Module, ours: str) -> Iterator[Copies]:
-    """Give the model's modules private configurations; afterwards restore the original ones.
+    """Context manager that gives the model's modules copies of their configurations.
 
-    Changes that the caller makes meanwhile to `model.config` or another configuration stay, except
-    the attention function `ours`.
+    At the end, the original configurations are restored, with the changes that the caller made to
+    the copies (except the attention name `ours`).
 
     Args:
         model: The model to change.
-        ours: The name of our attention function.
+        ours: The name of kvindex's attention function.
 
     Yields:
-        The private configurations.
+        The copies.
     """
     copies, modules = Copies(), list(model.modules())
     try:
@@ -142,15 +145,15 @@ def private_configurations(model: nn.Module, ours: str) -> Iterator[Copies]:
 
 @contextmanager
 def subclassed(module: nn.Module, first: type[nn.Module]) -> Iterator[None]:
-    """Put `first` before the module's class, under the same name; afterwards restore the class.
+    """Context manager that replaces a module's class by a subclass with the mixin `first`.
 
-    If other code subclasses the module's class meanwhile, that subclass stays. So the methods of
-    `first` must have no effect after the context. Copies and pickles of the module have its
-    original class.
+    The original class is restored at the end, unless other code has subclassed the class in
+    between. So the methods of `first` must have no effect after the context. Copies and pickles of
+    the module have the original class.
 
     Args:
         module: The module to change.
-        first: The class to add.
+        first: The mixin class.
     """
     own = type(module)
     if issubclass(own, first):
@@ -160,9 +163,13 @@ def subclassed(module: nn.Module, first: type[nn.Module]) -> Iterator[None]:
     def reduce(module: nn.Module, protocol: Any) -> Any:
         made: Any = own.__reduce_ex__(module, protocol)
         _, (cls, *_), *state = made
-        if cls is not patched:  # other code has subclassed it meanwhile
+        if cls is not patched:  # other code has subclassed `patched` in between
             return made
-        return object.__new__, (own,), *state  # pickle's `__newobj__` would require `patched`
+        return (
+            object.__new__,
+            (own,),
+            *state,
+        )  # the usual `__newobj__` would require the class `patched`
 
     def shallow(module: nn.Module) -> nn.Module:
         other = own.__new__(own)

@@ -1,10 +1,10 @@
-"""Run a model on a few fixed tokens, so that a saved cache can recognize its model.
+"""`probe`: run a model on a few fixed tokens, so that a saved cache can recognize its model.
 
-The decoder reads fixed ids with plain attention and an empty cache of transformers. The probe is a
-sample of the keys and values of each layer in that cache, and of the last hidden states. So it
-depends on the weights, wherever they are stored (offloaded, quantized, in buffers), and on adapters
-and hooks. It does not depend on settings that only affect long texts, such as rotary frequencies
-beyond a length. Compare the configurations to detect a change of such settings.
+The decoder processes fixed ids with eager attention and an empty transformers cache. The probe is a
+sample of the keys and values of each layer, and of the last hidden states. It depends on all
+weights (also if offloaded or quantized), adapters and hooks. It does not depend on settings that
+affect only long texts, such as rotary frequencies beyond a length; compare configurations to detect
+those.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from kvindex_adapters.hf.model.info import layer_device
 from kvindex_adapters.hf.model.patch import IMPLEMENTATION
 
 SEQUENCES, TOKENS = 8, 8
-"""Sequences of the probe, and tokens of each. There are several sequences because rounding may
-choose another expert for a token in mixture-of-experts models, which only changes the sequence of
-that token."""
+"""Number of sequences in the probe, and number of tokens in each. In mixture-of-experts models,
+rounding may send a token to another expert. With several sequences, this changes only one of
+them."""
 
 SAMPLES = 521
-"""How many evenly spaced numbers of each tensor are stored. The count is prime, so that the
-distance between samples is not a multiple of a head dimension. The samples of 36 layers take 150
-KB."""
+"""Number of evenly spaced elements to store of each tensor. It is prime, so that the spacing is not
+a multiple of a head dimension. The samples of 36 layers take 150 KB."""
 
 PLAIN = "eager"
-"""The attention implementation that every model of transformers supports on every device."""
+"""Name of the attention implementation that every transformers model supports on every device."""
 
 ROUNDINGS = 3.0
-"""Tolerance in units of `eps * (1 / 2 + sqrt(layer))`: rounding errors add up over the layers.
+"""Tolerance in units of `eps * (1 / 2 + sqrt(layer))`, because rounding errors add up over the
+layers.
 
-Measured in bfloat16 and float16, as the difference from exact products:
+The following relative differences from exact arithmetic were measured in bfloat16 and float16:
 
 - The keys and values of the first layer differ by up to 0.5 `eps`.
-- Those of later layers differ by up to 0.8 units in SmolLM2-135M and in random models of up to 80
-  layers, and by up to 1.6 units in tiny random models of 150 families.
+- The keys and values of later layers differ by up to 0.8 units in SmolLM2-135M and in random models
+of up to 80 layers, and by up to 1.6 units in tiny random models of 150 families.
 - The difference between two devices is larger by the square root of 2.
 
-For comparison, a low-rank adapter for queries and values with 5% of the norm of the weights changes
-the values of SmolLM2's first layer by 13 `eps` of bfloat16. Scaling it by half changes them by 6.6
-`eps`."""
+For comparison, a LoRA adapter of queries and values with 5% of the norm of the weights changes the
+values of SmolLM2's first layer by 13 `eps` of bfloat16. With half of this norm, the adapter changes
+the values by 6.6 `eps`."""
 
 EXACT, TF32 = 2.0**-17, 2.0**-10
-"""`eps` for float32. EXACT is used on a CPU and allows 64 rounding errors; 3 were measured. TF32 is
-used where products may be rounded to TF32, which has a fraction of 10 bits."""
+"""`eps` for float32 models. `EXACT` is for CPUs: it allows 64 rounding errors, of which 3 were
+measured. `TF32` is for devices that may round products to TF32, which has 10 fraction bits."""
 
 
 class Probe(NamedTuple):
@@ -60,8 +60,9 @@ class Probe(NamedTuple):
 
     Args:
         dtype: The dtype of the hidden states.
-        eps: Their relative rounding error.
-        parts: "layer.name" -> float32 `[n]`, on the CPU.
+        eps: The relative rounding error of matrix products in the model.
+        parts: Maps "layer.name" to samples, float32 `[n]` on the CPU. Names are "keys", "values"
+            and "hidden_states".
     """
 
     dtype: torch.dtype
@@ -70,7 +71,7 @@ class Probe(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """The part in which two probes differ most.
+    """The tensor in which two probes differ most.
 
     Args:
         layer: Number of the layer.
@@ -88,10 +89,10 @@ class Difference(NamedTuple):
 @in_plain_torch
 @torch.no_grad()
 def probe(decoder: nn.Module, config: Any) -> Probe:
-    """Run the decoder once over fixed tokens. It may be attached.
+    """Run a decoder once on fixed tokens. The decoder may be attached.
 
-    Modules, configurations and random generators are restored afterwards. Hooks of the modules are
-    called, because they may change the model's output.
+    Modules, configurations and random number generators are restored afterwards. Hooks are called,
+    because they may change what the model computes.
 
     Args:
         decoder: The module with a forward pass that takes `past_key_values`.
@@ -101,7 +102,7 @@ def probe(decoder: nn.Module, config: Any) -> Probe:
         A sample of the keys, values and last hidden states.
 
     Raises:
-        RuntimeError: The decoder fails.
+        RuntimeError: The decoder failed on these tokens.
     """
     words = config.get_text_config(decoder=True).vocab_size
     ids = torch.arange(1, 2 * SEQUENCES * TOKENS, 2) * words // (2 * SEQUENCES * TOKENS)
@@ -109,7 +110,8 @@ def probe(decoder: nn.Module, config: Any) -> Probe:
     given = dict(past_key_values=cache, use_cache=True)
     try:
         with _plain(decoder):
-            # not the decoder's own `__call__`, which `attach` replaces by one with a transaction
+            # bypass the decoder's `__call__`, which `attach` replaces by a method that needs an
+            # `IndexCache`
             output = nn.Module.__call__(
                 decoder, input_ids=ids.reshape(SEQUENCES, TOKENS).to(device), **given
             )
@@ -122,24 +124,25 @@ def probe(decoder: nn.Module, config: Any) -> Probe:
                     parts[f"{number}.{name}"] = _sample(rows)
     except Exception as error:
         raise RuntimeError(
-            f"model: got {type(decoder).__name__}, which fails for {SEQUENCES} sequences of "
-            f"{TOKENS} tokens with {PLAIN!r} attention ({type(error).__name__}: {error}); a saved "
-            "cache recognizes its model by the keys and values of these tokens"
+            f"model: got {type(decoder).__name__}, which failed on {SEQUENCES} sequences of "
+            f"{TOKENS} tokens with {PLAIN!r} attention ({type(error).__name__}: {error}); the keys "
+            "and values of these tokens are needed to identify the model of a saved cache"
         ) from error
     return Probe(hidden.dtype, _eps(hidden), parts)
 
 
 def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor], eps: float) -> Difference:
-    """Find the part in which two probes differ most, relative to its tolerance.
+    """Return the tensor in which two probes differ most, relative to the tolerance.
 
-    The size of a difference is the median absolute difference, divided by the median absolute value
-    of `other`. So a few large coordinates, or a few tokens that another expert computes, do not
-    matter. Parts that only one probe has, because of another version of transformers, are skipped.
+    The relative difference is the median absolute difference, divided by the median absolute value
+    of `other`. A few large coordinates, or a few tokens that another expert processes, do not
+    affect these medians. Tensors that only one probe has (because of another version of
+    transformers) are skipped.
 
     Args:
         one: `Probe.parts` of a model.
         other: `Probe.parts` of the model to compare with.
-        eps: The relative rounding error, the larger one of both probes.
+        eps: The larger of the relative rounding errors of the two probes.
     """
     found = []
     for part in one.keys() & other.keys():
@@ -150,7 +153,7 @@ def difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor], eps: floa
 
 
 def _eps(hidden: Tensor) -> float:
-    """Return the relative rounding error of a model's products."""
+    """Return the relative rounding error of a model's matrix products."""
     if hidden.dtype.itemsize < torch.float32.itemsize:
         return torch.finfo(hidden.dtype).eps
     exact = torch.get_float32_matmul_precision() == "highest" and hidden.device.type == "cpu"
@@ -158,7 +161,7 @@ def _eps(hidden: Tensor) -> float:
 
 
 def _size(one: Tensor, other: Tensor) -> float:
-    """Compute the relative difference of two samples. Numbers that are not finite count as 0."""
+    """Return the relative difference between two samples. NaN and infinity count as 0."""
     if one.shape != other.shape:
         return torch.inf
     one, other = (part.nan_to_num(0, 0, 0) for part in (one, other))
@@ -167,7 +170,7 @@ def _size(one: Tensor, other: Tensor) -> float:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Take evenly spaced numbers of a tensor, float32 on the CPU."""
+    """Return at most `SAMPLES` evenly spaced elements of a tensor, float32 on the CPU."""
     flat = tensor.reshape(-1)
     count = min(len(flat), SAMPLES)
     return flat[torch.arange(count, device=flat.device) * len(flat) // count].float().cpu()
@@ -175,10 +178,11 @@ def _sample(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _plain(decoder: nn.Module) -> Iterator[None]:
-    """Use evaluation mode and plain attention inside the context; restore everything afterwards.
+    """Context manager that sets evaluation mode and eager attention, and restores everything at the
+    end.
 
-    This includes attributes and buffers of modules, because some rotary embeddings change them with
-    the length.
+    This includes attributes and buffers of modules, because some rotary embeddings change theirs
+    with the sequence length.
     """
     own = [vars(module) for module in decoder.modules()]
     before = [(each, dict(each), each["_buffers"], dict(each["_buffers"])) for each in own]

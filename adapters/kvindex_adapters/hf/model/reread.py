@@ -1,11 +1,11 @@
-"""Models that read the whole prompt again where their rotary frequencies change: the Phi-3 family.
+"""Support for the Phi-3 family, which recomputes all keys when a sequence exceeds a certain length.
 
-These models use one set of frequencies for sequences of up to `original_max_position_embeddings`
-tokens, and another set for longer sequences. When `generate` crosses that length, their
-`prepare_inputs_for_generation` drops the cache and passes all ids to the model, so that all keys
-get the frequencies of the new length. Inside `attach`, the tokens are read again into the same
-cache. `read` and `generate` of this package do the same before they read a prompt that crosses that
-length.
+These models use one set of rotary frequencies for sequences of up to
+`original_max_position_embeddings` tokens, and another set for longer sequences. When transformers'
+`generate` exceeds this length, the model's `prepare_inputs_for_generation` drops the cache and
+passes all ids again, so that all keys get the new frequencies. Inside `attach`, the cache is
+emptied and filled again instead. `kvhf.read` and `kvhf.generate` do the same before a prompt that
+exceeds the length.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvindex_adapters.hf.model.calls import TransactionDecoder, TransactionModel
 from kvindex_adapters.hf.model.info import reads_chunks
 
 FAMILIES = ("phi3", "phimoe", "phi4_multimodal")
-"""Types of models whose `prepare_inputs_for_generation` drops the cache."""
+"""Model types whose `prepare_inputs_for_generation` drops the cache."""
 
 
 def crosses(model: PreTrainedModel, before: int, after: int) -> bool:
@@ -33,10 +33,10 @@ def crosses(model: PreTrainedModel, before: int, after: int) -> bool:
 
 
 def prefilled(model: PreTrainedModel, tokens: int, chunk: int) -> int:
-    """Return how many tokens of a prompt to read before `model.generate` reads the rest.
+    """Return how many tokens of a prompt to prefill before `model.generate` gets the rest.
 
-    The number is that of all tokens but the last `chunk`, or 0 for a model that must read its
-    prompt in one call. If the model would drop its cache in between, the number is the smallest at
+    Usually all tokens except the last `chunk`. 0 for a model that must process its prompt in one
+    call. If the model would drop its cache within the rest, the result is the smallest number with
     which it does not, or 0 if fewer than two tokens would remain.
     """
     stop = max(tokens - chunk, 0) if reads_chunks(model) else 0
@@ -49,34 +49,34 @@ def prefilled(model: PreTrainedModel, tokens: int, chunk: int) -> int:
 def unread(
     model: PreTrainedModel, cache: Any, past: Tensor | None, ids: Tensor, *, more: int = 0
 ) -> Tensor:
-    """Return the ids that the model must read to append `ids` to the tokens of the cache.
+    """Return the ids that the model must process to append `ids` to a cache.
 
-    The result is `ids`; or, if the cached keys have the frequencies of a shorter sequence, `past`
-    and `ids`. In the latter case the cache is emptied; `cache.rollback` restores it.
+    Usually these are `ids`. If the keys in the cache have the rotary frequencies of shorter
+    sequences, the cache is emptied, and the result is `past` followed by `ids`. `cache.rollback`
+    can restore the cache.
 
     Args:
         model: The model.
         cache: The cache.
         past: Ids int64 `[P]` of the cached tokens, or None if unknown.
         ids: Int64 `[N]`, the new ids.
-        more: Number of tokens that `model.generate` may add afterwards.
+        more: Number of tokens that `model.generate` may append later.
 
     Returns:
-        Int64 `[N]` or `[P + N]`.
+        Ids int64, `[N]` or `[P + N]`.
 
     Raises:
-        UnsupportedError: The tokens must be read again, and `past` is None.
+        UnsupportedError: The tokens in the cache must be processed again, but `past` is None.
     """
     before = cache.get_seq_length()
     if past is None and crosses(model, before, before + len(ids) + more):
         name = type(model).__name__
         switch = vars(model.config)["original_max_position_embeddings"]
         raise UnsupportedError(
-            f"cache: got one of {before} tokens of which the ids are not known, and a prompt with "
-            f"an answer of up to {len(ids) + more} more, allowed are {switch} in total: above that "
-            f"{name} has other rotary frequencies and must read all tokens again; fill the cache "
-            "with kvhf.read and kvhf.generate, which record the ids, or pass all ids to an empty "
-            "cache"
+            f"cache: got a cache of {before} tokens with unknown ids, and a prompt and answer of "
+            f"up to {len(ids) + more} tokens; above {switch} tokens in total, {name} changes its "
+            "rotary frequencies and must process all tokens again; fill the cache with kvhf.read "
+            "and kvhf.generate, which record the ids, or pass all ids to an empty cache"
         )
     if past is None or not before or not crosses(model, before, before + len(ids)):
         return ids
@@ -85,7 +85,7 @@ def unread(
 
 
 class RereadingModel(TransactionModel):
-    """Lets a model that drops its cache read all tokens into it again."""
+    """Mixin for models that drop their cache: keeps the cache, to be emptied and filled again."""
 
     def prepare_inputs_for_generation(
         self,
@@ -94,7 +94,8 @@ class RereadingModel(TransactionModel):
         next_sequence_length: int | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Run the model's own method. If it drops an `IndexCache`, pass the cache again."""
+        """Call the model's own method. If it drops an `IndexCache`, add the cache to the inputs
+        again."""
         parent: Any = super()
         given = {**kwargs, "past_key_values": past_key_values}
         inputs: dict[str, Any] = parent.prepare_inputs_for_generation(
@@ -104,16 +105,16 @@ class RereadingModel(TransactionModel):
         if not isinstance(cache, IndexCache) or inputs.get("past_key_values") is not None:
             return inputs
         if length := cache.get_seq_length():
-            # transformers omits a mask of ones, and positions that the model does not take
+            # transformers omits a mask of ones, and positions if the model has no such argument
             by_token = [kwargs.get(name) for name in ("attention_mask", "position_ids")]
             total = max((one.shape[-1] for one in by_token if one is not None), default=0)
             if total > (new := input_ids.shape[1]):
                 raise UnsupportedError(
-                    f"input_ids: got {new} new ids after a cache of {length} tokens, allowed are "
-                    f"all {total} ids: {type(self).__name__} has other rotary frequencies for "
-                    "this number and must read all tokens again"
+                    f"input_ids: got {new} new ids with a cache of {length} tokens, but "
+                    f"{type(self).__name__} has other rotary frequencies for {total} tokens and "
+                    f"must process all of them again; pass all {total} ids"
                 )
-            # phi4_multimodal drops the cache, but passes only the last id, without images
+            # for text without images, phi4_multimodal drops the cache but passes only the last id
             given["is_first_iteration"] = kwargs.get("inputs_embeds") is None
             inputs = parent.prepare_inputs_for_generation(input_ids, **given)
             cache.rereads = input_ids.shape[1]
@@ -122,10 +123,10 @@ class RereadingModel(TransactionModel):
 
 
 class RereadingDecoder(nn.Module):
-    """Empties the cache before a decoder reads all tokens again."""
+    """Mixin that empties the cache before a decoder processes all tokens again."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the decoder's own call."""
+        """Empty the cache if all tokens are passed again, then run the decoder's forward pass."""
         cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
         if isinstance(cache, IndexCache):
             rereads, cache.rereads = cache.rereads, 0
@@ -135,11 +136,12 @@ class RereadingDecoder(nn.Module):
 
 
 class RereadingTransactionDecoder(TransactionDecoder, RereadingDecoder):
-    """Empties the cache inside the transaction, so that a failed step restores it."""
+    """Empties the cache inside the transaction, so that the cache is restored if the forward pass
+    fails."""
 
 
 def patched_classes(model: PreTrainedModel) -> tuple[type[nn.Module], type[nn.Module]]:
-    """Return the classes that `attach` adds to the bases of the model's and the decoder's class."""
+    """Return the mixins that `attach` adds to the classes of the model and of the decoder."""
     if model.config.model_type in FAMILIES:
         return RereadingModel, RereadingTransactionDecoder
     return TransactionModel, TransactionDecoder

@@ -1,10 +1,11 @@
-"""Rotary frequencies: those of a decoder layer, and those of a prompt that is read in chunks.
+"""Determine the rotary frequencies of a layer, and correct them for chunked prefill.
 
-The frequencies of a layer are found by calling the layer itself. The embeddings of rope types
-`dynamic` and `longrope` derive their frequencies from the newest position of a call (transformers'
-`dynamic_rope_update`). The first chunks of a prompt would thus get the frequencies of a shorter
-sequence, and their keys would differ from those of a prompt that is read in one call. Therefore
-`counting_ahead` gives each chunk the frequencies of the whole prompt.
+To determine a layer's frequencies, the layer itself is called.
+
+Rotary embeddings of the types `dynamic` and `longrope` derive their frequencies from the newest
+position of a call (transformers' `dynamic_rope_update`). In chunked prefill, the first chunks would
+get the frequencies of a shorter sequence. `counting_ahead` gives each chunk the frequencies of the
+whole prompt.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from kvindex_adapters.hf.model.info import layer_device
 from kvindex_adapters.hf.model.latent import is_latent
 
 POSITIONS = (0, 1, 7)
-"""Positions at which the probe places the same token."""
+"""Positions at which a layer is called with the same token, to determine how it rotates keys."""
 
 CLOSE = 0.05
-"""Keys may differ by this fraction of the largest coordinate. bfloat16 rounds by 2^-8, and a layer
-that rotates other pairs of coordinates differs by about 1."""
+"""Tolerance for comparing keys, as a fraction of the largest coordinate. Rounding in bfloat16
+causes a difference of 2^-8. A layer that rotates other pairs of coordinates causes a difference of
+about 1."""
 
 
 class _CaughtError(Exception):
-    """Carries the keys that the layer passes to the cache."""
+    """Raised by `_Catcher`, with the keys that a layer passed to the cache."""
 
     def __init__(self, keys: Tensor) -> None:
         super().__init__()
@@ -40,7 +42,8 @@ class _CaughtError(Exception):
 
 
 class _Catcher:
-    """A cache that interrupts the layer when it passes its keys."""
+    """A cache whose `update` raises an exception, to stop a layer after it has computed its
+    keys."""
 
     def update(self, keys: Tensor, *args: Any, **kwargs: Any) -> Any:
         raise _CaughtError(keys)
@@ -50,11 +53,13 @@ class _Catcher:
 
 
 def depends_on_length(rope_type: object) -> bool:
-    """Return True if frequencies of this `rope_type` depend on the length of the sequence.
+    """Return True if rotary frequencies of this type depend on the sequence length.
+
+    The conditions are those of transformers' `dynamic_rope_update`.
 
     Args:
-        rope_type: The attribute of a rotary embedding of transformers: a name, or a dict of names
-            by type of layer. The conditions are those of transformers' `dynamic_rope_update`.
+        rope_type: Attribute of a transformers rotary embedding: a name, or a dict of names by layer
+            type.
     """
     return any("dynamic" in name or name == "longrope" for name in _names(rope_type))
 
@@ -71,10 +76,11 @@ def length_dependent(model: nn.Module) -> list[nn.Module]:
 
 
 def keeps_longest(model: nn.Module) -> bool:
-    """Return True if frequencies depend on the longest sequence that the model has ever read.
+    """Return True if frequencies depend on the longest sequence that the model has processed so
+    far.
 
-    Embeddings of type `dynamic` store that length in the module, and removing tokens does not reset
-    it.
+    Rotary embeddings of type `dynamic` store this length in the module, and do not reset it when
+    tokens are removed.
     """
     return any(
         "dynamic" in name for one in length_dependent(model) for name in _names(one.rope_type)
@@ -82,21 +88,22 @@ def keeps_longest(model: nn.Module) -> bool:
 
 
 def rotary_frequencies(decoder: nn.Module, layer: int) -> Tensor | None:
-    """Find the inverse rotary frequencies of a full-attention layer (`kvindex.core.rope`).
+    """Determine the inverse rotary frequencies of a full-attention layer.
 
     Args:
         decoder: The decoder.
         layer: Number of the layer.
 
     Returns:
-        Float32 `[F]`, all 0 for a layer without rotation. None if the frequencies are unknown: the
-        decoder has no `rotary_emb`, the frequencies depend on the length, the layer rotates other
-        pairs of coordinates, it caches latents, or it cannot be called separately.
+        Float32 `[F]`, all 0 for a layer without rotation. None if they cannot be determined: the
+        decoder has no `rotary_emb`, the frequencies depend on the sequence length, the layer
+        rotates other pairs of coordinates or caches latents, or the layer cannot be called
+        separately.
     """
     embedding = getattr(decoder, "rotary_emb", None)
     kind, name = getattr(embedding, "rope_type", None), "inv_freq"
     more: tuple[str, ...] = ()
-    if isinstance(kind, dict):  # the model has one embedding per type of layer
+    if isinstance(kind, dict):  # the model has one rotary embedding per layer type
         kind, name = kind.get("full_attention"), "full_attention_inv_freq"
         more = ("full_attention",)
     rope = getattr(embedding, name, None)
@@ -116,7 +123,8 @@ def rotary_frequencies(decoder: nn.Module, layer: int) -> Tensor | None:
 def _probe(
     decoder: Any, module: nn.Module, embedding: Any, more: tuple[str, ...], device: torch.device
 ) -> Tensor | None:
-    """Compute the keys `[1, G, T, D]` of one token at `POSITIONS`, or None if that fails."""
+    """Call a layer with the same token at all `POSITIONS`. Return its keys `[1, G, T, D]`, or None
+    if this fails."""
     parameters = inspect.signature(module.forward).parameters
     if "position_embeddings" not in parameters:
         return None
@@ -130,13 +138,14 @@ def _probe(
         module(states, position_embeddings=embedding(states, positions, *more), **options)
     except _CaughtError as caught:
         return caught.keys
-    except Exception:  # any error of the model's class means that frequencies are unknown
+    except Exception:  # after any error of the model's class, the frequencies are unknown
         return None
     return None
 
 
 def _rotated_by(keys: Tensor, rope: Tensor) -> bool:
-    """Return True if the keys at `POSITIONS` equal the first key, rotated by these frequencies."""
+    """Return True if the keys at `POSITIONS` are the first key, rotated with the frequencies
+    `rope`."""
     keys, positions = keys.float(), torch.tensor(POSITIONS, device=keys.device)
     if 2 * len(rope) > keys.shape[-1]:
         return False
@@ -146,19 +155,21 @@ def _rotated_by(keys: Tensor, rope: Tensor) -> bool:
 
 @contextmanager
 def counting_ahead(embeddings: Collection[nn.Module], tokens: int) -> Iterator[None]:
-    """Make rotary embeddings count `tokens` more tokens than they are called with.
+    """Context manager that makes rotary embeddings use the frequencies of a longer sequence.
+
+    Each call of an embedding gets one more position, that of the prompt's last token. The angles
+    for this position are removed from the result.
 
     Args:
-        embeddings: `length_dependent` of a model. Each call gets one more position, that of the
-            prompt's last token, and the angles of that position are removed from the result.
-        tokens: Tokens of the prompt after the current chunk. Nothing is changed where it is 0.
+        embeddings: The result of `length_dependent` for the model.
+        tokens: Number of tokens in the prompt after the current chunk. 0 changes nothing.
     """
     hooks: list[Any] = []
     try:
         for embedding in embeddings if tokens else ():
             append = partial(_append_position, tokens)
             hooks.append(embedding.register_forward_pre_hook(append, with_kwargs=True))
-            # run this hook before those of other code, so that these see the final result
+            # run this hook before hooks of other code, so that they see the final result
             hooks.append(embedding.register_forward_hook(_remove_position, prepend=True))
         yield
     finally:
@@ -167,7 +178,8 @@ def counting_ahead(embeddings: Collection[nn.Module], tokens: int) -> Iterator[N
 
 
 def _append_position(tokens: int, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Add the position of the prompt's last token to `position_ids`, `[..., T]`."""
+    """Forward pre-hook: append the position of the prompt's last token to `position_ids`, `[...,
+    T]`."""
 
     def longer(positions: Tensor) -> Tensor:
         return torch.cat([positions, positions[..., -1:] + tokens], dim=-1)
@@ -179,5 +191,5 @@ def _append_position(tokens: int, module: nn.Module, args: Any, kwargs: Any) -> 
 
 
 def _remove_position(module: nn.Module, args: Any, output: Any) -> Any:
-    """Remove the last position from cosines and sines, `[..., T, F]` each."""
+    """Forward hook: remove the last position from cosines and sines, `[..., T, F]` each."""
     return tree_map_only(Tensor, lambda angles: angles[..., :-1, :], output)

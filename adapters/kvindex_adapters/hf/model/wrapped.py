@@ -1,4 +1,4 @@
-"""Find the transformers model inside a `PeftModel`; raise an error for other wrappers."""
+"""`unwrapped`: get the transformers model inside a `PeftModel`. Other wrappers raise an error."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvindex_adapters.common.unsupported import UnsupportedError
 
 @runtime_checkable
 class Adapted(Protocol):
-    """The attributes by which a `PeftModel` is recognized without an import of peft."""
+    """Protocol that recognizes a `PeftModel` by its attributes, without importing peft."""
 
     peft_config: Mapping[str, Any]
 
     def get_base_model(self) -> nn.Module:
-        """The model to which the adapters were added."""
+        """Return the model to which the adapters were added."""
         ...
 
 
@@ -32,9 +32,9 @@ def unwrapped(model: Any) -> PreTrainedModel:
         `model` itself, or the model inside the `PeftModel`.
 
     Raises:
-        TypeError: `model` is something else. If a transformers model is inside it, the error names
-            its attribute.
-        UnsupportedError: The `PeftModel` does more than its base model when it is called.
+        TypeError: `model` is neither. If it contains a transformers model, the message names the
+            attribute.
+        UnsupportedError: The `PeftModel` changes more than the weights of its base model.
     """
     if isinstance(model, PreTrainedModel):
         return model
@@ -45,7 +45,7 @@ def unwrapped(model: Any) -> PreTrainedModel:
     if any(config.is_prompt_learning for config in configs):
         raise UnsupportedError(
             f"model: got {name} with prompt learning, which adds tokens or keys before the "
-            "prompt; allowed are adapters of the model's weights, such as LoRA"
+            "prompt; allowed are adapters that change only weights, such as LoRA"
         )
     if any(vars(config).get("alora_invocation_tokens") for config in configs):
         raise UnsupportedError(
@@ -56,14 +56,14 @@ def unwrapped(model: Any) -> PreTrainedModel:
 
 
 def no_model(model: Any) -> TypeError:
-    """Make the error for an argument that is not a transformers model.
+    """Return the TypeError for an argument that is not a transformers model.
 
     Args:
-        model: The argument. If a transformers model is inside it, the error names its attribute.
+        model: The argument. If it contains a transformers model, the message names the attribute.
     """
     named = model.named_modules() if isinstance(model, nn.Module) else ()
     inside = next((path for path, part in named if isinstance(part, PreTrainedModel)), None)
     message = f"model: got {type(model).__name__}, allowed is a transformers model"
     if inside is None:
         return TypeError(message)
-    return TypeError(f"{message}: pass the one inside it, model.{inside}")
+    return TypeError(f"{message}; pass the transformers model inside it, model.{inside}")

@@ -179,7 +179,7 @@ def test_bfloat16(model):
     [
         ({"index": "h2o"}, "queries of a prompt"),
         ({"index": "nothing"}, "index: got 'nothing'"),
-        ({"dense_layers": (0, 1)}, "leaves no layer to index"),
+        ({"dense_layers": (0, 1)}, "leaves no layer with an index"),
         ({"k": 0}, "k: got 0"),
     ],
 )
@@ -213,9 +213,11 @@ def test_calls_are_refused(model):
     inputs = torch.tensor(prompts(9), device=model.device)
     with kvhf.attach_batch(model, **EXACT):
         for call in (model, model.generate):
-            with pytest.raises(kvhf.UnsupportedError, match="no step of continuous batching"):
+            with pytest.raises(
+                kvhf.UnsupportedError, match="does not come from continuous batching"
+            ):
                 call(inputs)
-        with pytest.raises(kvhf.UnsupportedError, match="outside of a step"):
+        with pytest.raises(kvhf.UnsupportedError, match="outside of continuous batching"):
             model.model(inputs)
         for option in ({"use_cuda_graph": True}, {"use_async_batching": True}):
             with pytest.raises(kvhf.UnsupportedError, match=next(iter(option))):

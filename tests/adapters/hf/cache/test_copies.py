@@ -130,7 +130,7 @@ def test_copies_close_with_the_context_and_belong_to_it(model):
     with kvhf.attach(model, **REGIONS) as cache, torch.no_grad():
         model(input_ids=ids, past_key_values=cache)
         old = copy.deepcopy(cache)
-    with pytest.raises(RuntimeError, match="context has closed"):
+    with pytest.raises(RuntimeError, match="context has ended"):
         model(input_ids=ids, past_key_values=old)
     with (
         kvhf.attach(model, **REGIONS),
@@ -155,7 +155,7 @@ def test_nothing_of_the_model_is_copied(model):
 @pytest.mark.parametrize("how", [pickle.dumps, copy.copy, lambda c: torch.save(c, io.BytesIO())])
 def test_pickle_and_shallow_copies_are_refused_in_words(model, how):
     with kvhf.attach(model, **REGIONS) as cache:
-        with pytest.raises(TypeError, match=r"allowed is copy.deepcopy\(cache\)"):
+        with pytest.raises(TypeError, match=r"use copy.deepcopy\(cache\)"):
             how(cache)
         steps(model, cache, prompt(1, 10), [10])  # the cache still works
 
@@ -173,10 +173,10 @@ def test_layers_describe_their_rows(model):
         assert (keys.dtype, keys.device, keys.ndim) == (torch.float32, torch.device("cpu"), 4)
         assert (keys.size(), keys.size(-2), keys.dim(), len(keys)) == (keys.shape, 25, 4, 3)
         assert (keys.numel(), keys.nbytes) == (2400, 9600)
-        with pytest.raises(AttributeError, match=r"got .mean, allowed are .* in the index's store"):
+        with pytest.raises(AttributeError, match=r"got .mean, allowed are .* in the index"):
             keys.mean()
         for use in (lambda: keys[0], lambda: torch.cat([keys, keys]), lambda: torch.ones(1) + keys):
-            with pytest.raises(ValueError, match="allowed are shape, dtype, device: the rows are"):
+            with pytest.raises(ValueError, match="allowed are shape, dtype, device: the el"):
                 use()
 
 

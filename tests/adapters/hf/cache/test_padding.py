@@ -49,7 +49,7 @@ def test_the_same_mask_is_looked_at_again_in_another_step():
     assert asked.of_new(layer, mask, 2) is None
     layer.reorder(torch.tensor([1, 0]))
     asked.forget()
-    with pytest.raises(ValueError, match="attention_mask: got one that hides tokens"):
+    with pytest.raises(ValueError, match="attention_mask: got a mask that hides"):
         asked.of_new(layer, mask, 2)
 
 

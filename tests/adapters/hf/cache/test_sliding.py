@@ -181,7 +181,7 @@ def test_a_mask_of_the_models_own_is_no_graph(graphs):
         want = model.generate(**inputs, **how)
         with kvhf.attach(model, **REGIONS) as cache:
             assert torch.equal(model.generate(**inputs, past_key_values=cache, **how), want)
-            assert "got one that the model computes for each token" in cache.report().graph
+            assert "got a mask that the model computes for each" in cache.report().graph
     assert graphs.made == 0
 
 
@@ -195,7 +195,7 @@ def test_a_window_that_is_too_wide_or_looks_back_is_no_ring(graphs, monkeypatch)
     with kvhf.attach(model, **REGIONS) as cache:
         cache.activate_past_recording()
         model.generate(**prompt(1, 60), past_key_values=cache, **how)
-        assert "layer 0: its window keeps what assisted decoding" in cache.report().graph
+        assert "layer 0: its window keeps older tokens" in cache.report().graph
         assert cache.layers[0].keys.shape[2] > WINDOW
     assert graphs.made == 0
 
@@ -206,7 +206,7 @@ def test_what_a_model_does_to_the_ring_is_refused():
     layer.update(keys, keys)
     layer.roll(None)
     layer.update(keys[:, :, :1], keys[:, :, :1])
-    with pytest.raises(kvhf.UnsupportedError, match="keys: got 3 rows of a window of 24"):
+    with pytest.raises(kvhf.UnsupportedError, match="keys: got 3 keys for a window of 24"):
         layer.seen(keys[:, :, :3], keys[:, :, :3], None)
 
 

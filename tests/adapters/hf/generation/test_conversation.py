@@ -113,7 +113,7 @@ def test_options_that_look_at_the_past_see_it_or_are_refused(model, options):
         with torch.no_grad():
             model(input_ids=ids(5)[None], past_key_values=cache)
         (name,) = options
-        with pytest.raises(ValueError, match=f"{name}: got .* it reads the ids of these"):
+        with pytest.raises(ValueError, match=f"{name}: got .* needs the ids of all tokens"):
             ask(model, cache, question, **options)
         assert cache.get_seq_length() == 65
 
@@ -125,7 +125,7 @@ def test_assisted_decoding_reads_no_token_twice(model):
         first = ask(model, cache, document, "refuse", **options)
         assert torch.equal(first.answer_ids, alone(document))
         assert cache.get_seq_length() == 48 + NEW
-        with pytest.raises(ValueError, match="prompt_lookup_num_tokens: got a value, allowed is n"):
+        with pytest.raises(ValueError, match="prompt_lookup_num_tokens: got a value with a cache"):
             ask(model, cache, ids(5), **options)
     full = kvhf.generate(
         model, Words(), document, index=None, chunk=8, max_new_tokens=NEW, **options
@@ -146,28 +146,28 @@ def test_a_used_cache_is_refused_and_the_reasons_are_in_words(model):
         refused("prompt: got id -1, allowed is 0 to 100", torch.tensor([3, -1]))
         refused("prompt: got id 101, allowed is 0 to 100", torch.tensor([101, 3]))
         for wrong, kind in ((None, "NoneType"), (["a", "b"], "list of str"), ([3], "list of int")):
-            with pytest.raises(TypeError, match=f"prompt: got {kind}, allowed is one text, mess"):
+            with pytest.raises(TypeError, match=f"prompt: got {kind}, allowed is a text, a list"):
                 kvhf.generate(model, Words(), wrong, cache=cache)
-        refused("index: got a value, allowed is none with cache=", index="exact")
-        refused("index: got a value, allowed is none with cache=", index=None)
-        refused("k: got a value, allowed is none with cache=", k=3)
+        refused("index: got a value together with cache=", index="exact")
+        refused("index: got a value together with cache=", index=None)
+        refused("k: got a value together with cache=", k=3)
         refused("attach_options: got a value", attach_options={"sink": 4})
         read(model, cache, ids(40))
         stored = 40
-        refused('cache: got one that holds 40 tokens, .* pass used="continue"', used="refuse")
-        with pytest.raises(ValueError, match="cache: got one that holds 40 tokens"):
+        refused('cache: got a cache with 40 tokens; .* pass used="continue"', used="refuse")
+        with pytest.raises(ValueError, match="cache: got a cache with 40 tokens"):
             read(model, cache, ids(5))
         with pytest.raises(ValueError, match="used: got 'branch', allowed is one of"):
             read(model, cache, ids(5), used="branch")
         with pytest.raises(ValueError, match="chunk: got 1"):
             kvhf.read(model, Words(), ids(5), cache=cache, used="continue", chunk=1)
         cache.batch_repeat_interleave(2)
-        refused("cache: got one of 2 sequences")
-    with pytest.raises(RuntimeError, match="context has closed"):
+        refused("cache: got a cache of 2 sequences")
+    with pytest.raises(RuntimeError, match="context has ended"):
         ask(model, cache, ids(5))
-    with pytest.raises(ValueError, match="cache: got DynamicCache, allowed is what attach"):
+    with pytest.raises(ValueError, match="cache: got DynamicCache, allowed is a cache of attach"):
         ask(model, DynamicCache(config=model.config), ids(5))
-    with pytest.raises(ValueError, match="used: got 'branch', allowed is \"refuse\" without"):
+    with pytest.raises(ValueError, match="used: got 'branch', allowed without cache= is"):
         ask(model, None, ids(5))
 
 
@@ -201,7 +201,7 @@ def test_linear_attention_cannot_branch():
     )
     with kvhf.attach(hybrid, **REGIONS) as cache:
         read(hybrid, cache, ids(30))
-        with pytest.raises(ValueError, match='"branch", allowed is "continue" for a model with'):
+        with pytest.raises(ValueError, match='"branch" for a model with linear attention'):
             ask(hybrid, cache, ids(5))
         ask(hybrid, copy.deepcopy(cache), ids(5), "continue")
         assert cache.get_seq_length() == 30

@@ -295,7 +295,7 @@ def test_text_is_appended_and_then_only_a_whole_conversation_goes_on(plain, open
     second = talk.ask(typed)
     assert talk.ids[:-NEW] == before + Chat()(typed)["input_ids"]
     before = talk.ids
-    with pytest.raises(ValueError, match="prompt: got messages, with which the chat template does"):
+    with pytest.raises(ValueError, match=r"prompt: got messages, but the .* tokens in the cache"):
         talk.ask([user("43")])
     assert talk.ids == before
     said += [assistant(answer.text), user("40 41"), assistant(second.text), user("43")]
@@ -307,7 +307,7 @@ def test_messages_after_a_text_are_refused(opened):
     talk = opened(Chat())
     talk.read(words(30))
     for prompt in ([user("43")], [user("43"), assistant("44"), user("45")]):
-        with pytest.raises(ValueError, match="continue the 30 tokens of the cache, because those"):
+        with pytest.raises(ValueError, match="but the 30 tokens in the cache do not come"):
             talk.ask(prompt)
     assert talk.lengths == {30}
 
@@ -317,15 +317,11 @@ def test_another_conversation_is_refused(opened):
     talk.ask([{"role": "system", "content": "70 71"}, user(words(30))])
     before = talk.ids
     other = [{"role": "system", "content": "72"}, user(words(30)), assistant("73"), user("74")]
-    with pytest.raises(
-        ValueError, match="a whole conversation, which begins with system: '72'; al"
-    ):
+    with pytest.raises(ValueError, match=r"a whole conversation .* begins with system: '72', but"):
         talk.ask(other)
-    with pytest.raises(
-        ValueError, match="conversation of the cache, with system: '70 71', or only"
-    ):
+    with pytest.raises(ValueError, match="in the cache begins with system: '70 71'; pass"):
         talk.ask(other[1:])
-    with pytest.raises(ValueError, match="roles system, user, assistant, critic, which the tok"):
+    with pytest.raises(ValueError, match="roles system, user, assistant, critic, but the tok"):
         talk.ask([{"role": "critic", "content": "74"}])
     assert talk.ids == before
 
@@ -333,12 +329,12 @@ def test_another_conversation_is_refused(opened):
 def test_messages_after_tokens_of_others_are_refused(model):
     with kvhf.attach(model, **REGIONS) as cache, torch.no_grad():
         model(input_ids=torch.tensor([[30, 31, 32]]), past_key_values=cache)
-        with pytest.raises(ValueError, match="tokens that were not put there by read and generate"):
+        with pytest.raises(ValueError, match="other than read and generate have added"):
             Cache(model, Chat(), cache).ask([user("43")], used="continue")
         assert cache.get_seq_length() == 3
         with pytest.raises(ValueError, match="prompt: got no messages, allowed is at least one"):
             Cache(model, Chat(), cache).ask([], used="continue")
-        with pytest.raises(TypeError, match="prompt: got list of int, allowed is one text"):
+        with pytest.raises(TypeError, match="prompt: got list of int, allowed is a text"):
             Cache(model, Chat(), cache).ask([3], used="continue")
 
 
@@ -353,7 +349,7 @@ def test_a_copy_knows_the_conversation(model, copied):
         whole = [*said, assistant(answer.text), user("40")]
         assert other.ids[:-NEW] == rendered(Chat(), whole)
         cache.crop(-1)  # the remaining tokens are no longer those of the conversation
-        with pytest.raises(ValueError, match="not put there by read and generate"):
+        with pytest.raises(ValueError, match="other than read and generate have added"):
             talk.ask([user("40")], used="continue")
 
 
@@ -372,7 +368,7 @@ def test_what_cannot_forget_tokens_says_so(family, options):
         before = talk.ids
         talk.tokenizer = Chat(thinks=True)
         with pytest.raises(
-            ValueError, match=r"This cache cannot forget tokens .* cache\.reset\(\)"
+            ValueError, match=r"Tokens cannot be removed from this cache .* cache\.reset\(\)"
         ):
             talk.ask([user("42")])
         assert talk.ids == before
@@ -413,7 +409,7 @@ def test_messages_that_are_no_json_are_not_saved(model, tmp_path):
         cache.save(tmp_path / "saved")
         cache.reset()
         cache.load(tmp_path / "saved")
-        with pytest.raises(ValueError, match="those do not come from messages"):
+        with pytest.raises(ValueError, match="do not come from messages"):
             talk.ask([user("40")])
         said.append(user("40"))
         talk.ask(said)

@@ -287,7 +287,7 @@ def test_probabilities_that_are_no_numbers_are_an_error(monkeypatch):
     ahead_on_a_cpu(monkeypatch, True)
     model = model_of()
     model.lm_head.weight.data[3] = float("nan")
-    with pytest.raises(RuntimeError, match="logits: got NaN or infinity, allowed are numbers"):
+    with pytest.raises(RuntimeError, match="logits: got NaN or infinity"):
         kvhf.generate(model, Words(), "3 4 5", do_sample=True, max_new_tokens=8)
 
 

@@ -361,8 +361,8 @@ ROPE = dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)
 @pytest.mark.parametrize(
     ("family", "options", "attach", "why"),
     [
-        ("inkling_text", {}, {}, "layer 0: its cache replaces"),
-        ("llama", {}, dict(dense_layers=(1,)), "layer 1: its cache replaces"),
+        ("inkling_text", {}, {}, "layer 0: its cache layer makes"),
+        ("llama", {}, dict(dense_layers=(1,)), "layer 1: its cache layer makes"),
         ("llama", dict(rope_parameters=ROPE), {}, "_local_scalar_dense.default: the host reads"),
         ("mixtral", dict(experts_implementation="eager"), {}, "the host reads what the device has"),
         ("llama", {}, dict(index="exact"), "layer 0: index: got Exact, which has no decode step"),
@@ -390,7 +390,7 @@ def test_calls_that_are_no_graph_say_why(graphs):
     positions = dict(position_ids=torch.tensor([[60]]))
     with kvhf.attach(model, **REGIONS) as cache:
         with torch.no_grad():
-            assert "tokens: got none before it" in said()
+            assert "tokens: got 0, allowed is at least 1" in said()
             model(prompt(1, 60)["input_ids"], past_key_values=cache)
             for _ in range(5):
                 assert "0 of" in said()

@@ -63,7 +63,7 @@ def test_logits_are_those_of_the_models_own_attention(model):
 def test_padding_of_blocks_is_refused(model):
     inputs = prompt(2, 20, padded=True)
     with kvhf.attach(model, **REGIONS, dense_layers=(0, 2)) as cache, torch.no_grad():
-        with pytest.raises(kvhf.UnsupportedError, match="attention_mask: got padding of Mini"):
+        with pytest.raises(kvhf.UnsupportedError, match="attention_mask: got padding in Mini"):
             model(**inputs, past_key_values=cache)
         assert cache.lengths() == [0, 0]
 
@@ -167,7 +167,7 @@ def test_generation_goes_on_after_a_cut_and_a_fork():
 def test_a_dense_layer_of_rows_that_an_indexer_chose_is_refused():
     model = build("deepseek_v32", **LATENTS)
     with kvhf.attach(model, **REGIONS, dense_layers=(1,)) as cache, torch.no_grad():
-        with pytest.raises(kvhf.UnsupportedError, match="got indices in its attention"):
+        with pytest.raises(kvhf.UnsupportedError, match="got indices in the attention call"):
             model(**prompt(1, 12), past_key_values=cache)
         assert cache.lengths() == [0, 0, 0]
 
@@ -178,7 +178,7 @@ def test_a_dense_layer_of_rows_that_an_indexer_chose_is_refused():
         (
             "glm5_next_text",
             dict(index_kpool=2, qk_rope_head_dim=0, linear_head_dim=8, linear_num_heads=4),
-            "chooses pools of 2 rows",
+            "chooses pools of 2 tokens",
         ),
         ("mistral_large4_text", dict(kv_source_layers=[0, 0, 2, 3]), "latents of other layers"),
     ],
@@ -208,5 +208,5 @@ def test_ids_of_rows_that_a_mask_hides():
 
 @pytest.mark.parametrize("mask", [None, torch.ones(1, 3), torch.zeros(1, 1, 3, 3)])
 def test_a_choice_that_is_not_told_is_refused(mask):
-    with pytest.raises(kvhf.UnsupportedError, match="Identity: got a trained indexer without"):
+    with pytest.raises(kvhf.UnsupportedError, match="Identity: got an attention call without"):
         chosen_ids(torch.nn.Identity(), 2, 0, mask, None, None)

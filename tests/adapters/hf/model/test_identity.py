@@ -16,7 +16,7 @@ from kvindex_adapters.hf.model.probe import ROUNDINGS, difference, probe
 from tests.adapters.tiny import FAMILIES, build, prompt, steps
 
 REGIONS = dict(index="exact", k=500, sink=4, local_window=8, update_every=8, dense_below=0)
-OTHER = "model: got a cache of one with other weights, or with an adapter"
+OTHER = "model: got a cache of a model with other weights or another adapter"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -326,7 +326,7 @@ def test_a_model_that_fails_is_an_error_in_words_and_writes_nothing(tmp_path):
         raise OverflowError("no room")
 
     model = llama()
-    said = r"^model: got LlamaModel, which fails for 8 sequences of 8 tokens .* \(OverflowError: no"
+    said = r"^model: got LlamaModel, which failed on 8 sequences of 8 tokens .* \(OverflowError: no"
     with kvhf.attach(model, **REGIONS) as cache:
         steps(model, cache, prompt(1, 20), [20])
         hook = model.model.layers[2].register_forward_pre_hook(fails)

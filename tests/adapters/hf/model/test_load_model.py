@@ -40,25 +40,25 @@ def test_an_addition_is_merged(model, tmp_path):
 @pytest.mark.parametrize(
     ("parts", "match"),
     [
-        ({}, "which is empty"),
-        (changed("A", float("nan")), "holds NaN or infinity"),
-        (changed("B", float("inf")), "holds NaN or infinity"),
-        (changed("A", 3e38), "holds NaN or infinity"),
-        ({f"{NAME}.A": torch.ones(2, 64)}, r"shapes \[\[2, 64\], None\], allowed are both"),
-        ({f"{NAME}.B": torch.ones(64, 2)}, r"shapes \[None, \[64, 2\]\], allowed are both"),
+        ({}, "which contains no tensors"),
+        (changed("A", float("nan")), "contains NaN or infinity"),
+        (changed("B", float("inf")), "contains NaN or infinity"),
+        (changed("A", 3e38), "contains NaN or infinity"),
+        ({f"{NAME}.A": torch.ones(2, 64)}, r"shapes \[\[2, 64\], None\]; both must"),
+        ({f"{NAME}.B": torch.ones(64, 2)}, r"shapes \[None, \[64, 2\]\]; both must"),
         ({f"{NAME}.C": torch.ones(1)}, "q_proj.C, allowed are names that end in"),
         ({**halves(), f"{NAME}.C": torch.ones(1)}, "q_proj.C, allowed are names that end in"),
         ({"weight": torch.ones(1)}, "got weight, allowed are names that end in"),
-        (halves(name="model.nothing"), "model.nothing, allowed are linear layers"),
-        (halves(name="model.norm"), "model.norm, allowed are linear layers"),
-        (halves(wide=63), r"allowed are the model's: \[r, 64\], \[64, r\]"),
+        (halves(name="model.nothing"), "model.nothing, which is not a linear layer"),
+        (halves(name="model.norm"), "model.norm, which is not a linear layer"),
+        (halves(wide=63), r"allowed for this model are \[r, 64\] and \[64, r\]"),
         (
             {f"{NAME}.A": torch.ones(2, 64), f"{NAME}.B": torch.ones(64, 3)},
-            "allowed are the model's",
+            "allowed for this model",
         ),
-        ({f"{NAME}.A": torch.ones(64), f"{NAME}.B": torch.ones(64)}, "allowed are the model's"),
+        ({f"{NAME}.A": torch.ones(64), f"{NAME}.B": torch.ones(64)}, "allowed for this model"),
         # a part that fits, before one that does not
-        ({**halves(), **halves(name="model.nothing")}, "model.nothing, allowed are linear"),
+        ({**halves(), **halves(name="model.nothing")}, "model.nothing, which is not a linear"),
     ],
 )
 def test_other_files_are_refused_and_the_model_is_as_it_was(model, tmp_path, parts, match):
@@ -74,7 +74,7 @@ def test_other_files_are_refused_and_the_model_is_as_it_was(model, tmp_path, par
 @pytest.mark.parametrize("content", [b"", b"words", b"\x00" * 100])
 def test_what_is_no_safetensors_is_refused(model, tmp_path, content):
     (tmp_path / "a").write_bytes(content)
-    with pytest.raises(ValueError, match=r"lora: got '.*', allowed is a file of safetensors"):
+    with pytest.raises(ValueError, match=r"lora: got '.*', allowed is a safetensors file"):
         merge_lora(model, tmp_path / "a")
     with pytest.raises(FileNotFoundError, match="lora: got"):
         merge_lora(model, tmp_path)

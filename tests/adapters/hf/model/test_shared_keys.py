@@ -79,7 +79,9 @@ def test_a_dense_layer_is_dense_for_those_that_share_its_keys(model):
 
 def test_a_layer_without_keys_of_its_own_is_not_made_dense_alone(model):
     with (
-        pytest.raises(ValueError, match="dense_layers: got 5, which attends to the keys of 3"),
+        pytest.raises(
+            ValueError, match="dense_layers: got 5, but this layer attends to the keys of layer 3"
+        ),
         kvhf.attach(model, **REGIONS, dense_layers=(5,)),
     ):
         pass
