@@ -124,7 +124,7 @@ def a_graph_that_does_not_end_names_who_is_gone():
     ranks = HeadRanks.of("cpu", timeout_s=0.5)  # not those of `here`, which continue
     if dist.get_rank():
         return  # to the other rank, this rank seems to have ended
-    with pytest.raises(RankError, match=r"lost rank 1 of 2 .*the device does not come to the end"):
+    with pytest.raises(RankError, match=r"lost rank 1 of 2 .*the device did not finish"):
         ranks.wait_for(mock.Mock(query=lambda: False))
 
 

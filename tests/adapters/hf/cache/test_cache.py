@@ -320,7 +320,7 @@ def test_linear_attention_cannot_go_back_and_says_so(family, options):
         (
             lambda cache: cache.batch_select_indices(torch.tensor([-1])),
             ValueError,
-            "sequences from 0",
+            "batch indices from 0",
         ),
         (
             lambda cache: cache.batch_select_indices(torch.tensor([True])),
