@@ -1,3 +1,1 @@
-"""Benchmarks. Each script answers one question. It first checks that results are right, and then
-measures.
-"""
+"""Benchmarks of indexes, kernels and adapters. Most scripts check results before they measure."""

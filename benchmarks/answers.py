@@ -1,12 +1,12 @@
-"""Reduce the folder of a comparison to a small result, without single answers, for `report.py`.
+"""Convert the results of `kvindex compare` to a small file for `benchmarks/report.py`.
 
     python -m benchmarks.answers FOLDER --json benchmarks/results/answers_field.json
 
-FOLDER was written by `kvindex compare` or `evaluate.compare`. For a run that ended early, `--index
-A,B` keeps only these indexes, and only the prompts that all of them answered at each k. The report
-shows results with these names: `answers_field` (every index, one length, one k), `answers_lengths`
-(several lengths), `answers_rows` (several k) and `answers_depth` (several depths). A name may have
-a suffix, such as `answers_field_MODEL`.
+`kvindex compare` has written FOLDER. The small file has no single answers. If the run ended early,
+`--index A,B` keeps only these indexes, and only the prompts that all of them answered with each k.
+The report shows files with these names: `answers_field` (all indexes with one prompt length and one
+k), `answers_lengths` (several lengths), `answers_rows` (several k) and `answers_depth` (several
+depths of the answer). A name may have a suffix, such as `answers_field_MODEL`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,20 @@ from kvindex_adapters.evaluate.compare.summary import SCHEMA, summarize
 from kvindex_adapters.evaluate.output_files import output, write_json
 
 DIGITS = 4
-"""Number of significant digits of each figure."""
+"""Number of significant digits to which numbers are rounded."""
 
 Row = dict[str, Any]
 
 
 def reduced(summary: Row) -> Row:
-    """Return the parts of `results.json` that a result contains.
+    """Reduce the content of `results.json` to the parts that the report shows.
 
-    If there are several lengths, the means by task are left out. Of the differences, only those
-    over all tasks remain, compared with full attention and with `exact`. Raises ValueError if
-    `results.json` has another format.
+    If there are several prompt lengths, accuracies of single tasks over all lengths are left out.
+    Of the differences in accuracy, only those over all tasks from full attention and from `exact`
+    remain.
+
+    Raises:
+        ValueError: `results.json` has another format.
     """
     if summary.get("schema") != SCHEMA:
         raise ValueError(f"schema: got {summary.get('schema')!r}, allowed is {SCHEMA!r}")
@@ -51,10 +54,13 @@ def reduced(summary: Row) -> Row:
 
 
 def answered_by_all(folder: Path, indexes: list[str]) -> Row:
-    """Return what `results.json` would contain for these indexes and their common prompts.
+    """Return what `results.json` would contain for only these indexes and their common prompts.
 
-    The result contains full attention, too. A prompt is common if each index answered it at every
-    `k` at which any of them has answers. Raises ValueError for an index without answers.
+    Full attention is always included. A prompt is common if each of the indexes answered it with
+    every `k` that was measured.
+
+    Raises:
+        ValueError: An index has no answers in the folder.
     """
     lines = [
         json.loads(line) for line in (folder / "results.jsonl").read_text("utf-8").split("\n")[:-1]
@@ -64,7 +70,7 @@ def answered_by_all(folder: Path, indexes: list[str]) -> Row:
         if line["kind"] == ANSWERS:
             answers.setdefault((line["index"], line["k"]), set()).add(_prompt(line))
     if missing := set(indexes) - {index for index, _ in answers}:
-        raise ValueError(f"index: got {sorted(missing)}, allowed are those with answers")
+        raise ValueError(f"index: got {sorted(missing)}, which have no answers in {str(folder)!r}")
     by_all = set.intersection(*(some for who, some in answers.items() if who[0] in indexes))
     kept = [
         line
@@ -96,11 +102,20 @@ def _rounded(value: Any) -> Any:
 
 
 def main(told: list[str] | None = None) -> None:
-    """Reduce a folder, write the result, and print the report's table of it."""
+    """Run the command line: convert a folder, write the small file, and print a table of it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--index", type=lambda text: text.split(","))
-    parser.add_argument("--json", type=output(".json"), required=True)
+    parser.add_argument("folder", type=Path, help="Folder that `kvindex compare` has written")
+    parser.add_argument(
+        "--index",
+        type=lambda text: text.split(","),
+        help="Indexes to keep, separated by commas (default: all)",
+    )
+    parser.add_argument(
+        "--json",
+        type=output(".json"),
+        required=True,
+        help="JSON file to which the results are written",
+    )
     given = parser.parse_args(told)
     if given.index:
         result = reduced(answered_by_all(given.folder, given.index))

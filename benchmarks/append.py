@@ -1,17 +1,17 @@
-"""Time appends on a GPU: of a whole prompt, and from the window into the index during decoding.
+"""Measure how long a GPU takes to append tokens to an index, in a prompt and during decoding.
 
     python -m benchmarks.append [--index SPEC] [--tokens N] [--context N …] [--layers L]
         [--periods P] [--json OUT]
 
-A layer has 32 query heads, 8 KV heads, D = 128 and bfloat16. First a step over appended tokens is
-checked. Nothing is timed if its result is wrong. The result has two parts:
+A layer has 32 query heads, 8 KV heads, D = 128 and bfloat16. First, a decode step over appended
+tokens is checked. Nothing is timed if its result is wrong. The results have two parts:
 
-- `prompts` has the time to append N tokens in chunks of 65,536, until the device is done. Memory is
+- `prompts`: the time to append N tokens in chunks of 65,536, until the device is done. Memory is
   reserved before the timing starts.
-- `layers` has the times of decode steps of attention layers. The layers are launched one by one,
-  and the host waits for each step, as if it sampled a token. Each layer moves 256 tokens of its
-  window into the index every 256 steps (P times), and each layer does so at a different step. Steps
-  in which an update begins or ends are counted separately.
+- `layers`: the times of decode steps of L attention layers. The layers are launched one after
+  another, and the host waits for each step, as if it sampled a token. Every 256 steps, a layer
+  moves 256 tokens from its local window into its index (an update), each layer at a different step.
+  This happens P times per layer. Steps in which an update begins or ends are counted separately.
 """
 
 from __future__ import annotations
@@ -38,27 +38,42 @@ KINDS = {"plain": "a token only", "updated": "an update of a window begins or en
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line. Exits with an error message if it cannot be run."""
+    """Parse the command line. Exit with an error message if an option is invalid."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=2**20, help="tokens of the prompt")
     parser.add_argument(
-        "--context", nargs="*", type=int, default=[2**17], help="tokens that the layers contain"
+        "--tokens", type=int, default=2**20, help="Number of tokens of the prompt that is appended"
     )
-    parser.add_argument("--layers", type=int, default=16)
     parser.add_argument(
-        "--periods", type=int, default=4, help="how often each layer updates, every 256 steps"
+        "--context",
+        nargs="*",
+        type=int,
+        default=[2**17],
+        help="Numbers of tokens that each layer contains before the decode steps",
+    )
+    parser.add_argument(
+        "--layers", type=int, default=16, help="Number of attention layers in a decode step"
+    )
+    parser.add_argument(
+        "--periods",
+        type=int,
+        default=4,
+        help="Number of times that each layer moves tokens into its index, once every 256 steps",
     )
     add_index(parser)
-    parser.add_argument("--json", type=output())
+    parser.add_argument("--json", type=output(), help="JSON file to which the results are written")
     found = parser.parse_args(given)
     refuse(parser, found, tokens=4096, context=4096, layers=1, periods=1)
     if found.layers > UPDATE // 4:
-        parser.error(f"layers: got {found.layers}, allowed is up to {UPDATE // 4}")
+        parser.error(f"layers: got {found.layers}, allowed is at most {UPDATE // 4}")
     return found
 
 
 def prompt(g: Geometry, spec: str, tokens: int, place: str, repeats: int) -> dict[str, Any]:
-    """Measure the microseconds of appending a prompt, with rows on the host or the device."""
+    """Measure how long it takes to append a prompt of `tokens` tokens to an index.
+
+    `place` is the memory that stores keys and values, "host" or "device". Return the median and the
+    quartiles of `repeats` repetitions in microseconds.
+    """
     pieces = list(workload.tokens_of(g, 0, 1, tokens))
     index, times = workload.created(g, spec, store=place), []
     for _ in range(repeats + 1):  # the first repetition allocates memory and compiles
@@ -76,9 +91,9 @@ def prompt(g: Geometry, spec: str, tokens: int, place: str, repeats: int) -> dic
 
 
 def steps(decoding: Decoding, count: int) -> tuple[list[float], list[str]]:
-    """Run steps. Return the microseconds of each step until the device is done, and its kind.
+    """Run `count` decode steps, and return the time of each step in microseconds, and its kind.
 
-    A kind is one of `KINDS`.
+    The kind is "updated" if a layer begins or ends an update in this step, otherwise "plain".
     """
     times, kinds, layers = [], [], decoding.layers
     for _ in range(count):
@@ -94,10 +109,7 @@ def steps(decoding: Decoding, count: int) -> tuple[list[float], list[str]]:
 
 
 def delays(times: list[float], kinds: list[str]) -> dict[str, Any]:
-    """Return how much longer steps of each kind take than plain steps of the same run.
-
-    A plain step has no update.
-    """
+    """Return how much longer decode steps of each kind take than steps without an update."""
     usual = statistics.median(t for t, kind in zip(times, kinds, strict=True) if kind == "plain")
     found: dict[str, Any] = {"amortised": sum(times) / len(times) / usual - 1}
     for kind, words in KINDS.items():
@@ -111,18 +123,21 @@ def delays(times: list[float], kinds: list[str]) -> dict[str, Any]:
 
 
 def updates(g: Geometry, spec: str, tokens: int, layers: int, periods: int) -> dict[str, Any]:
-    """Measure each plan over `periods` periods of 256 steps."""
+    """Measure decode steps with updates, once with memory reserved for them and once without.
+
+    Each measurement has `periods` times 256 steps.
+    """
     found: dict[str, Any] = {"tokens": tokens, "layers": layers}
     for plan, words in PLANS.items():
         room = (periods + 2) * UPDATE if plan == "room" else 0
         decoding = Decoding(g, spec, tokens, layers, room=room)
-        steps(decoding, UPDATE)  # compiles kernels, and moves the layers' updates apart
+        steps(decoding, UPDATE)  # compile kernels, until each layer has updated at its own step
         found[plan] = {"is": words, **delays(*steps(decoding, periods * UPDATE))}
     return found
 
 
 def main() -> None:
-    """Check and measure. Print and write the results after each part."""
+    """Run the command line: check a step, then measure. Results are printed and written."""
     given, g = arguments(), workload.geometry("cuda")
     result: dict[str, Any] = {"index": given.index, "machine": describe("cuda")}
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Measure the time per generated token, with an index and with full attention.
+"""Measure the time per generated token of a whole model, with an index and with full attention.
 
     python -m benchmarks.generation --text FILE [--tokens N] [--written T] [--turn T] [--layers L]
         [--context N] [--steps S] [--seconds S] [--index SPEC] [--model … --gguf-file … --lora …]
@@ -10,57 +10,57 @@
         --json OUT
     python -m benchmarks.generation --decoder SHAPE --prefill N [--weights fp8] … --json OUT
 
-Each command compares several plans (ways to generate). Plans take turns, a few tokens at a time
-(`--turn`), round after round, so that a slow moment of the host affects all of them. Figures are
-medians with quartiles (`_low`, `_high`) and the values of each round (`_rounds`). `ratio` compares
-a plan's time with another plan's time in the same round. No turn begins while a background thread
-pins memory. No round begins after `--seconds`; `left_out` is the number of rounds that were
-therefore not run.
+Each command compares several plans (ways to generate tokens). In each round, every plan generates
+a few tokens (`--turn`), so that a slow moment of the host affects all plans. Results are medians
+with quartiles (`_low`, `_high`) and the values of each round (`_rounds`). `ratio` is the time of a
+plan divided by the time of another plan in the same round. No measurement begins while a background
+thread pins memory. No round begins after `--seconds` seconds; `left_out` is the number of rounds
+that were not run.
 
 **With --text** there are two parts:
 
-- `layers`: L attention layers (32 query heads, 8 KV heads, D = 128) over N synthetic tokens each.
-  First, results with CUDA graphs must equal results without graphs to the bit; else nothing is
-  timed. Then S steps are timed, including updates of the windows. One figure is the microseconds
-  that the host spends on a layer, with an idle device at the start of each step. The other figure
-  is the microseconds until the device is done.
-- `model_run`: the first N tokens of the text are a prompt. transformers reads it and generates T
-  tokens greedily, with its own cache (`dense`) and with the index, each with a copy of the model.
-  Figures are milliseconds per token of a turn, and the seconds that the prompt took without its
-  last chunk.
+- `layers`: L attention layers (32 query heads, 8 KV heads, D = 128) with N synthetic tokens each.
+  First, results with CUDA graphs must equal results without graphs to the bit; otherwise nothing is
+  timed. Then S decode steps are timed, in which layers also move tokens into their index. Two times
+  per layer are measured in microseconds: the time that the host spends, and the time until the
+  device is done. The device is idle at the start of each step.
+- `model_run`: the first N tokens of the text are the prompt. transformers reads the prompt and
+  generates T tokens greedily, with its own cache (`dense`) and with the index, each with a copy of
+  the model. Two times are measured: milliseconds per token, and the seconds of reading the prompt
+  without its last chunk.
 
 `--without-graphs` is for a CPU. It measures only `model_run`, with `dense` and with the index.
 
-**With --decoder**, the minimal decoder generates tokens with random weights in a model's shape
-(`common/token.py`). Each decode step is one CUDA graph. Every layer has N synthetic tokens of each
-of B sequences (at most 16 with Triton's matrix products). Plans:
+**With --decoder**, kvindex's own decoder generates tokens with random weights in the shape of a
+model (`common/token.py`). Each decode step is one CUDA graph. Every layer contains N synthetic
+tokens for each of B sequences (at most 16 with matrix products in Triton). Plans:
 
-- `weights`: no attention.
-- `dense`: full attention over all rows in device memory, if they fit, with torch's kernel over
-  buffers of exactly this length.
-- `growing`: the same with the decoder's own kernel over buffers that grow.
-- `cached`: the index. The sharpness of attention is set so that the device cache contains a
-  fraction `--hit-rate` of the rows that steps read from the host.
-- `uncached`: the index, with this cache emptied before each token.
+- `weights`: a decode step without attention.
+- `dense`: full attention over keys and values in device memory, if they fit, with torch's kernel
+  and buffers of exactly this length.
+- `growing`: full attention with the decoder's own kernel and buffers that grow.
+- `cached`: the index. A factor of the attention logits is chosen so that the device cache contains
+  a fraction `--hit-rate` of the keys and values that decode steps need from host memory.
+- `uncached`: the index, with an empty device cache before each token.
 
-`device_ms` is the milliseconds per token of the device. The host measures milliseconds between two
-tokens as it reads them: `token_ms` is the mean of a turn, and `between_ms` has single intervals.
-`tokens_per_s` counts all sequences. `ratio` is the ratio to `dense`, or to `weights` if `dense`
-does not fit. `floor_ms` is the time to read the bytes of the weights as fast as a sum reads memory;
-a figure below it ends the run with an error. Before timing, a model of two layers must generate the
-same tokens with graphs and without.
+`device_ms` is the time per token on the device. `token_ms` and `between_ms` are times between two
+tokens as the host receives them: the mean of a round, and each single time. `tokens_per_s` counts
+the tokens of all sequences. `ratio` is the ratio to `dense`, or to `weights` if `dense` does not
+fit. `floor_ms` is the time to read the weights from memory; a shorter time per token ends the run
+with an error. Before anything is timed, a model of two layers must generate the same tokens with
+CUDA graphs and without.
 
-**With --through transformers**, a transformers model of that shape and the decoder with the same
-weights generate sampled tokens, each with an index of N tokens per layer. Plans of transformers:
-`fused` (one graph per token with the decoder's kernels, on a GPU with Triton), `token_graph` (one
-graph per token of the model's own forward pass) and `layer_graphs` (one graph per layer). `ratio`
-is the ratio to the plan `decoder`.
+**With --through transformers**, a transformers model of the same shape and the decoder with the
+same weights generate sampled tokens, each with an index of N tokens per layer. Plans of
+transformers: `fused` (one CUDA graph per token with the decoder's kernels, on a GPU with Triton),
+`token_graph` (one graph per token of the model's own forward pass) and `layer_graphs` (one graph
+per layer and token). `ratio` is the ratio to the plan `decoder`.
 
-**With --prefill N**, the decoder reads N random tokens layer by layer, into an index (`indexed`)
-and without an index (`full`, if all rows fit), and computes the logits of the last token. Figures
-are the seconds of the `first` reading and of later readings, and the device's peak memory
-(`peak_bytes`). `memory` is the ratio of the peak to the sum of the weights, one layer's keys and
-values, and a chunk's activations.
+**With --prefill N**, the decoder reads N random tokens layer by layer, with an index (`indexed`)
+and with full attention (`full`, if all keys and values fit), and computes the logits of the last
+token. Results are the seconds of the `first` reading and of later readings, and the peak device
+memory (`peak_bytes`). `memory` is the peak divided by the memory for the weights, the keys and
+values of one layer, and the activations of a chunk.
 """
 
 from __future__ import annotations
@@ -94,63 +94,119 @@ from kvindex_adapters.hf.generate import ONE_ANSWER
 from kvindex_adapters.hf.generation.prefill import prefill
 
 OF_DECODER = {"decoder": decoder, "transformers": attached, "prefill": prompt}
-"""Part of the result -> module that measures the decoder and prints the results."""
+"""Part of the results -> module that makes and prints the measurements of this part."""
 
 SHAPE = dict(q_heads=H, kv_heads=G, head_dim=D)
 PLANS = {"dense": "transformers, dense attention", "eager": "graphs off", "graphs": "graphs on"}
 
 CHECKED = 20
-"""Number of steps whose results are compared."""
+"""Number of decode steps whose results with and without CUDA graphs are compared."""
 
 WARM, CHUNK = 16, 1024
-"""Number of tokens that a model generates before any is timed, and of tokens in a chunk of the
-prompt."""
+"""`WARM`: number of tokens that a model generates before the timed tokens.
+
+`CHUNK`: number of tokens of the prompt that the model reads in one forward pass.
+"""
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line. Exits with an error message if it cannot be run."""
+    """Parse the command line. Exit with an error message if an option is invalid."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--text", type=Path)
     parser.add_argument(
-        "--decoder", choices=SHAPES, help="measure the decoder with random weights in this shape"
+        "--text", type=Path, help="Text file whose first tokens are the prompt of a real model"
+    )
+    parser.add_argument(
+        "--decoder",
+        choices=SHAPES,
+        help="Measure kvindex's own decoder with random weights in the shape of this model",
     )
     parser.add_argument(
         "--through",
         choices=("transformers",),
-        help="measure transformers with the same weights, too",
+        help="In addition to the decoder, measure a transformers model with the same weights",
     )
     parser.add_argument(
-        "--prefill", type=int, metavar="N", help="measure how the decoder reads N tokens"
+        "--prefill",
+        type=int,
+        metavar="N",
+        help="Measure time and memory while the decoder reads a prompt of N tokens",
     )
-    parser.add_argument("--batch", type=int, default=1, help="sequences that the decoder generates")
+    parser.add_argument(
+        "--batch",
+        type=int,
+        default=1,
+        help="Number of sequences for which the decoder generates tokens together",
+    )
     parser.add_argument(
         "--torch-products",
         action="store_true",
-        help="compute the decoder's products in torch, not Triton",
+        help="Compute the decoder's matrix products with torch instead of Triton",
     )
     parser.add_argument(
-        "--weights", choices=WEIGHTS, default=PLAIN, help="how the decoder stores its weights"
+        "--weights",
+        choices=WEIGHTS,
+        default=PLAIN,
+        help="Precision of the decoder's weights: plain (the data type of --dtype) or fp8",
     )
     parser.add_argument(
         "--hit-rate",
         type=float,
         default=0.93,
-        help="fraction of the decoder's rows that are in the cache of rows",
+        help="Fraction of the retrieved keys and values that the device cache shall contain",
     )
-    parser.add_argument("--tokens", type=int, default=7000, help="tokens of the prompt")
-    parser.add_argument("--written", type=int, default=160, help="tokens that are timed")
     parser.add_argument(
-        "--turn", type=int, default=20, help="tokens of a plan before the next plan's turn"
+        "--tokens", type=int, default=7000, help="Number of tokens of the prompt from --text"
     )
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--context", type=int, default=32_768, help="tokens in each layer")
-    parser.add_argument("--steps", type=int, default=300, help="steps of the layers that are timed")
-    parser.add_argument("--seconds", type=float, default=600, help="begin no round after this time")
-    parser.add_argument("--index", default="pariskv")
     parser.add_argument(
-        "--without-graphs", action="store_true", help="measure only the model, on a CPU"
+        "--written",
+        type=int,
+        default=160,
+        help="Number of tokens to generate with each variant that is compared",
     )
-    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
+    parser.add_argument(
+        "--turn",
+        type=int,
+        default=20,
+        help="Number of tokens that a variant generates before the next variant takes its turn",
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=16,
+        help="Number of attention layers that are timed without a model (only without --decoder)",
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=32_768,
+        help="Number of synthetic tokens that each layer contains",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=300,
+        help="Number of timed decode steps of these attention layers (only without --decoder)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=600,
+        help="Time in seconds after which no new round begins",
+    )
+    parser.add_argument(
+        "--index", default="pariskv", help="Name and options of the index, as in kvindex.create"
+    )
+    parser.add_argument(
+        "--without-graphs",
+        action="store_true",
+        help="Measure without CUDA graphs, and only whole models (for a CPU)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        default="bfloat16",
+        help="Data type in which the model computes",
+    )
     add_model(parser)
     found = parser.parse_args(given)
     least = dict(batch=1, tokens=1, turn=2, layers=1, context=LOCAL + 256)
@@ -162,18 +218,28 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"{name}: got {getattr(found, name)}, allowed is at least {low}")
     part = found.through or found.prefill
     if (part and not found.decoder) or (found.through and found.prefill):
-        parser.error("through, prefill: got one without --decoder or both, allowed is one with it")
+        parser.error(
+            "through, prefill: got both, or one without --decoder; pass --decoder and one of them"
+        )
     if found.batch > 1 and (part or not found.decoder):
-        parser.error(f"batch: got {found.batch}, allowed is 1 but for --decoder's own tokens")
+        parser.error(
+            f"batch: got {found.batch}, but several sequences need --decoder without --through "
+            "and --prefill; pass --batch 1"
+        )
     if found.through and found.weights != PLAIN:
-        parser.error(f"weights: got {found.weights}, allowed is {PLAIN} through transformers")
+        parser.error(
+            f"weights: got {found.weights} with --through transformers, allowed is {PLAIN}"
+        )
     if not found.decoder and (found.text is None or not found.text.is_file()):
         parser.error(f"text: got {found.text}, allowed is a file that exists")
     return found
 
 
 def turn(decoding: Decoding, steps: int) -> Figures:
-    """Run steps. Return microseconds per layer: of the host, and until the device is done."""
+    """Run decode steps of attention layers, and return two times per layer in microseconds.
+
+    `host_us` is the time that the host spends, and `done_us` the time until the device is done.
+    """
     found: Figures = {"host_us": [], "done_us": []}
     each = 1e6 / len(decoding.layers)
     for _ in range(steps):
@@ -187,7 +253,10 @@ def turn(decoding: Decoding, steps: int) -> Figures:
 
 
 def measured_layers(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
-    """Yield both plans' times after each round. Raises SystemExit if their results differ."""
+    """Time decode steps of attention layers with CUDA graphs and without.
+
+    Yield the results after each round. Raise SystemExit if graphs change an attention output.
+    """
     about = {"layers": given.layers, "context": given.context, "turn": given.turn}
     g = Geometry.of(**SHAPE, dtype=getattr(torch, given.dtype), device=given.device)
     of = g, given.index, given.context, given.layers
@@ -195,16 +264,21 @@ def measured_layers(given: argparse.Namespace, end: float) -> Iterator[dict[str,
     for step in range(CHECKED):
         mine, theirs = (plan.step() for plan in plans.values())
         if not all(torch.equal(*pair) for pair in zip(mine, theirs, strict=True)):
-            raise SystemExit(f"layers: step {step} is not the same with graphs; nothing is timed")
+            raise SystemExit(
+                f"layers: decode step {step} gives other outputs with CUDA graphs than without; "
+                "nothing is timed"
+            )
     turns = {name: partial(turn, plan, given.turn) for name, plan in plans.items()}
     for found in in_turns(turns, given.steps // given.turn, end):
         yield about | found
 
 
 class Writer:
-    """A model that has read a prompt, ids int64 `[N]`, and generates tokens as a plan does.
+    """A transformers model that has read a prompt and generates tokens, with an index or without.
 
-    `ids` are int64 `[1, N + written]`. The model is detached when `until` closes.
+    The plan "dense" uses full attention, "graphs" the index with one CUDA graph per layer, and
+    "eager" the index without graphs. When `until` closes, the model is detached from the index.
+    The attribute `ids` contains the prompt and the generated tokens, int64 `[1, N + written]`.
     """
 
     def __init__(self, model: Any, plan: str, ids: Tensor, index: str, until: ExitStack) -> None:
@@ -219,7 +293,7 @@ class Writer:
         self.prefill_s = time.perf_counter() - start
 
     def turn(self, count: int) -> Figures:
-        """Generate `count` tokens. Return milliseconds per token, from the first to the last."""
+        """Generate `count` tokens, and return the milliseconds between tokens."""
         drained()
         marks, options = Marks(), dict(max_new_tokens=count, min_new_tokens=count)
         self.ids = self._model.generate(
@@ -235,13 +309,19 @@ class Writer:
 
 
 def measured_model(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
-    """Yield all plans' times after each round. Raises ValueError for a text that is too short."""
+    """Time the tokens that a real model generates, with full attention and with the index.
+
+    Yield the results after each round.
+
+    Raises:
+        ValueError: The text has fewer than `--tokens` tokens.
+    """
     model, tokenizer = loaded(given, dtype=getattr(torch, given.dtype))
     ids = torch.tensor(tokenizer(given.text.read_text(encoding="utf-8"))["input_ids"])[
         : given.tokens
     ]
     if len(ids) < given.tokens:
-        raise ValueError(f"text: got {len(ids)} tokens, allowed are at least {given.tokens}")
+        raise ValueError(f"text: got {len(ids)} tokens, allowed is at least {given.tokens}")
     about: dict[str, Any] = {"tokens": given.tokens, "turn": given.turn}
     plans = [plan for plan in PLANS if plan != "eager" or not given.without_graphs]
     with ExitStack() as until:
@@ -257,7 +337,7 @@ def measured_model(given: argparse.Namespace, end: float) -> Iterator[dict[str, 
 
 
 def main() -> None:
-    """Check and measure. Print and write the results after each round."""
+    """Run the command line: check results, then measure. Results are written after each round."""
     given = arguments()
     end = time.monotonic() + given.seconds
     result: dict[str, Any] = {"index": given.index, "dtype": given.dtype}

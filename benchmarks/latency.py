@@ -7,31 +7,32 @@
         [--layers L] [--replays R] [--json OUT]
 
 **On a GPU**, the layer has 32 query heads, 8 KV heads, D = 128, bfloat16 and k = 100. The index
-must have a fused step, like `pariskv:preset=paper`. First the result is checked. Nothing is timed
-if it is wrong. A CUDA graph contains the public call `index.attend` of L layers one after another
-(fewer layers if memory is short). CUDA events time the replays of the graph. The result is divided
-by L. Each replay has other queries, and before it the L2 cache is filled with other data. These
-times are measured:
+must have a fused step, like `pariskv:preset=paper`. First, the result of a decode step is checked.
+Nothing is timed if it is wrong. A CUDA graph contains `index.attend` of L layers, one after another
+(fewer layers if memory is short). CUDA events time the replays of the graph, and the time is
+divided by L. Each replay has different queries. Before each replay, the L2 cache is filled with
+other data. These times are measured:
 
-- `step_host`: all rows are on the host, and none of the selected rows is in the device cache.
-- `step_cached`: all rows are on the host, and a fraction `--hit-rate` of the selected rows is in
-  the device cache.
-- `step_device`: all rows are on the device.
-- `step_split`, `step_split_cached`: a fraction `--on-device` of all rows is on the device, and the
-  others are on the host, without and with a device cache.
+- `step_host`: all rows (keys and values) are in host memory. The device cache contains none of the
+  retrieved rows.
+- `step_cached`: all rows are in host memory. The device cache contains a fraction `--hit-rate` of
+  the retrieved rows.
+- `step_device`: all rows are in device memory.
+- `step_split`, `step_split_cached`: a fraction `--on-device` of all rows is in device memory, and
+  all others are in host memory, without and with a device cache.
 
-`caches` has the size and the hit rate of the cache for each time. The step is compared with
-attention over all keys and values (SDPA, the faster of two ways to call it), and with exact scores
-and topk.
+`caches` has the size and the hit rate of the device cache for each time. The step is compared with
+dense attention over all keys and values (SDPA, the faster of two ways to call it), and with an
+exact search (all scores, then topk).
 
-With `--latents H`, the layer has H query heads, and latents of 512 + 64 coordinates as in
-DeepSeek-V3. No kernel of SDPA supports them. So the step is compared with two matrix products of
-torch with a softmax between them, and with one read of all latents (`read`).
+With `--latents H`, the layer has latent attention (MLA) with H query heads, and latents of 512 + 64
+coordinates as in DeepSeek-V3. No kernel of SDPA supports them. Therefore the step is compared with
+two matrix products of torch and a softmax between them, and with reading all latents once (`read`).
 
 **On a CPU** (`benchmarks/common/cpu_steps.py`), the layer has 9 query heads, 3 KV heads, D = 64,
-float32 and k = 100. Steps of `AttentionLayer` around this index and around other indexes
-(`--beside`), and SDPA, take turns. All are measured with one thread, and with all of torch's
-threads.
+float32 and k = 100. Decode steps of an `AttentionLayer` with the index, with other indexes
+(`--beside`), and of SDPA run in alternation. They are measured with one thread and with all threads
+of torch.
 """
 
 from __future__ import annotations
@@ -58,32 +59,56 @@ from kvindex_adapters.evaluate.machine import describe
 from kvindex_adapters.evaluate.output_files import output, write_json
 
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-"""All backends of SDPA except the one that stores the logits, which would need several times the
-memory."""
+"""All backends of SDPA except the one that stores all logits and needs several times the memory."""
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line. Exits with an error message if it cannot be run."""
+    """Parse the command line. Exit with an error message if an option is invalid."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tokens", nargs="+", type=int)
-    parser.add_argument("--batch", nargs="+", type=int, default=[1])
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="Device that is measured"
+    )
+    parser.add_argument(
+        "--tokens", nargs="+", type=int, help="Numbers of tokens in the layer to measure with"
+    )
+    parser.add_argument(
+        "--batch", nargs="+", type=int, default=[1], help="Numbers of sequences to measure with"
+    )
     add_index(parser)
     parser.add_argument(
         "--on-device",
         type=float,
-        help="fraction of rows on the device, with the others on the host",
+        help="Fraction of keys and values in device memory, with all others in host memory, in an "
+        "additional measurement",
     )
-    parser.add_argument("--latents", type=int, help="query heads of a layer over latents")
-    parser.add_argument("--layers", type=int)
     parser.add_argument(
-        "--beside", nargs="*", help="other indexes that are measured in turns with this one"
+        "--latents",
+        type=int,
+        help="Number of query heads of a layer with latent attention (MLA), which is measured in "
+        "place of the usual layer",
     )
-    parser.add_argument("--seconds", type=float, default=480, help="begin no point after this time")
     parser.add_argument(
-        "--no-dense", action="store_true", help="do not measure dense attention and topk"
+        "--layers",
+        type=int,
+        help="Number of layers that run one after another (default: 16 on a GPU, 4 on a CPU)",
     )
-    parser.add_argument("--json", type=output())
+    parser.add_argument(
+        "--beside",
+        nargs="*",
+        help="Names and options of other indexes that are measured in alternation with --index",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=480,
+        help="Time in seconds after which no new measurement begins",
+    )
+    parser.add_argument(
+        "--no-dense",
+        action="store_true",
+        help="Do not measure dense attention and exact search with topk",
+    )
+    parser.add_argument("--json", type=output(), help="JSON file to which the results are written")
     found = parser.parse_args(given)
     on_cpu = found.device == "cpu"
     found.beside = (["quest"] if on_cpu else []) if found.beside is None else found.beside
@@ -97,16 +122,26 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def add_index(parser: argparse.ArgumentParser) -> None:
-    """Add options for the measured step."""
-    parser.add_argument("--index", default="pariskv", help="index, as kvindex.create takes it")
+    """Add the command-line options for the index and its decode step."""
     parser.add_argument(
-        "--hit-rate", type=float, default=0.9, help="fraction of rows that are in the cache of rows"
+        "--index", default="pariskv", help="Name and options of the index, as in kvindex.create"
     )
-    parser.add_argument("--replays", type=int, default=50, help="replays of each graph")
+    parser.add_argument(
+        "--hit-rate",
+        type=float,
+        default=0.9,
+        help="Fraction of the retrieved keys and values that the device cache contains",
+    )
+    parser.add_argument(
+        "--replays", type=int, default=50, help="Number of timed replays of each CUDA graph"
+    )
 
 
 def refuse(parser: argparse.ArgumentParser, found: argparse.Namespace, **least: int) -> None:
-    """Exit with an error message if a number is below its `least`, or for a wrong index."""
+    """Exit with an error message if an option is invalid.
+
+    `least` contains the smallest allowed value of options by name.
+    """
     for name, low in least.items():
         values = getattr(found, name)
         for value in values if isinstance(values, list) else [values]:
@@ -134,9 +169,24 @@ def steps(
     on_device: float | None = None,
     **sizes: Any,
 ) -> dict[str, Any]:
-    """Measure microseconds of a layer's step, for each place in which rows can be stored.
+    """Time decode steps with keys and values on the host, on the device, and divided among both.
 
-    sizes: Further options of `Layers`. Raises SystemExit if the results depend on the place.
+    Args:
+        g: Shapes of the layer.
+        spec: Name and options of the index.
+        tokens: Number of tokens in each layer and sequence.
+        batch: Number of sequences.
+        layers: Number of layers.
+        timed: Function that times the layers.
+        hit_rate: Fraction of the retrieved keys and values that the device cache contains.
+        on_device: Fraction of keys and values on the device, or None to measure no division.
+        sizes: Further options of `Layers`.
+
+    Returns:
+        Times per layer in microseconds, and the use of the device caches.
+
+    Raises:
+        SystemExit: The attention outputs depend on the place of keys and values.
     """
     found: dict[str, Any] = {"layers": layers, "hit_rate": hit_rate, "caches": {}}
     answers = {}
@@ -163,7 +213,7 @@ def steps(
 
 
 def cache_use(before: Placement, after: Placement) -> dict[str, Any]:
-    """Return where rows are, and the hit rate of the caches between two placements."""
+    """Return the use of the device caches between two placements, with their hit rate."""
     used = replace(
         after, looked_up=after.looked_up - before.looked_up, found=after.found - before.found
     )
@@ -181,8 +231,9 @@ def beside(
     hit_rate: float,
     rounds: int = 6,
 ) -> dict[str, Any]:
-    """Time other indexes in turns with the first one. Return the ratios of their times to the first
-    one's time.
+    """Time decode steps of several indexes in alternation.
+
+    Return the time of each other index divided by the time of the first index in the same round.
     """
     found: dict[str, Any] = {spec: {} for spec in specs[1:]}
     for place, name in (("host", "step_cached"), ("device", "step_device")):
@@ -207,20 +258,23 @@ def beside(
 
 
 def agree(answers: dict[str, Tensor]) -> None:
-    """Raise SystemExit if outputs with rows on the host and elsewhere differ."""
+    """Raise SystemExit if attention outputs depend on where keys and values are stored."""
     want = answers["host"].float()
     for place, answer in answers.items():
         if not torch.allclose(want, answer.float(), rtol=2e-2, atol=1e-2):
-            raise SystemExit(f"the step is wrong: rows on the host and on the {place} differ")
+            raise SystemExit(
+                "the decode step is wrong and is not timed: attention outputs with keys and values "
+                f"on the host and on the {place} differ"
+            )
 
 
 def rivals(
     g: Geometry, tokens: int, batch: int, layers: int, timed: Timed, k: int = workload.K
 ) -> dict[str, Any]:
-    """Measure dense attention, and exact scores with the best k, over all rows on the device.
+    """Time dense attention, and an exact search for the best `k` tokens, on the device.
 
-    Dense attention is timed as SDPA with `enable_gqa`, and with a group's heads as several queries
-    of one KV head, which gives the same result. The faster one is `dense`.
+    Dense attention is timed in two ways with the same result: SDPA with `enable_gqa`, and SDPA with
+    the query heads of a KV head as several queries of one head. `dense` is the faster one.
     """
     shape = (layers, 2, batch, g.kv_heads, tokens, g.head_dim)
     keys, values = torch.empty(shape, dtype=g.dtype, device=g.device).normal_().unbind(1)
@@ -254,7 +308,7 @@ def rivals(
 def latent_rivals(
     g: Geometry, tokens: int, batch: int, layers: int, timed: Timed, k: int = workload.K
 ) -> dict[str, Any]:
-    """Time dense attention over all latents in torch, one read of all latents, and exact topk."""
+    """Time latent attention over all latents in torch, reading them once, and an exact search."""
     shape = (layers, batch, 1, tokens, g.head_dim)
     latents = torch.empty(shape, dtype=g.dtype, device=g.device).normal_()
     folded = workload.queries_of(g, layers, batch)[:, :, None]  # [L, B, 1, H, D]
@@ -277,7 +331,10 @@ def latent_rivals(
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """Check the result, then measure point by point. Write the results so far after each point."""
+    """Check a decode step, then measure each number of tokens with each number of sequences.
+
+    The results so far are written after each measurement.
+    """
     g, timed = workload.geometry("cuda", given.latents), GraphTimer(given.replays)
     start, dense = time.monotonic(), rivals if given.latents is None else latent_rivals
     result: dict[str, Any] = {
@@ -294,7 +351,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         about = f"{tokens:,} tokens, batch {batch}"
         layers = workload.layers_that_fit(g, tokens, batch, given.layers)
         if time.monotonic() - start > given.seconds or not layers:
-            result["notes"].append(f"{about}: not begun, for {'time' if layers else 'memory'}")
+            why = "the time was over" if layers else "the memory is too small"
+            result["notes"].append(f"{about}: not measured, because {why}")
             continue
         point = {"tokens": tokens, "batch": batch}
         if not given.no_dense:
@@ -317,7 +375,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Check the result and time steps. Write and print the times."""
+    """Run the command line: check a decode step, time steps, then write and print the times."""
     given = arguments()
     if given.device == "cpu":
         specs = [given.index, *given.beside]

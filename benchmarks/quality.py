@@ -1,4 +1,4 @@
-"""Quality of indexes on a real model's keys and queries: recall, attention coverage, KL.
+"""Measure the quality of indexes on a real model: recall, coverage of attention weight, KL.
 
     python -m benchmarks.quality recall --text FILE… [--tokens N …] [--presets SPEC …] [--beta β …]
     python -m benchmarks.quality kl --text FILE… [--tokens N …] [--steps T] [--index SPEC …]
@@ -8,18 +8,21 @@
     python -m benchmarks.quality lists --text FILE… [--tokens N] [--steps T]
     python -m benchmarks.quality field --text FILE… [--tokens N] [--index SPEC …] [--rows K …]
 
-- `recall`: how many of each query head's best rows a preset finds, the attention weight of the
-  found rows, and the bytes per key, for several fractions of candidates.
-- `kl`: KL divergence from full attention, compared with exact search for the same number of rows.
-- `fidelity`: KL divergence, agreement of tokens, and recall on a fixed text, token by token.
-- `rows`: the effect of row codecs on the attention output and on KL divergence.
-- `scales`: the effect of keys with few bits on the attention output, with scales per token or per
-  channel.
-- `lists`: the loss of quality if all heads of a layer share one list of rows.
-- `field`: all indexes, with the same keys, queries and numbers of rows.
+- `recall`: fraction of each query head's best tokens that presets of pariskv find, their attention
+  weight, and the bytes per key, for several fractions of candidates.
+- `kl`: KL divergence from full attention, compared with an exact search for as many tokens.
+- `fidelity`: KL divergence, fraction of equal predictions, and recall on a fixed text, token by
+  token.
+- `rows`: effect of compressed keys and values (row codecs) on the attention output and on KL
+  divergence.
+- `scales`: effect of keys with few bits on the attention output, with one scale for numbers of a
+  token or of a channel.
+- `lists`: loss of quality if all heads of a layer attend to the same retrieved tokens.
+- `field`: comparison of all indexes on the same keys and queries.
 
-All take --json OUT, and `--model … --gguf-file … --lora … --device …`; the default model is
-SmolLM2-135M-Instruct. For more options: `python -m benchmarks.quality recall --help`.
+All commands take `--json OUT` and `--model … --gguf-file … --lora … --device …`. The default model
+is SmolLM2-135M-Instruct. Each command has more options: `python -m benchmarks.quality recall
+--help`.
 """
 
 from __future__ import annotations
@@ -39,11 +42,13 @@ COMMANDS = {
 
 
 def refuse(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Exit with an error message if an index cannot be made, or if `kl` cannot run.
+    """Exit with an error message if an index cannot be created, or if `--steps` is too small.
 
-    This is called before a model is loaded, which takes long.
+    The check runs before the model is loaded, because loading takes long.
 
-    given: The parsed command line, with `index` or `presets` if the command has such an option.
+    Args:
+        given: The parsed command line. It has `index` or `presets` if the command has this option.
+        parser: The parser, which prints the error message.
     """
     told = vars(given)
     specs = [*(told.get("index") or ())]
@@ -59,7 +64,7 @@ def refuse(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 
 def main(told: list[str] | None = None) -> None:
-    """Run the command line."""
+    """Run one of the commands."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(required=True, metavar="|".join(COMMANDS))
     for name, module in COMMANDS.items():

@@ -1,36 +1,37 @@
-"""Measure the time per generated token on several GPUs that share the heads or the tokens.
+"""Measure the time per generated token on several GPUs, among which heads or tokens are divided.
 
     torchrun --nproc-per-node=2 -m benchmarks.ranks [--decoder SHAPE] [--context N] [--index SPEC]
         [--written T] [--turn T] [--parts heads tokens] [--hit-rate R] [--dtype …] [--device …]
         --json OUT
 
-The minimal decoder generates tokens on GPUs of one host, with random weights in a model's shape.
-Each decode step is one CUDA graph, which contains the collectives. Every layer has synthetic tokens
-with rows on the host. One run measures:
+kvindex's own decoder generates tokens on GPUs of one host, with random weights in the shape of a
+model. Each decode step is one CUDA graph, which contains the communication. Every layer contains
+synthetic tokens, with keys and values in host memory. One run measures:
 
-- `one`: rank 0 alone generates after N tokens, while the other ranks wait.
-- `tokens`: every rank has the whole model, and N tokens of a longer sequence, with the wrapper
-  `+sharded` around the index.
+- `one`: rank 0 alone generates tokens after a context of N tokens, while all other ranks wait.
+- `tokens`: every rank has the whole model, and N tokens of a longer sequence. The index has the
+  wrapper `+sharded`.
 - `heads`: all ranks have the same N tokens, and each rank has a part of the heads. NCCL adds up the
   activations.
 - `one_shot`: like `heads`, but one kernel adds up the activations, in memory that all GPUs can
-  access. This is left out if there is no such memory.
-- `silent`: like `heads`, but without sums. Results are wrong, but the difference to `heads` shows
-  how long sums take.
+  access. This measurement is left out if there is no such memory.
+- `silent`: like `heads`, but activations are not added up. Results are wrong, but the difference
+  from `heads` shows how long the sums take.
 
-The sharpness of attention is set so that one GPU's cache contains a fraction `--hit-rate` of the
-rows that a step selects.
+A factor of the attention logits is chosen so that the device cache of one GPU contains a fraction
+`--hit-rate` of the keys and values that a decode step retrieves.
 
-First a model of two layers is checked. Nothing is timed if the check fails. With k as large as the
-sequence, logits must agree with those of one process with full attention (`check` has the distance
-relative to the norm). The tokens from graphs must equal those of the same launches without a graph.
+First, a model of two layers is checked. Nothing is timed if the check fails. With k as large as the
+sequence, logits must agree with those of one process with full attention. (`check` contains the
+distance relative to the norm.) CUDA graphs must generate the same tokens as the same operations
+without graphs.
 
-Figures are milliseconds per token of rank 0, including updates of the windows. `device_ms` is the
-time of the device, and `token_ms` the time between tokens as the host reads them. Both are medians
-with quartiles (`_low`, `_high`) and the values of each round (`_rounds`). `ratio` compares medians
-of `device_ms` with `one`. `sum_us` is the microseconds of one sum of a token's activations, in a
-graph of 64 sums. Each rank pins memory for its own rows, and all ranks together for the rows of 2 N
-tokens.
+Times are milliseconds per token on rank 0. They include moving tokens from the local window into
+the index. `device_ms` is the time on the device, and `token_ms` the time between two tokens as the
+host receives them. Both are medians with quartiles (`_low`, `_high`) and the values of each round
+(`_rounds`). `ratio` compares medians of `device_ms` with those of `one`. `sum_us` is the time in
+microseconds to add up the activations of one token, measured in a graph with 64 sums. Each rank
+pins host memory for its own keys and values. All ranks together need memory for 2 N tokens.
 """
 
 from __future__ import annotations
@@ -58,21 +59,64 @@ PLANS = {
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line. Exits with an error message if it cannot be run."""
+    """Parse the command line. Exit with an error message if an option is invalid."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--decoder", choices=SHAPES, default="llama-3.1-8b")
-    parser.add_argument("--context", type=int, default=2**20, help="tokens of one GPU")
-    parser.add_argument("--index", default="pariskv:row_codec=int8")
-    parser.add_argument("--block", type=int, default=256, help="tokens of a block of `+sharded`")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--written", type=int, default=120, help="tokens that are timed")
     parser.add_argument(
-        "--turn", type=int, default=20, help="tokens of a plan before the next plan's turn"
+        "--decoder",
+        choices=SHAPES,
+        default="llama-3.1-8b",
+        help="Model whose sizes the random weights have",
     )
-    parser.add_argument("--hit-rate", type=float, default=0.93)
-    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--json", type=output())
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=2**20,
+        help="Number of tokens of the context that one GPU stores",
+    )
+    parser.add_argument(
+        "--index",
+        default="pariskv:row_codec=int8",
+        help="Name and options of the index, as in kvindex.create",
+    )
+    parser.add_argument(
+        "--block",
+        type=int,
+        default=256,
+        help="Number of successive tokens that the wrapper +sharded gives to the same GPU",
+    )
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        default=PARTS,
+        help="What is divided among the GPUs: heads, tokens, or both in separate measurements",
+    )
+    parser.add_argument(
+        "--written",
+        type=int,
+        default=120,
+        help="Number of tokens to generate with each variant that is compared",
+    )
+    parser.add_argument(
+        "--turn",
+        type=int,
+        default=20,
+        help="Number of tokens that a variant generates before the next variant takes its turn",
+    )
+    parser.add_argument(
+        "--hit-rate",
+        type=float,
+        default=0.93,
+        help="Fraction of the retrieved keys and values that the device cache shall contain",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "float16", "bfloat16"),
+        default="bfloat16",
+        help="Data type in which the model computes",
+    )
+    parser.add_argument("--device", default="cuda", help="Device on which the model runs")
+    parser.add_argument("--json", type=output(), help="JSON file to which the results are written")
     found = parser.parse_args(given)
     for name, low in dict(context=token.LOCAL + 256, turn=8, written=found.turn, block=1).items():
         if getattr(found, name) < low:
@@ -81,7 +125,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def shown(found: dict[str, Any]) -> list[str]:
-    """Return a line for each plan that was measured."""
+    """Return a line of text for each way of dividing the work that was measured."""
     lines = [f"check: {found['check']}; {found['seconds']:.0f} s so far"]
     for plan in (plan for plan in PLANS if plan in found):
         ms, low, high = (found[plan][f"device_ms{part}"] for part in ("", "_low", "_high"))
@@ -92,7 +136,7 @@ def shown(found: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Check and measure. Print and write the results after each part."""
+    """Run the command line: check results, then measure. Results are printed and written."""
     given = arguments()
     if parallel.launched():
         given.device = parallel.join(given.device, ranks.WAIT_S)

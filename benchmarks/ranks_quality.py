@@ -1,14 +1,14 @@
-"""Measure the KL divergence from full attention if several ranks share the tokens of a sequence.
+"""Measure KL divergence from full attention if the tokens are divided among several ranks.
 
     torchrun --nproc-per-node=2 -m benchmarks.ranks_quality --text FILE… [--index SPEC …]
         [--tokens N] [--steps T] [-k K] [--model … --gguf-file … --lora …] --json OUT
 
-On each rank the whole model (SmolLM2-135M-Instruct by default) reads N tokens of a text and then
-the next T tokens, one at a time, through each index. In `one`, a single process has all tokens.
-With the tokens on W ranks, a step attends to K rows of each rank (`own`), to K / W rows of each
-rank (`own_part`), or to the best K rows of all ranks (`best`). Ratios are to the KL of the same
-index in one process, over all texts, with the paired bootstrap of `benchmarks.quality kl`. The
-benchmark runs on CPUs with gloo.
+On each rank, the whole model (SmolLM2-135M-Instruct by default) reads N tokens of a text, and then
+the next T tokens one by one, with each index. In `one`, a single process has all tokens. If the
+tokens are divided among W ranks, a decode step attends to K tokens of each rank (`own`), to K / W
+tokens of each rank (`own_part`), or to the best K tokens of all ranks (`best`). The KL divergence
+is divided by that of the same index in one process, over all texts. The confidence interval of this
+ratio is the paired bootstrap of `benchmarks.quality kl`. The benchmark runs on CPUs with gloo.
 """
 
 from __future__ import annotations
@@ -29,19 +29,28 @@ from kvindex_adapters.hf import attach
 from kvindex_adapters.hf.generation.prefill import prefill
 
 BLOCK = 10
-"""Number of tokens that the bootstrap resamples together. It is small, because there are few steps.
+"""Number of successive tokens that the bootstrap resamples together.
+
+It is small, because few tokens are measured.
 """
 
 WAIT_S = 600
-"""Seconds that a rank waits for another one, which may share its cores."""
+"""Time in seconds that a rank waits for another rank, which may run on the same cores."""
 
 
 def followed(model: Any, cache: Any, rest: Tensor, full: Tensor, k: int, rows: str) -> Tensor:
-    """Return KL at each token of `rest` `[T]`, float64 `[T]`. The cache contains the prompt.
+    """Let a model with an index read tokens one by one, and compare it with full attention.
 
-    k: Number of rows that a step retrieves.
-    rows: The option `rows` of the wrapper `Sharded`.
-    full: Logits of full attention, `[T, V]`.
+    Args:
+        model: The attached model.
+        cache: The cache of the model, which contains the prompt.
+        rest: Token ids that follow the prompt, int64 `[T]`.
+        full: Logits of full attention after each of these tokens, `[T, V]`.
+        k: Number of tokens that a decode step retrieves per KV head.
+        rows: Value of the option `rows` of the wrapper `Sharded`.
+
+    Returns:
+        KL divergence from full attention at each token, float64 `[T]`.
     """
     for layer in cache.attention_layers():
         layer.k, index = k, parallel.sharded(layer.index)
@@ -52,7 +61,10 @@ def followed(model: Any, cache: Any, rest: Tensor, full: Tensor, k: int, rows: s
 
 
 def summary(ways: dict[str, list[Tensor]]) -> dict[str, Any]:
-    """Summarize each way: the KL means of each text and of all texts, the ratio to one process."""
+    """Summarize the KL divergence for each way of choosing tokens, over all texts and by text.
+
+    Each summary contains the ratio to the KL divergence in one process.
+    """
     told: dict[str, Any] = {}
     for way, cells in ways.items():
         means, pairs = [float(kls.mean()) for kls in cells], zip(cells, ways["one"], strict=True)
@@ -64,13 +76,26 @@ def summary(ways: dict[str, list[Tensor]]) -> dict[str, Any]:
 
 @torch.no_grad()
 def main(told: list[str] | None = None) -> None:
-    """Measure the indexes. Print and write the results after each text."""
+    """Run the command line: measure the indexes, and print and write results after each text."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_model(parser)
-    parser.add_argument("--text", nargs="+", type=Path, required=True)
-    parser.add_argument("--index", nargs="+", default=["exact", "pariskv"])
-    for option, size in {"--tokens": 4000, "--steps": 100, "-k": 100}.items():
-        parser.add_argument(option, type=int, default=size)
+    parser.add_argument("--text", nargs="+", type=Path, required=True, help="Text files to read")
+    parser.add_argument(
+        "--index",
+        nargs="+",
+        default=["exact", "pariskv"],
+        help="Names and options of the indexes to measure",
+    )
+    parser.add_argument("--tokens", type=int, default=4000, help="Number of tokens of the prompt")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=100,
+        help="Number of tokens after the prompt at which predictions are compared",
+    )
+    parser.add_argument(
+        "-k", type=int, default=100, help="Number of tokens that each KV head retrieves"
+    )
     given = parser.parse_args(told)
     if parallel.launched():
         given.device = parallel.join(given.device, WAIT_S)

@@ -1,11 +1,11 @@
-"""Write the tables of README and docs from `benchmarks/results/*.json`, and draw the pictures.
+"""Write tables into the README and the docs from `benchmarks/results/*.json`, and draw pictures.
 
     python -m benchmarks.report [--check] [--draw NAME …]
 
-A page marks a table by `<!-- name:begin -->` and `<!-- name:end -->`. `--check` writes nothing, and
-exits with status 1 if a table differs from the results. `--draw NAME` also writes
-docs/pictures/NAME.png. These names are allowed: decode_step, decoder_tokens, ranks, recall,
-cpu_steps, answers_lengths, answers_rows, answers_depth, answers_along.
+In a page, a table stands between `<!-- name:begin -->` and `<!-- name:end -->`. `--check` writes
+nothing, and exits with status 1 if a table differs from the results. `--draw NAME` draws the
+picture docs/pictures/NAME.png. Allowed names are decode_step, decoder_tokens, ranks, recall,
+cpu_steps, answers_lengths, answers_rows, answers_depth and answers_along.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SOURCES = {
     "cpu_summary": "cpu_steps",
     "cpu_tokens": "generation_cpu_4k",
 }
-"""Name of a table -> name of the result from which it is made, if the names differ."""
+"""Name of a table -> name of the file of results (without .json), if the names differ."""
 
 TABLES: dict[str, Callable[[Result], str]] = {
     "demo": quality.demo,
@@ -80,13 +80,13 @@ TABLES: dict[str, Callable[[Result], str]] = {
 
 
 def pages() -> list[Path]:
-    """Return the pages that contain tables."""
+    """Return the README and the pages of the docs that contain tables of results."""
     found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [path for path in found if "<!-- " in path.read_text(encoding="utf-8")]
 
 
 def rewritten(page: str) -> str:
-    """Return the page with its tables written again. Raises KeyError for an unknown table."""
+    """Return the text of a page with new tables. Raise KeyError if a table is unknown."""
     for name in re.findall(r"<!-- (\w+):begin -->", page):
         render, result = TABLES[name], stored(SOURCES.get(name, name))
         if result is not None:
@@ -97,16 +97,22 @@ def rewritten(page: str) -> str:
 
 
 def stale() -> dict[Path, str]:
-    """Return pages whose tables differ from the results, and their new text."""
+    """Find the pages whose tables differ from the results. Return their paths and new texts."""
     found = {path: rewritten(path.read_text(encoding="utf-8")) for path in pages()}
     return {path: new for path, new in found.items() if new != path.read_text(encoding="utf-8")}
 
 
 def main(told: list[str] | None = None) -> int:
-    """Write the tables of all pages, or check them."""
+    """Run the command line: write or check the tables of all pages, and draw pictures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--draw", nargs="+", default=[], metavar="NAME")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="Write nothing, and exit with status 1 if a table differs from the results",
+    )
+    parser.add_argument(
+        "--draw", nargs="+", default=[], metavar="NAME", help="Names of the pictures to draw"
+    )
     given = parser.parse_args(told)
     changed = stale()
     for path, new in changed.items():

@@ -1,31 +1,34 @@
-"""Measure the time per generated token in vLLM, with the plug-in and with vLLM's own attention.
+"""Measure the time per generated token in vLLM, with kvindex's plug-in and without.
 
     python -m benchmarks.serving [--shape SHAPE] [--layers L] [--context N] [--batch B …] [--shared]
         [--index SPEC] [--k K] [--rows WHERE] [--written T] [--rounds R] [--stock-block TOKENS]
         [--plain] [--arrivals PER_S --requests N] [--without-check] --json OUT
 
 The benchmark needs a GPU, and vLLM 0.26 or newer. It compares two engines, each in its own process,
-with the same random weights in a model's shape. `stock` uses the attention that vLLM selects, and
-`kvindex` uses the plug-in.
+with the same random weights in the shape of a model. `stock` uses the attention that vLLM selects,
+and `kvindex` uses the plug-in.
 
-**Check.** A model of four such layers generates tokens greedily, with k as large as the sequence.
-The tokens of both engines must be equal, in batches too, unless the log probabilities of the two
-best tokens are so close that rounding decides. Otherwise nothing is timed.
+**Check.** A model with four layers of this shape generates tokens greedily, with k as large as the
+sequence. Both engines must generate the same tokens, for single sequences and for a batch. A
+difference is only allowed if the log probabilities of the two best tokens are so close that
+rounding decides. Otherwise nothing is timed.
 
-**Batches.** The engine reads sequences of N random tokens, and generates T tokens of each, R times.
-Later rounds find the prompts in the prefix cache. With `--shared`, the sequences have all tokens in
-common except the last 256, so that they share pages and fit on a smaller card. `token_ms` is the
-time between two tokens of the batch as the host receives them: medians with quartiles, and the
-values of each round. `ratio` is the ratio to `stock`. `prefill_s` is the time to read all sequences
-one after another.
+**Batches.** The engine reads B sequences of N random tokens, and generates T tokens for each
+sequence, R times. Later rounds find the prompts in the prefix cache. With `--shared`, the sequences
+have all tokens in common except the last 256, so that they share pages and fit on a smaller GPU.
+`token_ms` is the time between two tokens of the batch as the host receives them: medians with
+quartiles, and the values of each round. `ratio` is the ratio to `stock`. `prefill_s` is the time to
+read all sequences one after another.
 
 **--arrivals.** Instead of batches, requests arrive at random times, which are the same for both
-engines. At most `--batch` requests run at a time. Figures are milliseconds until a request's first
-token (`first_ms`) and between two of its tokens (`between_ms`), as medians and 99th percentiles.
+engines. At most `--batch` requests run at a time. Results are the milliseconds from the arrival of
+a request to its first token (`first_ms`) and between two of its tokens (`between_ms`), as medians
+and 99th percentiles.
 
-`--rows host` stores rows in pinned host memory, with a device cache of 2,048 rows for each sequence
-and as many blocks as the sequences need. `--plain` turns off torch.compile for both engines and
-captures only decode steps, so that engines start faster.
+`--rows host` stores keys and values in pinned host memory, with a device cache for 2,048 tokens of
+each sequence. The engine then gets as many pages as the sequences need. `--plain` turns off
+torch.compile for both engines and captures CUDA graphs only for decode steps, so that engines start
+faster.
 """
 
 from __future__ import annotations
@@ -54,42 +57,108 @@ from kvindex_adapters.evaluate.output_files import output, write_json
 PLANS = "stock", "kvindex"
 
 BLOCK, TAIL = 256, 256
-"""Number of tokens in a page with the plug-in, and of last tokens that prompts do not share with
-`--shared`."""
+"""`BLOCK`: number of tokens in a page of the KV cache with the plug-in. `TAIL`: number of tokens at
+the end of a prompt that differ between sequences with `--shared`."""
 
 CHECKED, CHECK_LAYERS, CHECK_TOKENS = (700, 20, 1500, 3000), 4, 24
-"""Sizes of the check: lengths of the prompts, number of layers, and number of tokens in an answer.
-"""
+"""Sizes in the check: lengths of the prompts in tokens, number of layers, and number of generated
+tokens."""
 
 CLOSE = 0.1
-"""Difference of log probabilities of the two best tokens, below which rounding may decide."""
+"""Difference in log probability of the two best tokens below which rounding may decide."""
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line. Exits with an error message if it cannot be run."""
+    """Parse the command line. Exit with an error message if an option is invalid."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
-    parser.add_argument("--layers", type=int, help="use fewer layers than the shape has")
-    parser.add_argument("--context", type=int, default=131_072, help="tokens of each sequence")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1])
-    parser.add_argument("--shared", action="store_true", help="let sequences share most pages")
-    parser.add_argument("--index", default="pariskv:sign_decoder=mean")
-    parser.add_argument("--k", type=int, default=100)
-    parser.add_argument("--rows", choices=("device", "host"), default="device")
-    parser.add_argument("--written", type=int, default=128, help="tokens that are timed")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--stock-block", type=int, help="tokens of a page of vLLM's own attention")
-    parser.add_argument("--plain", action="store_true", help="run without torch.compile")
+    parser.add_argument(
+        "--shape",
+        choices=SHAPES,
+        default="qwen3-8b",
+        help="Model whose sizes the random weights have",
+    )
+    parser.add_argument(
+        "--layers", type=int, help="Number of layers (default: as many as the model has)"
+    )
+    parser.add_argument(
+        "--context", type=int, default=131_072, help="Number of tokens of each prompt"
+    )
+    parser.add_argument(
+        "--batch",
+        type=int,
+        nargs="+",
+        default=[1],
+        help="Batch sizes to measure with: numbers of sequences that generate tokens together",
+    )
+    parser.add_argument(
+        "--shared",
+        action="store_true",
+        help="Use prompts that are equal except for their last 256 tokens, so that they share "
+        "pages of the KV cache",
+    )
+    parser.add_argument(
+        "--index",
+        default="pariskv:sign_decoder=mean",
+        help="Name and options of the index, as in kvindex.create",
+    )
+    parser.add_argument(
+        "--k", type=int, default=100, help="Number of tokens that each KV head retrieves"
+    )
+    parser.add_argument(
+        "--rows",
+        choices=("device", "host"),
+        default="device",
+        help="Memory in which the plug-in stores keys and values",
+    )
+    parser.add_argument(
+        "--written",
+        type=int,
+        default=128,
+        help="Number of tokens that are generated for each sequence in a round",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="Number of measurements of each batch size"
+    )
+    parser.add_argument(
+        "--stock-block",
+        type=int,
+        help="Number of tokens in a page of the KV cache without the plug-in (default: that of "
+        "vLLM)",
+    )
+    parser.add_argument(
+        "--plain", action="store_true", help="Run both engines without torch.compile"
+    )
     parser.add_argument(
         "--arrivals",
         type=float,
-        help="let this number of requests arrive per second, instead of batches",
+        help="Mean number of requests that arrive per second at random times. Without this "
+        "option, batches are measured.",
     )
-    parser.add_argument("--requests", type=int, default=32, help="requests that arrive")
-    parser.add_argument("--without-check", action="store_true")
-    parser.add_argument("--plans", nargs="+", choices=PLANS, default=[*PLANS])
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=32,
+        help="Total number of requests that arrive with --arrivals",
+    )
+    parser.add_argument(
+        "--without-check",
+        action="store_true",
+        help="Do not check that both engines generate the same tokens",
+    )
+    parser.add_argument(
+        "--plans",
+        nargs="+",
+        choices=PLANS,
+        default=[*PLANS],
+        help="Engines to measure: stock (without the plug-in) and kvindex (with the plug-in)",
+    )
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=output(), required=True)
+    parser.add_argument(
+        "--json",
+        type=output(),
+        required=True,
+        help="JSON file to which the results are written",
+    )
     found = parser.parse_args(given)
     least = dict(context=2 * TAIL, k=1, written=8, rounds=1, requests=2)
     for name, low in least.items():
@@ -103,7 +172,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def configuration(shape: Shape, layers: int, tokens: int) -> dict[str, Any]:
-    """Return a model's config.json, as transformers and vLLM read it."""
+    """Return the content of config.json for a model of this shape and maximum length."""
     kind = "Qwen3" if shape.normed else "Llama"
     return dict(
         architectures=[f"{kind}ForCausalLM"],
@@ -130,8 +199,8 @@ def configuration(shape: Shape, layers: int, tokens: int) -> dict[str, Any]:
 def randomize(model: torch.nn.Module) -> None:
     """Set random weights that preserve the variance of activations, the same in every process.
 
-    The output head only chooses between two tokens, by the sign of one number. So rounding changes
-    far fewer tokens than if all tokens of the vocabulary were equally likely.
+    The weights of the output head favor two tokens, and the sign of one number decides between
+    them. So rounding changes fewer tokens than if all tokens were equally likely.
     """
     draw = torch.Generator(next(model.parameters()).device).manual_seed(1)
     with torch.no_grad():
@@ -148,10 +217,14 @@ def randomize(model: torch.nn.Module) -> None:
 
 
 def opened(given: argparse.Namespace, plan: str, folder: str, **options: Any) -> Any:
-    """Return an engine with random weights.
+    """Start a vLLM engine with random weights.
 
-    options: `layers` (0 or None for those of the shape), `tokens` (longest sequence), `rows`
-        (largest batch), and options of the plug-in.
+    Args:
+        given: The parsed command line.
+        plan: "stock" for an engine without the plug-in, or "kvindex" for one with it.
+        folder: Folder for the file config.json.
+        options: `layers` (number of layers; None for all of the model), `tokens` (maximum length of
+            a sequence), `rows` (maximum number of sequences), and options of the plug-in.
     """
     from vllm import LLM
 
@@ -190,14 +263,14 @@ def opened(given: argparse.Namespace, plan: str, folder: str, **options: Any) ->
 
 
 def text(shape: Shape, count: int, seed: int) -> list[int]:
-    """Return random token ids."""
+    """Return `count` random token ids."""
     draw = torch.Generator().manual_seed(seed)
     ids: Tensor = torch.randint(3, shape.vocabulary, (count,), generator=draw)
     return ids.tolist()
 
 
 def prompts(given: argparse.Namespace, batch: int) -> list[list[int]]:
-    """Return the prompts of the sequences that are timed."""
+    """Return the prompts of `batch` sequences as token ids."""
     shape, common = SHAPES[given.shape], given.context - TAIL
     if not given.shared:
         return [text(shape, given.context, 10 + row) for row in range(batch)]
@@ -206,7 +279,11 @@ def prompts(given: argparse.Namespace, batch: int) -> list[list[int]]:
 
 
 def answered(engine: Any, ids: list[list[int]], count: int) -> list[dict[str, Any]]:
-    """Return greedy tokens, and for each its lead in log probability over the second best."""
+    """Generate `count` tokens greedily for each prompt.
+
+    Return the tokens of each prompt, and `gaps`: the difference in log probability between each
+    token and the second best token.
+    """
     from vllm import SamplingParams
 
     options = dict(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, logprobs=2)
@@ -221,7 +298,10 @@ def answered(engine: Any, ids: list[list[int]], count: int) -> list[dict[str, An
 
 
 def checked(given: argparse.Namespace, plan: str, folder: str) -> Any:
-    """Return the answers of a small model that retrieves all rows."""
+    """Return the tokens that an engine generates in the check, for single sequences and a batch.
+
+    The model is small, and the index retrieves all tokens.
+    """
     tokens = max(CHECKED) + CHECK_TOKENS + BLOCK
     options = dict(index=given.index, k=tokens, dense_below=0, sink=4, local_window=16)
     sizes = dict(layers=CHECK_LAYERS, tokens=tokens, rows=len(CHECKED))
@@ -234,14 +314,14 @@ def checked(given: argparse.Namespace, plan: str, folder: str) -> Any:
 
 
 def large(given: argparse.Namespace, plan: str, folder: str) -> Any:
-    """Return the engine that is timed."""
+    """Start the engine that is timed."""
     tokens = given.context + given.written + BLOCK
     sizes = dict(layers=given.layers, tokens=tokens, rows=max(given.batch))
     return opened(given, plan, folder, index=given.index, k=given.k, **sizes)
 
 
 def timed(given: argparse.Namespace, plan: str, folder: str) -> Any:
-    """Measure milliseconds between tokens, by batch and round."""
+    """Measure the milliseconds between tokens in each round, for each batch size."""
     engine, found = large(given, plan, folder), []
     for batch in given.batch:
         ids, start = prompts(given, batch), time.perf_counter()
@@ -254,9 +334,9 @@ def timed(given: argparse.Namespace, plan: str, folder: str) -> Any:
 
 
 def written(engine: Any, ids: list[list[int]], count: int) -> list[float]:
-    """Generate tokens. Return the milliseconds between two tokens of the batch.
+    """Generate tokens for a batch, and return the milliseconds between two tokens of the batch.
 
-    Only times at which all sequences generate are counted.
+    Only times in which all sequences of the batch generate tokens count.
     """
     from vllm import SamplingParams
 
@@ -275,9 +355,9 @@ def written(engine: Any, ids: list[list[int]], count: int) -> list[float]:
 
 
 def arrived(given: argparse.Namespace, plan: str, folder: str) -> Any:
-    """Measure how long requests wait if they arrive one by one at random times."""
+    """Measure how long requests wait for their tokens if they arrive at random times."""
     engine, ids = large(given, plan, folder), prompts(given, given.requests)
-    written(engine, [text(SHAPES[given.shape], given.context, 1)], 8)  # compiles
+    written(engine, [text(SHAPES[given.shape], given.context, 1)], 8)  # compile kernels
     draw = random.Random(0)
     gaps = [0.0, *(draw.expovariate(given.arrivals) for _ in ids[1:])]
     due = list(itertools.accumulate(gaps))
@@ -285,10 +365,16 @@ def arrived(given: argparse.Namespace, plan: str, folder: str) -> Any:
 
 
 def arriving(core: Any, due: list[tuple[float, list[int]]], count: int) -> dict[str, list[float]]:
-    """Return milliseconds until first tokens, and between two tokens of a request.
+    """Send requests to an engine at given times, and measure how long they wait for their tokens.
 
-    due: For each request, in order, the seconds at which it arrives, and its prompt. An answer has
-        `count` tokens.
+    Args:
+        core: The engine.
+        due: Time of arrival in seconds and prompt of each request, in the order of arrival.
+        count: Number of tokens to generate for each request.
+
+    Returns:
+        `first_ms`: milliseconds from the arrival of each request to its first token. `between_ms`:
+        milliseconds between two successive tokens of a request.
     """
     from vllm import SamplingParams
 
@@ -315,7 +401,7 @@ def arriving(core: Any, due: list[tuple[float, list[int]]], count: int) -> dict[
 
 
 def worker(given: argparse.Namespace) -> None:
-    """Run an engine in this process, to check, to time batches or arrivals. Write the result."""
+    """Run one engine in this process for the check or a measurement, and write its result."""
     what, plan, to = given.worker
     work = {"check": checked, "time": timed, "arrive": arrived}[what]
     with tempfile.TemporaryDirectory() as folder:
@@ -324,21 +410,27 @@ def worker(given: argparse.Namespace) -> None:
 
 
 def ran(what: str, plan: str) -> Any:
-    """Run an engine in a process, and return its result. Raises SystemExit if the process fails."""
+    """Run one engine in a new process, and return its result.
+
+    Raise SystemExit if the process fails.
+    """
     settings = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
     with tempfile.TemporaryDirectory() as folder:
         to = Path(folder) / "found.json"
         command = [sys.executable, "-m", "benchmarks.serving", *sys.argv[1:], "--worker"]
         done = subprocess.run([*command, what, plan, str(to)], env=os.environ | settings)
         if done.returncode:
-            raise SystemExit(f"{plan}: {what} ended with {done.returncode}; nothing is written")
+            raise SystemExit(
+                f"{plan}: the process for {what!r} ended with exit code {done.returncode}; nothing "
+                "is written"
+            )
         return json.loads(to.read_text(encoding="utf-8"))
 
 
 def compared(stock: list[dict[str, Any]], mine: list[dict[str, Any]]) -> dict[str, int]:
-    """Return the number of equal tokens.
+    """Compare the tokens that both engines have generated. Return the number of equal tokens.
 
-    Raises SystemExit if there is a difference that rounding does not explain.
+    Raise SystemExit if tokens differ although the best token was clearly better than the second.
     """
     equal = total = 0
     for number, (one, other) in enumerate(zip(stock, mine, strict=True)):
@@ -346,8 +438,9 @@ def compared(stock: list[dict[str, Any]], mine: list[dict[str, Any]]) -> dict[st
             if token != other["tokens"][place]:
                 if gap > CLOSE:
                     raise SystemExit(
-                        f"check: answer {number}: token {place} is {other['tokens'][place]}, not "
-                        f"{token}, which led by {gap:.3f}; nothing is timed"
+                        f"check: in answer {number}, token {place} is {other['tokens'][place]} "
+                        f"instead of {token}, which was better than the second best token by "
+                        f"{gap:.3f} in log probability; nothing is timed"
                     )
                 break  # the texts differ from here on
             equal += 1
@@ -356,7 +449,7 @@ def compared(stock: list[dict[str, Any]], mine: list[dict[str, Any]]) -> dict[st
 
 
 def summarized(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the plans' medians for each batch, and their ratios to `stock`."""
+    """Return the median times of both engines for each batch size, and their ratio."""
     batches = []
     for number, first in enumerate(next(iter(found.values()))):
         plans: dict[str, dict[str, Any]] = {}
@@ -373,7 +466,7 @@ def summarized(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def waits(found: dict[str, list[float]]) -> dict[str, float]:
-    """Return the median and the 99th percentile of each kind of wait."""
+    """Return the median and the 99th percentile of the times to the first and between tokens."""
     shares = {"": 0.5, "_99": 0.99}
     return {
         f"{kind}{end}": float(torch.tensor(times).quantile(share))
@@ -383,7 +476,7 @@ def waits(found: dict[str, list[float]]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Check the engines and time them. Print the result, and write it as JSON."""
+    """Run the command line: check both engines, time them, then print and write the results."""
     given = arguments()
     if given.worker:
         worker(given)

@@ -1,4 +1,8 @@
-"""Hooks of MkDocs: folders in the navigation, pages from outside docs/, links that leave docs/."""
+"""Hooks that MkDocs calls while it builds the documentation site.
+
+They expand folders in the navigation, add pages from outside docs/ to the site, and rewrite links
+to files outside docs/.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +15,24 @@ DOCS = Path(__file__).parent
 LINK = re.compile(r"\[([^]]*)\]\((\.\./[^)\s]+)\)")
 
 OUTSIDE = ("CONTRIBUTING.md", "CHANGELOG.md")
-"""Pages of the repository's root that the site has, too."""
+"""Pages in the root folder of the repository that are added to the site."""
 
 
 def title(page: Path) -> str:
-    """Return the first heading of a page, without the number of a decision."""
+    """Return the first heading of a page, without the number that pages in decisions/ have."""
     heading = re.search(r"^# (?:\d{4}: )?(.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     name = heading[1].replace("`", "") if heading else page.stem
     return name[:1].upper() + name[1:] if page.parent.name in ("decisions", "lab") else name
 
 
 def pages(folder: str) -> list[dict[str, str]]:
-    """Return the pages of a folder as entries of the navigation, README first."""
+    """Return the pages of a folder as entries of the navigation, with README.md first."""
     found = sorted((DOCS / folder).glob("*.md"), key=lambda page: (page.name != "README.md", page))
     return [{title(page): page.relative_to(DOCS).as_posix()} for page in found]
 
 
 def expanded(entries: list[Any]) -> Iterator[Any]:
-    """Replace each `folder/*` of the navigation by the pages of that folder."""
+    """Replace each entry `folder/*` of the navigation with the pages in that folder."""
     for entry in entries:
         if isinstance(entry, str) and entry.endswith("/*"):
             yield from pages(entry[:-2])
@@ -42,13 +46,13 @@ def expanded(entries: list[Any]) -> Iterator[Any]:
 
 
 def on_config(config: Any) -> Any:
-    """Expand the folders in the navigation."""
+    """Expand folders in the navigation. MkDocs calls this hook after reading mkdocs.yml."""
     config.nav = list(expanded(config.nav))
     return config
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages of the repository's root to the site."""
+    """Add the pages of the repository's root folder to the site. MkDocs calls this hook."""
     from mkdocs.structure.files import File
 
     for name in OUTSIDE:
@@ -58,7 +62,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def inside_docs(text: str) -> str:
-    """Rewrite the links of a page in the repository's root as if the page were in docs/."""
+    """Rewrite the links of a page in the repository's root folder as if it were in docs/."""
 
     def moved(link: re.Match[str]) -> str:
         target = link[1]
@@ -70,9 +74,9 @@ def inside_docs(text: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Show a link to a file that is not a page of the site as the file's name.
+    """Replace links to files outside the site with the names of the files. MkDocs calls this hook.
 
-    The list of decisions and lab pages is added to the page for contributors.
+    A list of all pages in decisions/ and lab/ is appended to the page contributors.md.
     """
     folder = DOCS / PurePosixPath(page.file.src_uri).parent
 

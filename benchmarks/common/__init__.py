@@ -1,1 +1,1 @@
-"""Parts that several benchmarks use."""
+"""Code that several benchmarks use: synthetic layers, models, timing and checks of results."""

@@ -1,4 +1,7 @@
-"""Time decode steps of a transformers model in `attach`, and of a decoder with the same weights."""
+"""Time decode steps of a transformers model with an index, and of the decoder with equal weights.
+
+The model is attached to the index by `attach`. The decoder is kvindex's own.
+"""
 
 from __future__ import annotations
 
@@ -27,35 +30,38 @@ from kvindex_adapters.llama.weights import read_weights
 
 
 class Marks(BaseStreamer):
-    """A streamer that records when tokens arrive, in seconds. The first call is for the prompt."""
+    """A transformers streamer that records the time in seconds at which each token arrives.
+
+    The first recorded time is that of the prompt.
+    """
 
     def __init__(self) -> None:
         self.at: list[float] = []
 
     def put(self, value: Tensor) -> None:
-        """Record a token. Before the first one of the answer, wait until the device is idle."""
+        """Record the time of a token. Before the answer's first token, wait for the device."""
         if len(self.at) == 1:
             drained()
         self.at.append(time.perf_counter())
 
     def end(self) -> None:
-        """Do nothing at the end of the answer."""
+        """Do nothing. transformers calls this method at the end of the answer."""
 
     def figures(self) -> Figures:
-        """Return the figures of all tokens after the first one."""
+        """Return the times between tokens in milliseconds, beginning after the first token."""
         return of_tokens(self.at[1:])
 
 
 class Attached:
-    """A transformers model that samples tokens with the loop of `kvhf.generate`.
+    """A transformers model with an index that samples tokens in the same way as `kvhf.generate`.
 
-    When it is made, it fills an empty cache with `tokens` tokens in each layer, and reserves memory
-    for `room` more.
+    The constructor fills an empty KV cache with `tokens` synthetic tokens in each layer, and
+    reserves memory for `room` more tokens.
     """
 
     def __init__(self, model: Any, cache: IndexCache, tokens: int, room: int) -> None:
         self._model, self._cache = model, cache
-        size = (1, tokens + 1)  # the last token is the first one that a step reads
+        size = (1, tokens + 1)  # the first decode step reads the last token
         self._ids = torch.randint(model.config.vocab_size, size, device=model.device)
         first = token.first()
         prefill(model, self._ids[0], cache, stop=first, chunk=first)
@@ -64,10 +70,10 @@ class Attached:
         settled()
 
     def turn(self, count: int, graph: TokenGraph | None) -> Figures:
-        """Generate tokens. Return milliseconds between tokens, as the host reads them.
+        """Generate `count` tokens, and return the times between tokens in milliseconds.
 
-        The first token is not timed. graph: captures whole decode steps; None: each layer's step is
-        a graph of its own.
+        Times are taken when the host receives a token. The first token is not timed. With `graph`,
+        a whole decode step is one CUDA graph; with None, each layer's step is a graph.
         """
         drained()
         self._cache.token_graph = graph
@@ -83,10 +89,13 @@ class Attached:
 
 
 def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
-    """Time the decoder, and transformers with each kind of CUDA graph, in turns."""
+    """Time the decoder, and transformers with each kind of CUDA graph, in alternation.
+
+    Yield the results after each round, in which every variant is measured once.
+    """
     shape = SHAPES[given.decoder]
     g = shape.geometry(getattr(torch, given.dtype), given.device)
-    # room for the tokens of all turns, and for those that warm up or set the sharpness
+    # reserve memory for all tokens: timed ones, and those that warm up or set the cache hit rate
     room = 4 * given.written + (given.written // given.turn + 4) * token.WARM
     model = model_of(shape, g, given.context + room)
     weights = read_weights(model)
@@ -128,7 +137,7 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
 
 
 def shown(found: dict[str, Any]) -> Iterator[str]:
-    """Return a line for each plan that was measured."""
+    """Yield a line of text for each measured variant."""
     if not found["rounds"]:
         return
     yield f"floor {found['floor_ms']:.2f} ms: {found['weights_bytes'] / 1e9:.2f} GB of weights"

@@ -1,4 +1,4 @@
-"""Check the results of a decode step before it is timed."""
+"""Check that a decode step computes right results, before it is timed."""
 
 from __future__ import annotations
 
@@ -16,28 +16,43 @@ from kvindex.core.protocol import Attends, Hits
 from kvindex.core.resident import ResidentRows
 
 CHECKED = 20_224
-"""Number of tokens in the check."""
+"""Number of tokens in the index that is checked."""
 
 SAME, CLOSE = 0.98, 5e-3
-"""Smallest fraction of ids that must equal the reference's, and largest relative error of outputs.
+"""`SAME`: smallest allowed fraction of token ids that equal those of the torch implementation.
 
-Ids may differ from the reference's at the edge of the candidates, or where scores are equal.
-Rounding to bfloat16 alone gives an error of 1e-3.
+`CLOSE`: largest allowed relative error of attention outputs. Ids may differ where two keys have
+equal scores, or where rounding decides which key is the last candidate. Rounding to bfloat16 alone
+gives an error of 1e-3.
 """
 
 ROUNDED = {"int8": 0.02, "fp8": 0.1}
-"""Largest relative error of the output over rows that a codec stores."""
+"""Name of a row codec -> largest allowed relative error of attention outputs with this codec."""
 
 
 def check(
     g: Geometry, spec: str, *, batch: int = 2, k: int = K, window: int = WINDOW, **options: Any
 ) -> dict[str, Any]:
-    """Compare ids with those of plain torch, and the output with SDPA over the selected rows.
+    """Compare an index with plain torch, on synthetic tokens.
 
-    Tokens are appended in two calls, and the first call ends in the middle of a block. Raises
-    SystemExit if the results differ.
+    The retrieved token ids are compared with those of the same index with `backend="torch"`. The
+    attention output is compared with SDPA over the same tokens. Tokens are appended in two calls,
+    and the first call ends in the middle of a block.
 
-    options: Options of `created`. Rows are on the host unless `store` is given.
+    Args:
+        g: Shapes of the layer.
+        spec: Name and options of the index.
+        batch: Number of sequences.
+        k: Number of tokens to retrieve per KV head.
+        window: Number of tokens in sink and local window.
+        options: Further options of `created`. Keys and values are in host memory unless `store` is
+            given.
+
+    Returns:
+        The differences that were found.
+
+    Raises:
+        SystemExit: The results differ by more than the tolerances allow.
     """
     keys, values = next(iter(tokens_of(g, 1000, batch, CHECKED + window, CHECKED + window)))
     cut = CHECKED * 2 // 3
@@ -70,7 +85,10 @@ def check(
 
 
 def over(g: Geometry, queries: Tensor, keys: Tensor, values: Tensor, hits: Hits, n: int) -> Tensor:
-    """Attend to hits among the first `n` tokens and to all later ones. Returns `[B, H, D]`."""
+    """Compute attention with SDPA over the hits among the first `n` tokens, and all later tokens.
+
+    The result is `[B, H, D]`.
+    """
     chosen = hits.ids.clamp_min(0)[..., None]
     rows = [
         torch.cat([p[:, :, :n].gather(2, chosen.expand(-1, -1, -1, p.shape[3])), p[:, :, n:]], 2)
@@ -86,15 +104,15 @@ def over(g: Geometry, queries: Tensor, keys: Tensor, values: Tensor, hits: Hits,
 
 
 def judge(found: dict[str, Any], k: int, close: float = CLOSE) -> None:
-    """Raise SystemExit if the figures of `check` are outside of the tolerances."""
+    """Raise SystemExit if the differences that `check` found exceed the tolerances."""
     wrong = []
     if not found["same_ids"] >= SAME:
-        wrong.append(f"{found['same_ids']:.3f} of the ids are the reference's, not {SAME}")
+        wrong.append(f"only {found['same_ids']:.3f} of the ids equal those of torch, not {SAME}")
     if not found["error"] <= close:
-        wrong.append(f"the output is off by {found['error']:.1e}, not {close:.0e}")
+        wrong.append(f"the output has an error of {found['error']:.1e}, not {close:.0e} or less")
     if not found["repeats"]:
         wrong.append("two runs chose different rows")
     if found["found"] != k:
         wrong.append(f"{found['found']} rows were found, not {k}")
     if wrong:
-        raise SystemExit("the step is wrong and is not timed: " + "; ".join(wrong))
+        raise SystemExit("the decode step is wrong and is not timed: " + "; ".join(wrong))

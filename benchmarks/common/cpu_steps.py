@@ -1,4 +1,4 @@
-"""Time one layer's decode step and dense attention on a CPU, in turns, by wall time."""
+"""Time a decode step of one layer on a CPU, with indexes and dense attention in alternation."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ SHAPE = dict(q_heads=9, kv_heads=3, head_dim=64)
 TOKENS = [2**n for n in range(11, 18)]
 
 Step = Callable[[int], Tensor]
-"""A function that runs the step of the layer with a number, and returns its output `[1, H, Dv]`."""
+"""Function that takes the number of a layer, runs its decode step, and returns the attention output
+`[1, H, Dv]`."""
 
 
 def geometry() -> Geometry:
-    """Return the geometry of the measured layer."""
+    """Return the shapes of the measured layer."""
     return Geometry.of(**SHAPE, dtype=torch.float32)
 
 
 def dense(g: Geometry, tokens: int, layers: int) -> dict[str, Step]:
-    """Return two ways to run dense attention of one query with SDPA.
+    """Return two functions that compute dense attention of one token with SDPA.
 
-    `dense` is how models call it. `dense_folded` passes the heads of a group as several queries of
-    one KV head, which gives the same result and is faster.
+    `dense` calls SDPA as models do. `dense_folded` passes the query heads of a KV head as several
+    queries of one head, which gives the same result and is faster.
     """
     rows = [next(workload.tokens_of(g, n, 1, tokens, tokens)) for n in range(layers)]
     queries = workload.queries_of(g, layers, 1)
@@ -49,7 +50,7 @@ def dense(g: Geometry, tokens: int, layers: int) -> dict[str, Step]:
 
 
 class Indexed:
-    """Attention layers around an index, with `tokens` tokens each, including the window."""
+    """Attention layers with an index. Each contains `tokens` tokens, including the local window."""
 
     def __init__(self, g: Geometry, spec: str, tokens: int, layers: int) -> None:
         self._queries = workload.queries_of(g, layers, 1)[..., None, :]
@@ -66,16 +67,19 @@ class Indexed:
             self._layers.append(layer)
 
     def __call__(self, number: int) -> Tensor:
-        """Run the step of one layer."""
+        """Run a decode step of the layer with this number."""
         return self._layers[number].step(self._queries[number], *self._last)[:, :, 0]
 
     def back(self, number: int) -> None:
-        """Remove the step's token from the layer."""
+        """Remove the token that the decode step has appended to the layer."""
         self._layers[number].truncate(self._tokens)
 
 
 def timed(step: Step, layers: int, back: Callable[[int], None] | None) -> list[float]:
-    """Run a step of each layer. Return the milliseconds of each step."""
+    """Run a decode step of each layer, and return the times in milliseconds.
+
+    `back`, if given, is called after each step and is not timed.
+    """
     found = []
     for number in range(layers):
         start = time.perf_counter()
@@ -87,10 +91,11 @@ def timed(step: Step, layers: int, back: Callable[[int], None] | None) -> list[f
 
 
 def point(g: Geometry, specs: list[str], tokens: int, layers: int, rounds: int) -> dict[str, Any]:
-    """Return medians over rounds in ms, and their ratios to `dense` in the same round.
+    """Measure the indexes and dense attention with `tokens` tokens.
 
-    For an index with a row codec, also return the ratio to the same index with plain rows, if that
-    was measured.
+    Return the median time of each over the rounds in milliseconds, and the ratio to dense attention
+    in the same round. If an index was measured with a row codec and without one, return the ratio
+    of these two times, too.
     """
     plans: dict[str, Any] = dense(g, tokens, layers)
     plans |= {spec: Indexed(g, spec, tokens, layers) for spec in specs}
@@ -119,7 +124,11 @@ def point(g: Geometry, specs: list[str], tokens: int, layers: int, rounds: int) 
 
 
 def append(g: Geometry, spec: str, rounds: int) -> dict[str, Any]:
-    """Time an append of 1,024 keys, in ms and relative to a SmolLM2 layer's matrix products."""
+    """Time an append of 1,024 tokens to an index.
+
+    Return the time in milliseconds, and its ratio to the time of the matrix products that a layer
+    of SmolLM2-135M computes for as many tokens.
+    """
     hidden, wide, count = g.q_heads * g.head_dim, 1536, 1024
     rows_of = g.kv_heads * g.head_dim
     shapes = [(hidden, hidden)] * 2 + [(rows_of, hidden)] * 2 + [(wide, hidden)] * 2
@@ -144,7 +153,7 @@ def append(g: Geometry, spec: str, rounds: int) -> dict[str, Any]:
 
 
 def measure(specs: list[str], lengths: list[int], layers: int, rounds: int) -> dict[str, Any]:
-    """Check the first index. Measure all indexes, with one thread and with all threads."""
+    """Check the results of the first index, then measure all with one thread and all threads."""
     g, most = geometry(), torch.get_num_threads()
     options = dict(store="device", backend=None)
     result: dict[str, Any] = {"shape": {**SHAPE, "k": workload.K}, "layers": layers}

@@ -1,4 +1,4 @@
-"""Time decode steps of the minimal decoder: every kind of attention in turns."""
+"""Time decode steps of kvindex's own decoder with several kinds of attention, in alternation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvindex_adapters.llama.fused import refusal
 
 
 def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
-    """Measure decode steps. Yield the results after each round."""
+    """Measure decode steps with each kind of attention. Yield the results after each round."""
     shape, device = SHAPES[given.decoder], given.device
     g = shape.geometry(getattr(torch, given.dtype), device)
     how: dict[str, Any] = dict(batch=given.batch, fused=not given.torch_products)
@@ -33,7 +33,7 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     about |= dict(read_bytes_per_s=rate, floor_ms=1e3 * read / rate)
     plan = partial(token.Plan, shape, g, weights, **how)
     rows, rounds = given.context * given.batch, given.written // given.turn
-    # reserve memory for all generated tokens, so that no step waits for it
+    # reserve memory for all generated tokens, so that no decode step waits for an allocation
     room = (
         2 * (rounds + 1) * (given.turn + token.REFILLED) + token.MOST_SHARPENED + 2 * token.UPDATE
     )
@@ -75,7 +75,7 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     for name in befores:
         about["hit_rates"][name] = []
     written: dict[str, list[float]] = {name: [] for name in turns}
-    if (more := 2 * token.UPDATE - given.written) > 0:  # until each layer has updated twice
+    if (more := 2 * token.UPDATE - given.written) > 0:  # each layer shall update its index twice
         noted("cached", partial(through.turn, more))
     turns = {name: partial(noted, name, run) for name, run in turns.items()}
     over = "dense" if "dense" in turns else "weights"
@@ -91,7 +91,7 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
 
 
 def shown(found: dict[str, Any]) -> Iterator[str]:
-    """Return a line for each plan of the decoder that was measured."""
+    """Yield a line of text for each kind of attention that was measured."""
     if not found["rounds"]:
         return
     floor, rates = found["floor_ms"], found["hit_rates"]

@@ -1,4 +1,4 @@
-"""Attention layers that are filled with a prompt and then decode token by token."""
+"""Attention layers that contain a synthetic prompt, and then run decode steps."""
 
 from __future__ import annotations
 
@@ -17,18 +17,25 @@ from kvindex.layer import AttentionLayer
 from kvindex_adapters.common.placement import default_placement
 
 UPDATE = 256
-"""Number of tokens between two updates of a layer, which is also the number that an update moves.
-"""
+"""A layer moves this number of tokens from its local window into its index, after as many decode
+steps."""
 
 LOCAL = 256
 """Size of the local window in tokens. There is no sink."""
 
 
 class Decoding:
-    """Layers that contain `tokens` tokens each and update their windows at different steps.
+    """Attention layers that contain `tokens` tokens each and run decode steps together.
 
-    room: Number of further tokens for which memory is reserved.
-    options: Options of `AttentionLayer`.
+    Each layer moves tokens from its local window into its index at a different decode step.
+
+    Args:
+        g: Shapes of the layers.
+        spec: Name and options of the index.
+        tokens: Number of tokens in each layer.
+        layers: Number of layers.
+        room: Number of further tokens for which memory is reserved.
+        options: Further options of `AttentionLayer`.
     """
 
     def __init__(
@@ -41,7 +48,7 @@ class Decoding:
             index = kvindex.create(spec, **g.options(), **default_placement(g.device, spec))
             layer = AttentionLayer(index, update_phase=number / layers, **options)
             keys, values = next(workload.tokens_of(g, number, 1, tokens, tokens))
-            # append to the index directly, because a layer's step would attend to all tokens
+            # append to the index directly: `layer.step` would compute attention over all tokens
             index.append(keys[:, :, :-LOCAL], values[:, :, :-LOCAL])
             keys, values = keys[:, :, -LOCAL:], values[:, :, -LOCAL:]
             layer.step(keys.repeat_interleave(g.group_size, dim=1), keys, values)
@@ -54,13 +61,13 @@ class Decoding:
         settled()
 
     def step(self) -> list[Tensor]:
-        """Run one token through every layer. Return the layers' outputs."""
+        """Run a decode step of every layer, and return the attention outputs of the layers."""
         queries, (keys, values) = self._queries[self._token % 64], self._rows[:, self._token % 64]
         self._token += 1
         layers = zip(self.layers, queries, keys, values, strict=True)
         return [layer.step(*token) for layer, *token in layers]
 
     def wait(self) -> None:
-        """Wait until the device is done."""
+        """Wait until the device has finished all launched work."""
         if self._rows.device.type == "cuda":
             torch.cuda.synchronize(self._rows.device)

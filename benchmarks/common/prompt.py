@@ -1,4 +1,4 @@
-"""Time and memory of reading a prompt with the minimal decoder, with an index and without."""
+"""Measure time and memory while kvindex's decoder reads a prompt, with an index and without."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from kvindex_adapters.decoder.prefill import default_chunk, token_bytes
 from kvindex_adapters.llama.weights import Weights
 
 ROUNDS = 3
-"""How many times each plan reads the prompt after the first time."""
+"""How often the prompt is read with the index, and how often without, after a first reading."""
 
 
 def read(decoder: Decoder, ids: Tensor, index: str | None) -> Figures:
-    """Read a prompt. Return seconds until the device is done and, on a GPU, the peak of its memory.
+    """Read a prompt with token ids int64 `[N]`, and return the time in seconds.
 
-    The peak is the largest number of bytes that torch had allocated, including the weights. ids:
-    int64 `[N]`.
+    On a GPU, also return the peak memory: the largest number of bytes that torch had allocated,
+    including the model's weights.
     """
     on_gpu = decoder.device.type == "cuda"
     session = decoder.session(index=index)
@@ -48,8 +48,8 @@ def read(decoder: Decoder, ids: Tensor, index: str | None) -> Figures:
 def least(shape: Shape, weights: Weights, tokens: int, chunk: int) -> dict[str, int]:
     """Return the bytes that reading `tokens` tokens needs in addition to the weights.
 
-    The result has these entries: `layer`, one layer's keys and values; `chunk`, the activations of
-    a chunk (`prefill.token_bytes`); `states`, the hidden states of the whole prompt.
+    The result has three entries: `layer` for the keys and values of one layer, `chunk` for the
+    activations of a chunk, and `states` for the hidden states of the whole prompt.
     """
     size = weights.embedding.element_size()
     rows = 2 * shape.kv_heads * shape.head_dim
@@ -61,9 +61,9 @@ def least(shape: Shape, weights: Weights, tokens: int, chunk: int) -> dict[str, 
 
 
 def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
-    """Read random tokens, and yield the results after each round.
+    """Read random tokens with an index and with full attention. Yield the results after each round.
 
-    Full attention is measured only if all its rows fit into the device's memory.
+    Full attention is measured only if the keys and values of all layers fit into device memory.
     """
     shape, tokens = SHAPES[given.decoder], given.prefill
     g = shape.geometry(getattr(torch, given.dtype), given.device)
@@ -88,7 +88,7 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
 
 
 def shown(found: dict[str, Any]) -> Iterator[str]:
-    """Return a line for each plan that was measured."""
+    """Yield a line of text for the index, and one for full attention if it was measured."""
     for plan, first in found["first"].items():
         line = f"{plan:8} first {first['seconds'][0]:.2f} s"
         if found["rounds"]:

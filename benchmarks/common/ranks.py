@@ -1,4 +1,4 @@
-"""Time decode steps on several GPUs of one host. The GPUs share the heads or the tokens."""
+"""Time decode steps on several GPUs of one host, among which heads or tokens are divided."""
 
 from __future__ import annotations
 
@@ -28,43 +28,47 @@ from kvindex_adapters.llama.shards import shard
 from kvindex_adapters.llama.weights import Weights
 
 ROOM = 4096
-"""Number of tokens for which memory is reserved after the context. Fewer tokens are generated."""
+"""Number of tokens after the context for which memory is reserved. Fewer tokens are generated."""
 
 WAIT_S = 300
-"""Seconds that a rank waits for a message. It waits four times as long while memory is pinned."""
+"""Time in seconds that a rank waits for a message. While memory is pinned, it waits four times as
+long."""
 
 CHECKED, ALL, CLOSE = 700, 512, 3e-2
-"""Constants of the check: tokens of a layer; rows that a step retrieves; largest distance of logits
-relative to their norm.
+"""Constants of the check: `CHECKED` tokens are in each layer, and a step retrieves `ALL` of them.
 
-The distance is for two layers in bfloat16 with rows of eight bits per number.
+`CLOSE` is the largest allowed distance of logits, relative to their norm. It fits two layers in
+bfloat16 whose keys and values have eight bits per number.
 """
 
 TRIED = 20
-"""Number of generated tokens that are compared."""
+"""Number of generated tokens that the check compares."""
 
 SUMS = 64
-"""Number of all-reduce sums in a graph: two for each of 32 layers."""
+"""Number of all-reduce operations in a timed CUDA graph: two for each of 32 layers."""
 
 
 class Silent(HeadRanks):
-    """Ranks that exchange nothing. Results are wrong, but show the time without collectives."""
+    """Ranks that exchange no data. Results are wrong, but show the time without communication."""
 
     def sum(self, partial: Tensor) -> Tensor:
-        """Return this rank's part."""
+        """Return this rank's tensor without adding those of the other ranks."""
         return partial
 
     def gather_logits(self, logits: Tensor) -> Tensor:
-        """Return this rank's logits in place of all ranks' logits."""
+        """Return the logits of this rank, repeated in place of the logits of the other ranks."""
         return logits.repeat(1, self.count)
 
     def first(self, tokens: Tensor) -> Tensor:
-        """Return this rank's tokens."""
+        """Return the tokens of this rank in place of those of the first rank."""
         return tokens
 
 
 class Together:
-    """The ranks, the shapes that they measure, and a way to wait for each other without the GPU."""
+    """This process as one of several ranks, with the shapes that are measured.
+
+    Ranks can wait for each other without using the GPU.
+    """
 
     def __init__(self, shape: Shape, g: Geometry, spec: str) -> None:
         self.shape, self.g, self.spec = shape, g, spec
@@ -73,28 +77,28 @@ class Together:
         self._waiting = dist.new_group(backend="gloo", timeout=limit) if self.count > 1 else None
 
     def told(self, value: Any) -> Any:
-        """Return rank 0's value on all ranks. All ranks must call this."""
+        """Return the value of rank 0 on all ranks. All ranks must call this method."""
         values = [value]
         if self._waiting is not None:
             dist.broadcast_object_list(values, src=0, group=self._waiting)
         return values[0]
 
     def wait(self) -> None:
-        """Wait until all ranks have called this."""
+        """Wait until all ranks have called this method."""
         if self._waiting is not None:
             dist.barrier(self._waiting)
 
     def ranks(self, kind: type[HeadRanks] = HeadRanks, **how: bool) -> HeadRanks:
-        """Return ranks that share the heads."""
+        """Return the ranks as `HeadRanks`, which divide the heads of the model among them."""
         return kind(Ranks.of(None, WAIT_S), self.g.device, **how)
 
     def sharded(self, block: int) -> str:
-        """Return the spec of the index with its tokens distributed over all ranks."""
+        """Return the name and options of an index whose tokens are distributed over all ranks."""
         return f"{self.spec}+sharded:block={block}:timeout_s={WAIT_S}"
 
     @property
     def own(self) -> tuple[Shape, Geometry]:
-        """Return shape and geometry of this rank's heads."""
+        """Return the shape of the model and of a layer with only the heads of this rank."""
         shape = self.shape._replace(
             q_heads=self.shape.q_heads // self.count, kv_heads=self.shape.kv_heads // self.count
         )
@@ -103,14 +107,14 @@ class Together:
     def draw(
         self, g: Geometry, number: int, batch: int, tokens: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the keys and values of `workload.tokens_of`, but only for this rank's heads."""
+        """Yield synthetic keys and values of a layer, only for the heads of this rank."""
         part = slice(self.rank * g.kv_heads, (self.rank + 1) * g.kv_heads)
         for keys, values in workload.tokens_of(self.g, number, batch, tokens):
             yield keys[:, part].contiguous(), values[:, part].contiguous()
 
 
 def with_ranks(weights: Weights, ranks: HeadRanks) -> Weights:
-    """Return the same weights with other `ranks`, which add up activations in another way."""
+    """Return weights that use `ranks` to add up activations, and are otherwise the same."""
     layers = tuple(replace(layer, ranks=ranks) for layer in weights.layers)
     return replace(weights, layers=layers)
 
@@ -119,10 +123,15 @@ def with_ranks(weights: Weights, ranks: HeadRanks) -> Weights:
 
 
 def check(together: Together, block: int) -> dict[str, float]:
-    """Return the distances of logits from those of full attention in one process, by part.
+    """Check a small model whose heads, and then whose tokens, are divided among the ranks.
 
-    Raises SystemExit on all ranks if a distance is too large, or if the tokens that graphs generate
-    differ from the tokens of the same launches without a graph.
+    Returns:
+        The relative distance of the logits from those of full attention in one process, for
+        "heads" and for "tokens".
+
+    Raises:
+        SystemExit: On any rank, a distance is too large, or the tokens that CUDA graphs generate
+            differ from those of the same operations without graphs. All ranks raise it.
     """
     few, (own, g) = together.shape._replace(layers=2), together.own
     own = own._replace(layers=2)
@@ -150,14 +159,14 @@ def check(together: Together, block: int) -> dict[str, float]:
         wrong = [one for one in gathered(together, right) if not one]
         if wrong:
             raise SystemExit(
-                f"{name}: logits are {found[name]:.3f} from those of one process, tokens by graphs "
-                f"{graphs}, op by op {steps}; nothing is timed"
+                f"{name}: logits are {found[name]:.3f} from those of one process (relative), and "
+                f"CUDA graphs generate {graphs}, single operations {steps}; nothing is timed"
             )
     return found
 
 
 def gathered(together: Together, value: bool) -> list[bool]:
-    """Return the values of all ranks."""
+    """Return the values of all ranks on each rank."""
     if together.count == 1:
         return [value]
     said = [torch.tensor([value], device=together.g.device)]
@@ -165,7 +174,7 @@ def gathered(together: Together, value: bool) -> list[bool]:
 
 
 def dense(together: Together) -> list[DenseAttention]:
-    """Return two layers of full attention over the same tokens that `token.indexed` appends."""
+    """Return two layers of full attention with the same tokens that `token.indexed` appends."""
     g, made = together.g, []
     for number in range(2):
         layer = DenseAttention(g.scale, CHECKED + 64)
@@ -178,7 +187,7 @@ def dense(together: Together) -> list[DenseAttention]:
 
 @contextmanager
 def op_by_op(device: torch.device) -> Iterator[None]:
-    """Within the context, a graph's replay runs its work again, operation by operation."""
+    """Within a `with` block, replace CUDA graphs: a replay runs the captured function again."""
 
     class Again:
         def __init__(self, device: torch.device, work: Callable[[], Any], draws: Any) -> None:
@@ -198,7 +207,10 @@ def op_by_op(device: torch.device) -> Iterator[None]:
 
 
 def measured(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the results after each part. All ranks yield the figures that rank 0 measured."""
+    """Measure one GPU alone, then GPUs that divide the tokens, then GPUs that divide the heads.
+
+    Yield the results so far after each of the three. All ranks yield the times of rank 0.
+    """
     shape, start = SHAPES[given.decoder], time.monotonic()
     g = shape.geometry(getattr(torch, given.dtype), given.device)
     together = Together(shape, g, given.index)
@@ -280,11 +292,14 @@ def measured(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 HEADS = ("heads", "one_shot", "silent")
-"""Ways to add up activations over ranks that share the heads."""
+"""Ways to add up activations over the ranks among which the heads are divided."""
 
 
 def sum_us(ranks: HeadRanks, g: Geometry, hidden: int) -> float:
-    """Return the microseconds of one sum of a token's activations, in a graph of `SUMS` sums."""
+    """Return the time in microseconds to add up the activations of one token over all ranks.
+
+    The time is measured with a CUDA graph that contains `SUMS` such sums.
+    """
     part = torch.zeros((1, hidden), dtype=g.dtype, device=g.device)
 
     def run() -> None:
@@ -301,7 +316,7 @@ def sum_us(ranks: HeadRanks, g: Geometry, hidden: int) -> float:
 
 
 def empty() -> None:
-    """Free unused memory of the device. Pinned memory is kept for the next rows."""
+    """Free unused device memory. Pinned host memory stays reserved for the next layers."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

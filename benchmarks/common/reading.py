@@ -1,4 +1,4 @@
-"""Load a real model for benchmarks: options, text, layers, and text that the model generates."""
+"""Load a real model for benchmarks, let it read and generate text, and capture its layers."""
 
 from __future__ import annotations
 
@@ -19,27 +19,38 @@ from kvindex_adapters.hf.model.load_model import load, smollm2
 SEED = 0
 
 CHUNK = 32_768
-"""Number of tokens in a chunk of the prompt. In float32, grouped attention stores all its logits,
-which would take 39 GB for 32K tokens at once."""
+"""Number of tokens of the prompt that the model reads in one forward pass.
+
+In float32, attention with grouped heads stores all logits, which take 39 GB for 32K tokens.
+"""
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add options for the model (SmolLM2-135M-Instruct by default), device and output file."""
-    parser.add_argument("--model")
-    parser.add_argument("--gguf-file")
-    parser.add_argument("--lora", type=Path)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", type=output())
+    """Add command-line options for the model, the device and the output file."""
+    parser.add_argument(
+        "--model", help="Folder or hub id of the model (default: SmolLM2-135M-Instruct)"
+    )
+    parser.add_argument("--gguf-file", help="Name of the .gguf file inside the model's folder")
+    parser.add_argument(
+        "--lora", type=Path, help="File with a LoRA adapter to merge into the model"
+    )
+    parser.add_argument(
+        "--device", default="cpu", help="Device on which the model runs: cpu or cuda"
+    )
+    parser.add_argument("--json", type=output(), help="JSON file to which the results are written")
 
 
 def loaded(given: argparse.Namespace, **options: Any) -> tuple[Any, Any]:
-    """Load the model and its tokenizer. Options and errors are those of `load_model.load`."""
+    """Load the model that the command line names, and its tokenizer.
+
+    `options` are passed to `load_model.load`.
+    """
     folder, file = _named(given)
     return load(folder, gguf_file=file, lora=given.lora, device=given.device, **options)
 
 
 def described(given: argparse.Namespace) -> dict[str, Any]:
-    """Return the model's name, its LoRA adapter and the machine, for a result."""
+    """Describe the model, its LoRA adapter and the machine, to be stored with the results."""
     folder, file = _named(given)
     return {
         "model": Path(file or folder).name,
@@ -49,19 +60,22 @@ def described(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def write(result: dict[str, Any], out: Path | None) -> None:
-    """Write the result as JSON if the command line asks for it."""
+    """Write the results to the JSON file `out`, unless `out` is None."""
     if out is not None:
         write_json(out, result)
 
 
 def reported(progress: Progress, title: str) -> Callable[[str, int, int], None]:
-    """Return a callback that shows in a line of `progress` how many tokens were read."""
+    """Add a line to a progress display. Return a function that shows how many tokens were read."""
     task = progress.add_task(title, total=1.0)
     return lambda _, done, total: progress.update(task, completed=done, total=total)
 
 
 def ids_of(tokenizer: Any, text: str, count: int) -> Tensor:
-    """Return the first `count` ids of a text, int64 `[count]`. ValueError: it has fewer."""
+    """Return the first `count` token ids of a text, int64 `[count]`.
+
+    Raise ValueError if the text has fewer tokens.
+    """
     ids = tokenizer(text, add_special_tokens=False)["input_ids"][:count]
     if len(ids) < count:
         raise ValueError(f"text: got {len(ids)} tokens, allowed is at least {count}")
@@ -69,7 +83,10 @@ def ids_of(tokenizer: Any, text: str, count: int) -> Tensor:
 
 
 def continued(model: Any, ids: Tensor, written: int) -> Tensor:
-    """Return ids int64 `[N + written]`: the given ids, then ids that the model samples."""
+    """Let the model continue a text with `written` sampled tokens.
+
+    Return the token ids of the text and its continuation, int64 `[N + written]`.
+    """
     prompt = ids[None].to(model.device)
     torch.manual_seed(SEED)
     with torch.no_grad():
@@ -90,7 +107,10 @@ def continued(model: Any, ids: Tensor, written: int) -> Tensor:
 def read_and_write(
     model: Any, ids: Tensor, written: int, progress: Progress, title: str
 ) -> list[Captured]:
-    """Read `ids`, sample `written` tokens, and capture the layers with their newest queries."""
+    """Let a model continue a text with `written` sampled tokens, and capture its layers.
+
+    Return keys and values of all tokens, and the queries of the sampled tokens.
+    """
     everything = continued(model, ids, written).cpu()
     return capture(model, everything, queries=written, on_progress=reported(progress, title))
 

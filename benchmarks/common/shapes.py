@@ -1,4 +1,4 @@
-"""Random weights in the shape of a model, for the minimal decoder or as a transformers model."""
+"""Random weights in the shape of a known model, for kvindex's decoder or for transformers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,18 @@ from kvindex_adapters.llama.weights import LayerWeights, Linear, Norm, Weights
 
 
 class Shape(NamedTuple):
-    """Sizes of a model.
+    """The sizes of a language model.
 
-    normed: Queries and keys are normalized.
-    tied: The output head is the embedding.
+    Args:
+        layers: Number of layers.
+        hidden: Size of the hidden state.
+        inner: Size of the MLP's inner layer.
+        q_heads: Number of query heads.
+        kv_heads: Number of KV heads.
+        head_dim: Dimension of a query and a key.
+        vocabulary: Number of tokens in the vocabulary.
+        normed: Whether queries and keys are normalized, as in Qwen3.
+        tied: Whether the output head uses the matrix of the embedding.
     """
 
     layers: int
@@ -32,7 +40,7 @@ class Shape(NamedTuple):
     tied: bool = False
 
     def geometry(self, dtype: torch.dtype, device: str) -> Geometry:
-        """Return the geometry of a layer."""
+        """Return the shapes of one attention layer."""
         sizes = dict(q_heads=self.q_heads, kv_heads=self.kv_heads, head_dim=self.head_dim)
         return Geometry.of(**sizes, dtype=dtype, device=device)
 
@@ -41,13 +49,16 @@ SHAPES = {
     "qwen3-8b": Shape(36, 4096, 12_288, 32, 8, 128, 151_936, normed=True),
     "llama-3.1-8b": Shape(32, 4096, 14_336, 32, 8, 128, 128_256),
     "smollm2-135m": Shape(30, 576, 1536, 9, 3, 64, 49_152, tied=True),
-    # here all coordinates of a head rotate, unlike in the published model
+    # rotary embedding for all coordinates of a head; the published model rotates only a part
     "glm-4-9b": Shape(40, 4096, 13_696, 32, 2, 128, 151_552),
 }
 
 
 def weights_of(shape: Shape, g: Geometry, kind: str = PLAIN) -> Weights:
-    """Return random weights that preserve the variance of activations; kind: as in `Decoder.of`."""
+    """Return random weights for the decoder, which preserve the variance of activations.
+
+    `kind` is "plain", or "fp8" for matrices in FP8.
+    """
     draw = torch.Generator(g.device).manual_seed(1)
     size = shape.vocabulary, shape.hidden
     embedding = torch.empty(size, dtype=g.dtype, device=g.device).normal_(generator=draw)
@@ -92,7 +103,7 @@ def weights_of(shape: Shape, g: Geometry, kind: str = PLAIN) -> Weights:
 
 
 def sharpen(weights: Weights, factor: float) -> None:
-    """Change the weights so that the logits of attention are multiplied by a factor."""
+    """Change the weights of all layers so that attention logits are multiplied by `factor`."""
     for layer in weights.layers:
         (weight, _, scale), norm = layer.query, layer.query_norm
         if norm is not None:
@@ -101,7 +112,7 @@ def sharpen(weights: Weights, factor: float) -> None:
 
 
 def bytes_read(weights: Weights) -> int:
-    """Return the bytes of weights that a decode step reads, with one row of the embedding."""
+    """Return how many bytes of weights a decode step reads from memory."""
     parts: list[Tensor] = [weights.head.weight]
     for layer in weights.layers:
         names = "query", "key", "value", "output", "gate", "up", "down"
@@ -110,9 +121,9 @@ def bytes_read(weights: Weights) -> int:
 
 
 def model_of(shape: Shape, g: Geometry, positions: int) -> Any:
-    """Return a transformers model with this shape on the device, with random weights.
+    """Return a transformers model of this shape, with random weights, on the device of `g`.
 
-    The weights are initialized as the model's class does. No token ends an answer.
+    transformers initializes the weights. No token ends an answer, so answers have any length.
     """
     kind: type[PreTrainedConfig] = Qwen3Config if shape.normed else LlamaConfig
     config = kind(

@@ -1,4 +1,4 @@
-"""Time replays of CUDA graphs over cold caches, with the compared plans in turns."""
+"""Measure times: of CUDA graphs with cold caches, of tokens, and of several variants in turn."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import torch
 
 Times = dict[str, float]
 Timed = Callable[..., Times]
-"""A function that times the work of several layers, and returns microseconds of one layer."""
+"""Function that times the work of several layers, and returns the microseconds per layer."""
 
 Figures = dict[str, list[float]]
-"""The figures that a turn measures, by name."""
+"""Name of a measured quantity, such as `token_ms` -> its values."""
 
 
 def quartiles(times_us: list[float]) -> Times:
-    """Return the median and the quartiles of times in microseconds."""
+    """Return the median and quartiles of times in microseconds, and the number of times."""
     low, middle, high = statistics.quantiles(times_us, n=4)
     return {"median_us": middle, "low_us": low, "high_us": high, "replays": len(times_us)}
 
 
 class GraphTimer:
-    """Times replays of CUDA graphs with CUDA events, after filling the L2 cache with other data."""
+    """Times a function as a CUDA graph. Other data fill the L2 cache before each replay."""
 
     def __init__(self, replays: int) -> None:
         self._replays = replays
@@ -36,9 +36,10 @@ class GraphTimer:
     def __call__(
         self, run: Callable[[], Any], layers: int, before: Callable[[int], Any] | None = None
     ) -> Times:
-        """Return the time of `run`, divided by `layers`.
+        """Return the time of a replay of `run` in microseconds, divided by `layers`.
 
-        `before` is called before each replay, with the replay's number, and is not timed.
+        `before`, if given, is called with the number of each replay before the replay. It is not
+        timed.
         """
         replay = captured(run).replay
         marks = [
@@ -57,7 +58,7 @@ class GraphTimer:
 
 
 def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """Capture a CUDA graph of `run`, after running it twice."""
+    """Run a function twice, then capture it as a CUDA graph, and return the graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -66,14 +67,14 @@ def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # thread_local: another thread may be pinning memory
+    # thread_local, because another thread may pin memory during the capture
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         run()
     return graph
 
 
 def settled() -> float:
-    """Wait until no background thread pins memory. Return the seconds that this took."""
+    """Wait until no background thread pins host memory. Return the waiting time in seconds."""
     start = time.perf_counter()
     for thread in threading.enumerate():
         if thread.name == "kvindex-pin":
@@ -83,27 +84,30 @@ def settled() -> float:
 
 
 def drained() -> None:
-    """Wait until the device has finished all launched work, so that no later turn includes it."""
+    """Wait until the device has finished all launched work, so that it affects no later time."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def of_tokens(at: list[float]) -> Figures:
-    """Return milliseconds per token, from the times in seconds at which the host read tokens.
+    """Compute the milliseconds per token from the times at which the host received tokens.
 
-    `token_ms` is the mean interval. `between_ms` has the single intervals. If the host is late, it
-    reads several tokens at once, so an interval may be shorter than a decode step.
+    `token_ms` is the mean time between two tokens, and `between_ms` has each time between two
+    tokens. If the host is late, it receives several tokens together, so a time may be shorter than
+    a decode step.
 
-    at: Times in seconds. The first time is when the device was idle, before the first token.
+    Args:
+        at: Times in seconds. The first is the beginning of the first decode step, on an idle
+            device.
     """
     between = [1e3 * (new - old) for old, new in pairwise(at)]
     return {"token_ms": [sum(between) / len(between)], "between_ms": between}
 
 
 def check_floor(found: Mapping[str, Any], plans: Iterable[str], floor_ms: float) -> None:
-    """Raise SystemExit for a plan that took less time than it takes to read the weights.
+    """Raise SystemExit if a decode step took less time than reading the weights, `floor_ms`.
 
-    found: The result of `in_turns`.
+    `found` is a result of `in_turns`, and `plans` are the measured variants.
     """
     for plan in plans if found["rounds"] else ():
         for name in ("device_ms", "token_ms"):
@@ -111,29 +115,29 @@ def check_floor(found: Mapping[str, Any], plans: Iterable[str], floor_ms: float)
                 if ms < floor_ms:
                     raise SystemExit(
                         f"{plan}: got {ms:.3f} ms for a token ({name}), allowed is at least "
-                        f"{floor_ms:.3f} ms, in which memory is read once for its weights; the "
-                        "measurement is wrong, and nothing of this round is written"
+                        f"{floor_ms:.3f} ms, the time to read the weights from memory once; the "
+                        "measurement is wrong, and this round is not written"
                     )
 
 
 def in_turns(
     turns: Mapping[str, Callable[[], Figures]], rounds: int, end: float, over: str = "graphs"
 ) -> Iterator[dict[str, Any]]:
-    """Run every plan's turn in each round, so that a slow moment of the host affects all plans.
+    """Measure several variants in alternation, so that a slow moment of the host affects all.
 
-    Each round begins with another plan.
+    In each round, every variant is measured once. Each round begins with a different variant.
 
     Args:
-        turns: For each plan, the function that measures a turn.
+        turns: Name of each variant -> function that measures the variant once.
         rounds: Number of rounds.
-        end: No round begins after this time of `time.monotonic`.
-        over: The plan with which the other plans are compared.
+        end: Time of `time.monotonic` after which no round begins.
+        over: Name of the variant with which the other variants are compared.
 
     Yields:
-        After each round, a dictionary. `rounds` and `left_out` are the numbers of rounds that were
-        run and not run, `settled_s` the seconds spent waiting for pinned memory. For each plan
-        there are its figures (`spread`), with the median of each round. `ratio` has the ratios of
-        each plan's figures to the figures of `over`.
+        The results so far, before the first round and after each round. `rounds` and `left_out` are
+        the numbers of rounds that were run and not run. `settled_s` is the time in seconds spent
+        waiting for pinned memory. Each variant has medians and quartiles, and the median of each
+        round. `ratio` contains the ratio of each variant's values to those of `over`.
     """
     taken: dict[str, list[Figures]] = {plan: [] for plan in turns}
     waited = settled()
@@ -155,14 +159,14 @@ def in_turns(
 
 
 def spread(name: str, values: list[float]) -> dict[str, float]:
-    """Return the median as `name`, and quartiles as `name_low` and `name_high`."""
+    """Return the median of values as `name`, and the quartiles as `name_low` and `name_high`."""
     several = values if len(values) > 1 else 2 * values
     low, middle, high = statistics.quantiles(several, n=4, method="inclusive")
     return {name: middle, f"{name}_low": low, f"{name}_high": high}
 
 
 def _ratios(found: dict[str, dict[str, Any]], over: str) -> dict[str, dict[str, float]]:
-    """Return the ratios of each plan's medians to those of `over` in the same round."""
+    """Return the ratio of each variant's median to the median of `over` in the same round."""
     ratios: dict[str, dict[str, float]] = {}
     for plan in [plan for plan in found if plan != over]:
         ratios[plan] = {}

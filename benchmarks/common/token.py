@@ -1,8 +1,8 @@
-"""A decode step of the minimal decoder, with random weights and layers that contain tokens.
+"""Decode steps of kvindex's decoder with random weights and synthetic keys and values.
 
-The decoder reads no text: keys are synthetic, each decode step gets a new random token as input,
-and there is no rotary embedding. The sharpness of attention (`sharpen`) determines how many of a
-step's rows were also retrieved by the previous steps.
+The decoder reads no text: each decode step gets a new random token as input, and there is no rotary
+embedding. A factor of the attention logits (`sharpen`) determines how many of the tokens that a
+step retrieves were retrieved by earlier steps.
 """
 
 from __future__ import annotations
@@ -37,19 +37,22 @@ from kvindex_adapters.llama.weights import Weights
 from kvindex_cuda.memory.row_cache import RowCache
 
 SINK, LOCAL, UPDATE, K = 64, 256, 256, 100
-"""Sizes of sink and local window, tokens between updates, and rows to retrieve: the defaults of
-`attach`."""
+"""The defaults of `attach`: sizes of the sink and the local window, number of tokens that leave the
+window together, and number of tokens to retrieve per KV head."""
 
 
 WARM, REFILLED = 24, 128
-"""Number of tokens that are generated before any is timed: after a change, and if the caches of
-rows may be empty."""
+"""Number of tokens that are generated, but not timed, before a measurement.
+
+`REFILLED` tokens are generated if the device caches of keys and values may be empty.
+"""
 
 
 class Everything:
-    """Full attention over exactly `N` rows, in torch's fused kernel. The last row is the token's.
+    """A layer with full attention over exactly `tokens` tokens, in torch's fused kernel.
 
-    This is a lower bound for full attention in a graph: no row is masked, and no buffer grows.
+    Its time is a lower bound for full attention in a CUDA graph, because no token is masked and no
+    buffer grows. Each decode step overwrites the last token.
     """
 
     def __init__(self, g: Geometry, tokens: int, batch: int = 1) -> None:
@@ -58,15 +61,15 @@ class Everything:
         self._keys, self._values = torch.empty(shape, dtype=g.dtype, device=g.device).normal_()
 
     def capture_refusal(self) -> str | None:
-        """Return what `AttentionLayer` returns."""
+        """Return None: a CUDA graph can contain the decode step."""
         return None
 
     def prepare_replay(self) -> object:
-        """Return what `AttentionLayer` returns."""
+        """Return the same object in each call: one CUDA graph can be replayed in all steps."""
         return self
 
     def captured_step(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Run as in `AttentionLayer`."""
+        """Compute attention for the newest token of each sequence, for a CUDA graph to capture."""
         self._keys[:, :, -1:].copy_(keys)
         self._values[:, :, -1:].copy_(values)
         return sdpa(queries, self._keys, self._values, scale=self._scale, enable_gqa=True)
@@ -74,17 +77,20 @@ class Everything:
     def step(
         self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> Tensor:
-        """Run as in `AttentionLayer`."""
+        """Compute attention for the newest token of each sequence, without a CUDA graph."""
         return self.captured_step(queries, keys, values)
 
     def count_replay(self) -> None:
-        """Run as in `AttentionLayer`."""
+        """Do nothing: the number of tokens does not change."""
 
 
 def dense(
     shape: Shape, g: Geometry, tokens: int, room: int, batch: int = 1
 ) -> list[DenseAttention]:
-    """Return the decoder's own layers of full attention, with `tokens` tokens of each sequence."""
+    """Return the decoder's full-attention layers, filled with `tokens` tokens per sequence.
+
+    Memory is reserved for `room` more tokens.
+    """
     made = []
     for number in range(shape.layers):
         layer = DenseAttention(g.scale, tokens + room)
@@ -95,18 +101,18 @@ def dense(
 
 
 class Nothing(Everything):
-    """No attention, to time a decode step without it."""
+    """A layer that computes no attention, to time the rest of a decode step."""
 
     def __init__(self) -> None:
-        """Make a layer without keys and values."""
+        """Make a layer that stores no keys and values."""
 
     def captured_step(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Return the queries."""
+        """Return the queries in place of attention outputs."""
         return queries
 
 
 Draw = Callable[[Geometry, int, int, int], Iterator[tuple[Tensor, Tensor]]]
-"""A function that yields keys and values of a layer, as `workload.tokens_of` does."""
+"""Function that yields the keys and values of a layer, as `workload.tokens_of` does."""
 
 
 def indexed(
@@ -120,10 +126,17 @@ def indexed(
     k: int | None = None,
     draw: Draw = workload.tokens_of,
 ) -> list[AttentionLayer]:
-    """Return layers that contain tokens in an index, a sink and a window, with memory for more.
+    """Return attention layers with an index, filled with synthetic tokens.
 
-    k: Number of rows that a step retrieves per KV head; None: `K`.
-    draw: A function that generates the keys and values.
+    Args:
+        g: Shapes of a layer.
+        spec: Name and options of the index.
+        tokens: Number of tokens in each layer and sequence.
+        layers: Number of layers.
+        room: Number of further tokens for which memory is reserved.
+        batch: Number of sequences.
+        k: Number of tokens that a step retrieves per KV head; None for the default `K`.
+        draw: Function that generates the keys and values.
     """
     made = []
     for number in range(layers):
@@ -139,7 +152,7 @@ def indexed(
 
 
 def first() -> int:
-    """Return how many tokens a layer must read before some move from its window into the index."""
+    """Return after how many tokens a layer has appended its first tokens to its index."""
     return LOCAL + max(UPDATE, SINK)
 
 
@@ -150,10 +163,10 @@ def fill(
     room: int,
     draw: Draw = workload.tokens_of,
 ) -> None:
-    """Fill the layer with a number of tokens, and reserve memory for more.
+    """Fill a layer with `tokens` tokens, and reserve memory for `room` more.
 
-    The layer reads the first `first()` tokens, which include its sink. The other tokens are
-    appended directly to its index.
+    The layer has already read the first tokens, among them its sink. The other tokens are appended
+    to the index directly, which is faster.
     """
     index, read = layer.index, len(layer)
     for keys, values in draw(index.geometry, number, layer.batch_size, tokens):
@@ -163,13 +176,16 @@ def fill(
 
 
 def fits(g: Geometry, tokens: int, layers: int) -> bool:
-    """Return True if all keys and values take at most nine tenths of the free memory."""
+    """Return True if the keys and values of all layers take less than 90% of the free memory."""
     need = 2 * layers * tokens * g.kv_heads * g.head_dim * g.dtype.itemsize
     return g.device.type != "cuda" or need < 0.9 * torch.cuda.mem_get_info(g.device)[0]
 
 
 class Plan:
-    """A decoder that generates with graphs of whole decode steps; how: options of its kernels."""
+    """A decoder that generates tokens, with each decode step as one CUDA graph if `graphs` is True.
+
+    `how` contains options of the decoder's fused kernels.
+    """
 
     def __init__(
         self,
@@ -194,7 +210,7 @@ class Plan:
         self._written = 0
 
     def tokens(self, count: int) -> list[list[int]]:
-        """Generate `count` tokens of each sequence, one after another."""
+        """Generate `count` tokens for each sequence. Return a list of token ids for each step."""
         made = []
         for _ in range(count):
             self._graph.step()
@@ -202,10 +218,10 @@ class Plan:
         return made
 
     def logits(self, ids: Sequence[int]) -> Tensor:
-        """Return logits `[n, V]` after each of `ids` of one sequence.
+        """Read `n` given tokens of one sequence, and return the logits `[n, V]` after each token.
 
-        If a decode step can be a graph, this runs the same work as the graph, operation by
-        operation.
+        The operations are those of a CUDA graph of the decode step, if there can be a graph, but
+        are launched one by one.
         """
         session, made = self._session, []
         for number in ids:
@@ -219,11 +235,11 @@ class Plan:
         return torch.cat(made)
 
     def turn(self, count: int, before: Callable[[], None] | None = None) -> Figures:
-        """Generate `count` tokens. Return milliseconds per token, of the device and of the host.
+        """Generate `count` tokens, and return the milliseconds per token.
 
-        The host's time is between two tokens as it reads them. All tokens are launched and read in
-        this turn, which begins when the device is idle. `before` is called before each token, and
-        its time is not part of the device's time.
+        `device_ms` is the time of a decode step on the device. `token_ms` and `between_ms` are
+        times between two tokens as the host receives them. The first step begins on an idle device.
+        `before`, if given, is called before each step. It is not part of `device_ms`.
         """
         drained()
         token = self._session.token
@@ -235,7 +251,7 @@ class Plan:
             at.append(time.perf_counter())
 
         for _ in range(count):
-            # replace the sampled tokens by ids that did not occur before
+            # replace the sampled tokens by token ids that have not occurred yet
             first = self._written % (len(self._ids) - batch)
             token.copy_(self._ids[first : first + batch, None])
             self._written += batch
@@ -253,7 +269,7 @@ class Plan:
 
 
 class Mark:
-    """A point in time: on the device's current stream, or on the host if the device is a CPU."""
+    """A point in time, on the current stream of a GPU, or on the host if the device is a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._at, self._event = time.perf_counter(), None
@@ -262,7 +278,7 @@ class Mark:
             self._event.record(torch.cuda.current_stream(device))
 
     def until(self, later: Mark) -> float:
-        """Wait for the later point. Return the milliseconds between the two points."""
+        """Wait for the point `later`, and return the milliseconds from this point to `later`."""
         if self._event is None or later._event is None:
             return 1e3 * (later._at - self._at)
         later._event.synchronize()
@@ -279,7 +295,7 @@ def check(
     kind: str = PLAIN,
     batch: int = 1,
 ) -> None:
-    """Raise SystemExit if a model of two layers gives different tokens with graphs and without."""
+    """Raise SystemExit if CUDA graphs change the tokens that a model of two layers generates."""
     few = shape._replace(layers=2)
     weights = weights_of(few, g, kind)
     made = []
@@ -288,22 +304,28 @@ def check(
         how = dict(batch=batch, graphs=graphs, fused=fused)
         made.append(Plan(few, g, weights, layers, **how).tokens(count))
     if made[0] != made[1]:
-        raise SystemExit(f"tokens by graphs are {made[0]}, by steps {made[1]}; nothing is timed")
+        raise SystemExit(
+            f"with CUDA graphs, a small model generates {made[0]}, without graphs {made[1]}; "
+            "nothing is timed"
+        )
 
 
 def caches() -> list[RowCache]:
-    """Return all device caches of rows that exist in this process."""
+    """Return all device caches of rows (keys and values from host memory) in this process."""
     return [found for found in gc.get_objects() if type(found) is RowCache]
 
 
 class Hits:
-    """Measures the hit rate of the caches of rows between two calls of `rate`."""
+    """Measures the hit rate of all device caches of rows between two calls of `rate`.
+
+    A hit is a key and value that the cache contains, so that it is not read from host memory.
+    """
 
     def __init__(self) -> None:
         self._before = self._counts()
 
     def rate(self) -> float:
-        """Return the hit rate since the last call; 0 if nothing was looked up."""
+        """Return the hit rate since the last call, or 0 if the caches were not used."""
         before, self._before = self._before, self._counts()
         looked_up, found = (self._before - before).tolist()
         return found / looked_up if looked_up else 0.0
@@ -318,7 +340,10 @@ MOST_SHARPENED = 640
 
 
 def sharpen_for(weights: Weights, plan: Plan, wanted: float, count: int = 40) -> float:
-    """Bisect the sharpness of attention until the hit rate is `wanted`. Return the sharpness."""
+    """Find the factor of the attention logits with which the caches of rows have a given hit rate.
+
+    The weights are changed, and the factor is returned. It is found by bisection.
+    """
     hits, sharpness, step = Hits(), 1.0, 4.0
     nearest = math.inf, sharpness
     while step > 1.01:  # the precision of 16-bit weights is about 1/128
@@ -335,7 +360,7 @@ def sharpen_for(weights: Weights, plan: Plan, wanted: float, count: int = 40) ->
 
 
 def read_rate(device: torch.device) -> float:
-    """Return the largest bytes per second at which a sum over a tensor reads memory."""
+    """Return the memory bandwidth in bytes per second, measured by the sum over a large tensor."""
     data = torch.ones(2**30 if device.type == "cuda" else 2**20, device=device)
     best = math.inf
     for _ in range(6):

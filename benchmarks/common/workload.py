@@ -1,6 +1,6 @@
-"""Synthetic workload of a decode step: layers with an index, a sink and a window.
+"""Synthetic layers for timing decode steps, each with an index, a sink and a local window.
 
-It uses only public calls of an index, so that it can measure any version of the library.
+This module uses only public methods of an index, so that it can measure any version of the library.
 """
 
 from __future__ import annotations
@@ -39,26 +39,32 @@ from kvindex_cuda.memory.slab_pool import DeviceAllocator, Tier
 
 H, G, D, K = 32, 8, 128, 100
 WINDOW = 64 + 256
-"""Sizes of sink and local window in tokens: the defaults of `AttentionLayer`."""
+"""Number of tokens in sink (64) and local window (256), the defaults of `AttentionLayer`."""
 
 SEGMENT = 256
-"""Number of consecutive tokens whose keys have a common mean."""
+"""Number of consecutive tokens whose synthetic keys have a common mean."""
 
 PIECE = 2**16
-"""Number of tokens that are generated and appended at a time."""
+"""Number of tokens whose keys and values are generated and appended together."""
 
 SETS = 8
-"""Number of sets of queries that are used repeatedly."""
+"""Number of sets of queries that decode steps use in rotation."""
 
 
 LATENT = dict(kv_heads=1, head_dim=512 + 64, value_dim=512, scale=192**-0.5, value_in_key=True)
-"""A layer of DeepSeek-V3: a latent of 512 and a rotated key of 64; its heads have 128 + 64."""
+"""Shapes of an attention layer of DeepSeek-V3 (MLA).
+
+A token has a latent of 512 coordinates and a rotated key of 64. Query heads have 128 + 64.
+"""
 
 
 def geometry(device: str, latents: int | None = None) -> Geometry:
-    """Return the geometry of the measured layer.
+    """Return the shapes of the measured layer.
 
-    latents: number of query heads of a layer over latents; None for a layer with 8 KV heads.
+    Args:
+        device: Name of the torch device.
+        latents: Number of query heads of a layer with latent attention (MLA). None for a layer with
+            32 query heads and 8 KV heads.
     """
     sizes: dict[str, Any] = dict(q_heads=H, kv_heads=G, head_dim=D)
     if latents is not None:
@@ -67,10 +73,10 @@ def geometry(device: str, latents: int | None = None) -> Geometry:
 
 
 def synthetic(g: Geometry, sequence: int, start: int, count: int) -> Tensor:
-    """Return synthetic keys `[1, G, count, D]` of a sequence from token `start`, a multiple of 256.
+    """Return synthetic keys `[1, G, count, D]` of the tokens from `start` on, a multiple of 256.
 
-    The keys are normal noise around a mean that 256 consecutive tokens (a segment) have in common.
-    The mean follows a wave of amplitude 1 for each head and coordinate, with a period of 20 to 2000
+    A key is normal noise plus a mean. 256 consecutive tokens (a segment) have the same mean. In
+    each head and coordinate, the mean follows a cosine of amplitude 1 with a period of 20 to 2000
     segments.
     """
     draw = torch.Generator(g.device)
@@ -88,7 +94,7 @@ def synthetic(g: Geometry, sequence: int, start: int, count: int) -> Tensor:
 def tokens_of(
     g: Geometry, layer: int, batch: int, tokens: int, piece: int = PIECE
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield keys and values `[B, G, n, D]` of a layer, `piece` tokens at a time."""
+    """Yield synthetic keys and values of a layer, `[B, G, n, D]`, for `piece` tokens at a time."""
     for start in range(0, tokens, piece):
         count = min(piece, tokens - start)
         keys, values = (
@@ -99,7 +105,10 @@ def tokens_of(
 
 
 def queries_of(g: Geometry, *shape: int, seed: int = 1) -> Tensor:
-    """Return queries `[..., H, D]`. The heads of a group have half of their variance in common."""
+    """Return random queries `[..., H, D]`.
+
+    Half of the variance of a query is common to all query heads of a KV head.
+    """
     draw = torch.Generator(g.device).manual_seed(seed)
     options = dict(generator=draw, device=g.device)
     own = torch.randn(*shape, g.kv_heads, g.group_size, g.head_dim, **options)
@@ -108,15 +117,18 @@ def queries_of(g: Geometry, *shape: int, seed: int = 1) -> Tensor:
 
 
 def created(g: Geometry, spec: str, **options: Any) -> KVIndex:
-    """Return an empty index; options: `store`, and `backend`, which is "cuda" by default."""
+    """Return an empty index, with the backend "cuda" unless `options` name another one.
+
+    `options` are passed to `kvindex.create`.
+    """
     return kvindex.create(spec, **{**g.options(), "backend": "cuda", **options})
 
 
 def split_store(g: Geometry, spec: str, tokens: int, batch: int, share: float) -> BlockStore:
-    """Return an empty store for which a fraction of rows, `share`, is on the device.
+    """Return an empty store that keeps only a fraction `share` of keys and values on the device.
 
-    The first rows are on the device and the others on the host. `store="auto"` makes such a store
-    when the device has only this much room.
+    The first tokens are stored on the device, and all later tokens on the host. `store="auto"`
+    makes such a store when device memory is short.
     """
     device, near = g.device, DeviceAllocator(g.device)
     row_codec = parse_spec(spec.partition("+")[0])[1].get("row_codec", "plain")
@@ -129,20 +141,34 @@ def split_store(g: Geometry, spec: str, tokens: int, batch: int, share: float) -
 
 
 def measurable(spec: str) -> str:
-    """Return `spec`, for argparse's `type=`. Raises ValueError if the index has no fused step."""
+    """Return `spec`, the name and options of an index that has a fused step.
+
+    Raise ValueError if the index has no fused step, that is, no kernels for a whole decode step.
+    """
     index = kvindex.create(spec, **geometry("cpu").options())
     if not isinstance(index, DecodesStep):
-        raise ValueError(f"index: got {spec!r}, allowed is one whose steps are kernels")
+        raise ValueError(
+            f"index: got {spec!r}, which has no fused step; pass an index with one, for example "
+            "pariskv"
+        )
     return spec
 
 
 class Layers:
-    """The indexes of L layers with `tokens` tokens each. A run computes one step of all layers.
+    """The indexes of several layers, filled with synthetic tokens, whose decode steps are timed.
 
-    Queries `[L, B, H, D]` come from one of `SETS` sets. With a hit rate below 1, some KV heads get
-    new queries instead, so that the rows that they select are not in the cache.
+    The queries of a decode step, `[L, B, H, D]` for `L` layers, are one of `SETS` fixed sets. For a
+    hit rate below 1, some KV heads get new queries, so that the cache lacks the tokens they select.
 
-    place: Where rows are stored: "host", "device", or the fraction of rows on the device.
+    Args:
+        g: Shapes of a layer.
+        spec: Name and options of the index.
+        place: Memory that stores keys and values: "host", "device", or the fraction on the device.
+        tokens: Number of tokens in each layer and sequence.
+        batch: Number of sequences.
+        layers: Number of layers.
+        k: Number of tokens to retrieve per KV head.
+        window: Number of tokens in sink and local window.
     """
 
     def __init__(
@@ -180,7 +206,7 @@ class Layers:
         return len(self.indexes)
 
     def run(self) -> list[Attended]:
-        """Run a step of every layer."""
+        """Run a decode step of every layer, and return the results of the layers."""
         layers = zip(self.indexes, self.queries, self.residents, strict=True)
         return [
             required(index, Attends).attend(queries, resident, k=self.k)
@@ -188,10 +214,10 @@ class Layers:
         ]
 
     def ask(self, number: int, hit_rate: float = 0.0) -> None:
-        """Set the next step's queries.
+        """Set the queries of the next decode step, which has the number `number`.
 
-        A fraction `hit_rate` of the KV heads gets the queries of a set, and the others get new
-        queries.
+        A fraction `hit_rate` of the KV heads gets queries that earlier steps have used. All other
+        KV heads get new queries.
         """
         g, again = self.geometry, self._sets[number % SETS]
         fresh = queries_of(g, *again.shape[:2], seed=1000 + number).unflatten(2, (g.kv_heads, -1))
@@ -201,32 +227,38 @@ class Layers:
         self.queries.copy_(again.unflatten(2, (g.kv_heads, -1)).where(known, fresh).flatten(2, 3))
 
     def fill(self) -> None:
-        """Run the queries of every set once, so that the selected rows are in the caches."""
+        """Run a step with each set of queries, so that the caches contain the selected tokens."""
         for number in range(SETS):
             self.queries.copy_(self._sets[number])
             self.run()
 
     def placement(self) -> Placement:
-        """Return where the rows of all layers are, and the hit counts of their caches so far."""
+        """Return where keys and values of all layers are stored, and the hit counts of caches."""
         return reduce(add, [required(each, PlacesRows).placement() for each in self.indexes])
 
     def answers(self) -> Tensor:
-        """Return outputs `[L, B, H, D]` for the first set of queries.
+        """Return the attention outputs `[L, B, H, D]` for the first set of queries.
 
-        Raises SystemExit if the outputs cannot be right.
+        Raise SystemExit if an output is not finite, or fewer than `k` tokens were found.
         """
         self.queries.copy_(self._sets[0])
         done = self.run()
         outputs = torch.stack([attended.output for attended in done])
         found = torch.stack([attended.found for attended in done])
-        least = int(found.min()) if outputs.isfinite().all() else "outputs not finite,"
-        if least != self.k:
-            raise SystemExit(f"the step is wrong and is not timed: {least} rows, not {self.k}")
+        fewest = int(found.min())
+        if not outputs.isfinite().all() or fewest != self.k:
+            raise SystemExit(
+                f"the decode step is wrong and is not timed: a KV head found {fewest} tokens, not "
+                f"{self.k}, or an output is NaN or infinite"
+            )
         return outputs.clone()
 
 
 def layers_that_fit(g: Geometry, tokens: int, batch: int, most: int, share: float = 0.6) -> int:
-    """Return the number of layers, at most `most`, whose rows fit on the device and the host."""
+    """Return how many layers, at most `most`, fit into the free memory of device and of host.
+
+    They may use a fraction `share` of the free memory.
+    """
     need = tokens * batch * g.kv_heads * (g.head_dim + g.value_dim) * g.dtype.itemsize
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     if g.device.type == "cuda":
@@ -235,7 +267,7 @@ def layers_that_fit(g: Geometry, tokens: int, batch: int, most: int, share: floa
 
 
 def free() -> None:
-    """Free all unused memory."""
+    """Free unused memory of the host, of the device, and pinned memory."""
     gc.collect()
     release_pinned()
     if torch.cuda.is_available():

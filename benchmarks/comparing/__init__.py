@@ -1,1 +1,1 @@
-"""Commands of `benchmarks/quality.py`, and the parts of `field`."""
+"""The commands of `benchmarks/quality.py`, and code that its command `field` uses."""

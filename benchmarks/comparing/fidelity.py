@@ -1,7 +1,7 @@
-"""Measure KL, agreement and recall on a fixed text, token by token.
+"""Measure KL divergence from full attention, equal predictions and recall, on a fixed text.
 
-The model reads 4,000 tokens of the Python language reference, then the next 200 tokens one at a
-time through each index. Full attention reads the same tokens in one pass.
+The model reads 4,000 tokens of the Python language reference. It then reads the next 200 tokens one
+by one, with each index. With full attention, it reads the same tokens in one forward pass.
 """
 
 from __future__ import annotations
@@ -33,19 +33,24 @@ INDEXES = (
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
-    parser.add_argument("--index", nargs="+", default=INDEXES)
+    """Add the options of the command `fidelity` to its parser."""
+    parser.add_argument(
+        "--index", nargs="+", default=INDEXES, help="Names and options of the indexes to measure"
+    )
 
 
 def text_ids(tokenizer: Any, count: int, seed: int) -> Tensor:
-    """Return the first `count` tokens of the reference's shuffled paragraphs, int64 `[count]`."""
+    """Return the first `count` token ids of the Python language reference, int64 `[count]`.
+
+    Its paragraphs are shuffled with the seed.
+    """
     text = python_reference()
     random.Random(seed).shuffle(text)
     return ids_of(tokenizer, "\n\n".join(text), count)
 
 
 def run(given: argparse.Namespace) -> None:
-    """Measure the indexes. Print and write the result."""
+    """Run the command `fidelity`: measure the indexes, then print and write the results."""
     model, tokenizer = loaded(given)
     about = {"text": "pydoc_data.topics, paragraphs in random order", "prompt_tokens": PROMPT}
     about |= {"steps": CONTINUATION, "k": K, "seed": SEED}

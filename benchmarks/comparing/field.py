@@ -1,15 +1,16 @@
-"""Compare all indexes with the same keys and queries of a model, and the same number of rows.
+"""Compare all indexes on the same keys and queries of a model, with the same number of tokens.
 
-The model reads N tokens of each text (with --sampled it generates the last part of the text
-itself). It then generates T more tokens, and each index searches with their queries. Each index
-gets the text twice: in one append, and with the last part in chunks, as if the model generated it.
-An index with the option `stale` gets the text a third time, in chunks with `stale=true`. Sink and
-window are always attended to. Indexes get the ids of the text's tokens. Indexes that need the ids
-of punctuation get those of the tokenizer.
+The model reads --tokens tokens of each text. (With --sampled, it generates the end of the text
+itself.) It then generates --written tokens. Each index searches with the queries of these tokens,
+and gets the text twice: in one append, and with the end of the text in chunks, as if the model
+generated it.
+An index with the option `stale` gets the text a third time, in chunks with `stale=true`. Attention
+reads sink and local window in all cases. Indexes also get the token ids of the text, and indexes
+that need the ids of punctuation get them from the tokenizer.
 
 On a CUDA device, pariskv runs on its kernels and FAISS on its GPU indexes, where possible. All
-indexes are measured on one layer, then on the next one. With --first N, only N layers are measured.
-OUT is written after each layer. With --add, OUT keeps the results of other lengths that it has.
+indexes are measured on one layer before the next layer. With --first N, only N layers are measured.
+The file --json is written after each layer. With --add, it keeps its results of other text lengths.
 """
 
 from __future__ import annotations
@@ -54,44 +55,75 @@ SPECS = {
     "louiskv": ("louiskv", "louiskv+reuse", "louiskv+reuse:tau=.86"),  # docs/indexes/louiskv.md
     **{name: (f"{name}:budget={{k}}",) for name in ("streaming", "h2o", "snapkv", "triattention")},
 }
-"""Specs that are measured for an index, if there are others than its default. {k} stands for the
-number of rows."""
+"""Name of an index -> the options with which it is measured, if these are not only the defaults.
+
+`{k}` stands for the number of tokens to retrieve.
+"""
 
 ROWS = (64, 100, 256, 512, 1024)
 
 LEAST = 1e-9
-"""In ratios, an error smaller than this counts as this number."""
+"""Smallest error in a ratio of two errors. A smaller error is replaced by this number."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
-    parser.add_argument("--text", nargs="+", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, default=7000)
+    """Add the options of the command `field` to its parser."""
+    parser.add_argument("--text", nargs="+", type=Path, required=True, help="Text files to read")
     parser.add_argument(
-        "--written", type=int, default=32, help="sampled tokens whose queries are searched for"
+        "--tokens", type=int, default=7000, help="Number of tokens of each text that are read"
     )
-    parser.add_argument("--index", nargs="+", help="indexes to measure; default: all")
-    parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
-    parser.add_argument("--layers", type=int, default=6, help="measure every L-th layer")
     parser.add_argument(
-        "--first", type=int, help="measure at most this number of layers of all texts"
+        "--written",
+        type=int,
+        default=32,
+        help="Number of tokens that the model samples after each text. Each index searches "
+        "with their queries.",
+    )
+    parser.add_argument(
+        "--index", nargs="+", help="Names and options of the indexes to measure (default: all)"
+    )
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        type=int,
+        default=ROWS,
+        help="Numbers of tokens that a search retrieves per KV head",
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=6,
+        metavar="L",
+        help="Measure only every L-th layer of the model",
+    )
+    parser.add_argument(
+        "--first",
+        type=int,
+        help="Maximum number of layers to measure, counted over all texts (default: no limit)",
     )
     parser.add_argument(
         "--generated",
         type=int,
         default=2048,
-        help="tokens of the text that arrive in chunks after the prompt",
+        help="Number of tokens at the end of each text that are appended in chunks, as if the "
+        "model generated them",
     )
     parser.add_argument(
-        "--sampled", action="store_true", help="let the model sample these tokens itself"
+        "--sampled",
+        action="store_true",
+        help="Let the model sample the last --generated tokens of each text itself",
     )
-    parser.add_argument("--add", action="store_true", help="add the run to the results in --json")
+    parser.add_argument(
+        "--add",
+        action="store_true",
+        help="Keep the results of other runs that the --json file already contains",
+    )
 
 
 def default_specs() -> list[str]:
-    """Return the specs of all indexes: `exact`, pariskv, others, and FAISS.
+    """Return the names and options of all indexes that are measured by default.
 
-    FAISS comes last, because it may abort the process.
+    `exact` and `pariskv` come first. FAISS comes last, because it may abort the process.
     """
     first = {"exact": 0, "pariskv": 1}
     last = {name: 3 for name in kvindex.names() if name.startswith("faiss-")}
@@ -100,9 +132,9 @@ def default_specs() -> list[str]:
 
 
 def stale(spec: str) -> str | None:
-    """Return `spec` with the option `stale=true`, or None if the index does not have this option.
+    """Add the option `stale=true` to an index, or return None if the index has no such option.
 
-    With this option, the structures that an index learned from the prompt stay fixed.
+    With this option, what an index has learned from the prompt (such as centroids) stays fixed.
     """
     name, *around = spec.split("+")
     config = kvindex.get(name.split(":")[0]).Config
@@ -112,14 +144,15 @@ def stale(spec: str) -> str | None:
 
 
 def middle(rows: Sequence[int]) -> int:
-    """Return the number of rows that is used where the text arrives in chunks."""
+    """Return the number of tokens to retrieve where only one of `rows` is measured."""
     return MIDDLE if MIDDLE in rows else rows[0]
 
 
 def faster(device: torch.device) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Return the options of indexes that can use this device's kernels, and notes.
+    """Find out which indexes can run on kernels of this device.
 
-    A note gives the reason why an index cannot use them.
+    Return the options with which these indexes do so, by index; and for each other index with such
+    kernels, a sentence with the reason why they are not used.
     """
     found: dict[str, dict[str, Any]] = {}
     notes = []
@@ -138,10 +171,11 @@ def faster(device: torch.device) -> tuple[dict[str, dict[str, Any]], list[str]]:
 
 
 def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Summarize cells over texts and layers: means, medians of times, error of the worst layer.
+    """Summarize the results of one index over texts and layers.
 
-    `of_exact` is the geometric mean over layers of the ratio of the index's error to the error of
-    exact search. So a layer with small errors counts as much as any other layer.
+    The summary has means, medians of times, and the error of the worst layer. `of_exact` is the
+    error divided by that of exact search, as a geometric mean over layers. So a layer with small
+    errors counts as much as any other layer.
     """
 
     def over(each: list[dict[str, Any]]) -> dict[str, float]:
@@ -163,8 +197,9 @@ def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def joined(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
-    """Return `{"machine", "runs"}` with the run `new`, and with the runs of `old` that it does not
-    replace.
+    """Add the run `new` to the results `old`, where it replaces a run of the same kind.
+
+    Two runs are of the same kind if their text lengths, LoRA files and `--sampled` are equal.
     """
 
     def kind(run: dict[str, Any]) -> tuple[int, bool, str]:
@@ -176,9 +211,14 @@ def joined(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Comparison:
-    """The layers of all texts with their ground truth, and the results so far.
+    """A comparison of indexes on captured layers, with the results measured so far.
 
-    told: Further options for `kvindex.create`, by spec.
+    Args:
+        setting: Division of a text into sink, local window and tokens in the index.
+        rows: Numbers of tokens that a search retrieves per KV head.
+        layers: Captured layers of all texts.
+        told: Name and options of an index -> further options for `kvindex.create`.
+        failed: Name and options of an index -> error message, for indexes that have failed.
     """
 
     setting: Setting
@@ -194,7 +234,7 @@ class Comparison:
         self._found: dict[str, dict[str, list[dict[str, Any]]]] = {}
 
     def measure(self, spec: str, number: int) -> None:
-        """Measure one index on one layer. An error is stored as its result."""
+        """Measure one index on the layer with this number. If it fails, store the error message."""
         if spec in self.failed:
             return
         ways = self._faster.get(spec.split("+")[0].split(":")[0], {})
@@ -211,7 +251,7 @@ class Comparison:
                 torch.cuda.empty_cache()  # the index may have run out of memory
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return one line for each index and each way in which the text arrives."""
+        """Return a summary for each index and each way of appending the text."""
         return [
             {"index": spec, "arrival": arrival, **self._facts[spec], **summary(cells)}
             for spec, arrivals in self._found.items()
@@ -220,7 +260,10 @@ class Comparison:
         ]
 
     def _once(self, spec: str, options: dict[str, Any]) -> dict[str, float]:
-        """Build the index once, to compile kernels and load libraries. Return its bytes."""
+        """Build the index once, so that kernels are compiled and libraries loaded.
+
+        Return the bytes that the index stores per key.
+        """
         first, k, told = self.layers[0], middle(self.rows), self.told.get(spec, {})
         next(built(first, spec, self.setting, k=k, **options))
         return sizes(first, spec, self.setting, k, **told)
@@ -239,7 +282,7 @@ class Comparison:
 def captured(
     given: argparse.Namespace, model: Any, tokenizer: Any, progress: Progress
 ) -> list[list[Layer]]:
-    """Return the captured layers of each text."""
+    """Let the model read each text and generate tokens. Return the captured layers of each text."""
     texts, own = [], given.generated if given.sampled else 0
     for text in given.text:
         ids = ids_of(tokenizer, text.read_text(encoding="utf-8"), given.tokens - own)
@@ -253,13 +296,16 @@ def captured(
 
 
 def in_turn(texts: list[list[Layer]]) -> list[Layer]:
-    """Order the layers so that the first few come from different texts and different depths."""
+    """Order captured layers so that the first ones come from different texts and model layers."""
     depth = len(texts[0])
     return [each[(at + step) % depth] for step in range(depth) for at, each in enumerate(texts)]
 
 
 def run(given: argparse.Namespace) -> None:
-    """Capture layers, then measure one layer after another. Print and write the results."""
+    """Run the command `field`: capture layers, then measure all indexes layer by layer.
+
+    Results are written after each layer, and printed at the end.
+    """
     start, setting = time.monotonic(), Setting(given.tokens, generated=given.generated)
     specs, rows = given.index or default_specs(), sorted(given.rows)
     old = (

@@ -1,9 +1,9 @@
-"""Measure the KL divergence of the next token's distribution from that of full attention.
+"""Measure the KL divergence of an index's next-token distribution from that of full attention.
 
-The model reads N tokens of a text, and then the next T tokens through each index. The result is the
-same as in decoding, one token at a time, but all tokens between two updates are read in one call.
-The ratio compares an index's KL with that of the index `exact`. Its interval is a paired bootstrap
-over blocks of tokens, with the same blocks for both indexes.
+The model reads N tokens of a text, and then the next T tokens with each index. The results are
+those of decoding token by token, but decode steps run in parallel where the index does not change.
+The KL divergence is compared with that of the index `exact`. The confidence interval of the ratio
+is a paired bootstrap over blocks of tokens, with the same blocks for both indexes.
 """
 
 from __future__ import annotations
@@ -24,29 +24,46 @@ from kvindex_adapters.evaluate.fidelity import divergences, full_logits
 PRESETS = ("paper:beta=.05:rho=.25", "fast", "accurate", "precise", "scan")
 INDEXES = tuple(f"pariskv:preset={preset}" for preset in PRESETS)
 BLOCK, RESAMPLES = 50, 4000
-"""Number of tokens in a block (neighboring tokens are not independent), and of resamples."""
+"""`BLOCK`: number of successive tokens that the bootstrap resamples together, because they are not
+independent. `RESAMPLES`: number of resamples."""
 
-Kls = dict[tuple[str, int], Tensor]  # (text, length) -> KL of each token, float64 [T]
+Kls = dict[tuple[str, int], Tensor]
+"""(text, length of the prompt) -> KL divergence at each token, float64 `[T]`."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
-    parser.add_argument("--text", nargs="+", type=Path, required=True)
-    parser.add_argument("--tokens", nargs="+", type=int, default=[4000])
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--index", nargs="+", default=INDEXES)
-    parser.add_argument("-k", type=int, default=100)
+    """Add the options of the command `kl` to its parser."""
+    parser.add_argument("--text", nargs="+", type=Path, required=True, help="Text files to read")
+    parser.add_argument(
+        "--tokens", nargs="+", type=int, default=[4000], help="Lengths of the prompts in tokens"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=2000,
+        help="Number of tokens after the prompt at which predictions are compared",
+    )
+    parser.add_argument(
+        "--index", nargs="+", default=INDEXES, help="Names and options of the indexes to measure"
+    )
+    parser.add_argument(
+        "-k", type=int, default=100, help="Number of tokens that each KV head retrieves"
+    )
 
 
 def ratio_interval(
     cells: list[tuple[Tensor, Tensor]], *, block: int = BLOCK
 ) -> tuple[float, float, float]:
-    """Return the ratio of an index's mean KL to the mean KL of `exact`, and its 95% interval.
+    """Compare the KL divergence of an index with that of `exact`.
 
-    The ratio is a geometric mean over the cells. The interval is a paired bootstrap.
+    Args:
+        cells: KL divergence of the index and of `exact` at each token, float64 `[T]` each, for each
+            text and length.
+        block: Number of successive tokens that the bootstrap resamples together.
 
-    cells: KL of the index and of `exact` for each token, float64 `[T]` each.
-    block: Number of tokens that are resampled together.
+    Returns:
+        The ratio of the mean KL divergences as a geometric mean over `cells`, and the lower and
+        upper end of its 95% confidence interval (paired bootstrap).
     """
     generator = torch.Generator().manual_seed(0)
     logs, draws = [], []
@@ -62,13 +79,18 @@ def ratio_interval(
 
 
 def group_of(spec: str) -> str:
-    """Return the spec of `exact` with the same group policy."""
+    """Return the index `exact` with the same option `group` as the index `spec`, if it has one."""
     policy = [part for part in spec.split("+")[0].split(":") if part.startswith("group=")]
     return ":".join(["exact", *policy])
 
 
 def summary(mine: Kls, exact: Kls) -> dict[str, Any]:
-    """Summarize one index: its mean KL, and the ratio of its KL to that of `exact`."""
+    """Summarize the KL divergence of one index, and its ratio to that of `exact`.
+
+    Args:
+        mine: KL divergence of the index.
+        exact: KL divergence of `exact` on the same texts.
+    """
     ratio, low, high = ratio_interval([(mine[cell], exact[cell]) for cell in mine])
     means = {cell: float(kl.mean()) for cell, kl in mine.items()}
     cells = [
@@ -81,7 +103,7 @@ def summary(mine: Kls, exact: Kls) -> dict[str, Any]:
 
 
 def run(given: argparse.Namespace) -> None:
-    """Measure the indexes. Print and write the result."""
+    """Run the command `kl`: measure the indexes, then print and write the results."""
     model, tokenizer = loaded(given)
     indexes = list(dict.fromkeys([*(group_of(spec) for spec in given.index), *given.index]))
     found: dict[str, Kls] = {index: {} for index in indexes}

@@ -1,4 +1,4 @@
-"""Layers of a real model, with all inputs of an index: keys, values, queries, text."""
+"""Capture what the attention layers of a real model pass to an index while it reads a text."""
 
 from __future__ import annotations
 
@@ -19,11 +19,17 @@ from kvindex_adapters.hf.generation.prefill import prefill
 
 @dataclass(frozen=True)
 class Layer(Captured):
-    """Keys `[G, N, D]`, values `[G, N, Dv]` and queries `[H, N, D]` of all tokens of one layer.
+    """Keys, values and queries that one layer computed for all `N` tokens of a text.
 
-    rope: Inverse frequencies of the rotary embedding, `[F]`, or None if they are unknown.
-    tokens: Ids of the text, int64 `[N]` on the CPU, or None if they are unknown.
-    name: A name made from the text and the layer's number.
+    Args:
+        keys: Keys `[G, N, D]`, after the rotary embedding.
+        queries: Queries `[H, N, D]`, after the rotary embedding.
+        scale: Factor by which the layer multiplies attention logits.
+        softcap: Softcap of the attention logits, or None.
+        values: Values `[G, N, Dv]`.
+        rope: Inverse frequencies of the rotary embedding, `[F]`, or None if they are unknown.
+        tokens: Token ids of the text, int64 `[N]` on the CPU, or None if they are unknown.
+        name: Name of the text and number of the layer.
     """
 
     values: Tensor
@@ -32,7 +38,7 @@ class Layer(Captured):
     name: str = ""
 
     def options(self) -> dict[str, Any]:
-        """Return the geometry as keywords of `kvindex.create`."""
+        """Return the shapes of the layer as keyword arguments of `kvindex.create`."""
         return dict(
             q_heads=len(self.queries),
             kv_heads=len(self.keys),
@@ -54,9 +60,9 @@ class Layer(Captured):
 
 
 class _Keeper(Wrapper):
-    """A wrapper that stores the queries that it observes.
+    """A wrapper around the index of a layer that stores the queries of the layer.
 
-    It is in `told`, the list of all layers, and stores queries only in every `every`-th of them.
+    `told` lists the wrappers of all layers in order. Only every `every`-th wrapper stores queries.
     """
 
     own = frozenset({ObservesQueries})
@@ -82,16 +88,17 @@ class _Keeper(Wrapper):
 
 
 def capture(model: Any, ids: Tensor, *, every: int = 1, progress: Any = None) -> list[Layer]:
-    """Capture layers 0, `every`, 2 · `every`, … while the model reads ids int64 `[N]`.
+    """Let a model read token ids int64 `[N]` with full attention, and capture its layers.
 
-    The model reads them with full attention.
+    Only the layers 0, `every`, 2 · `every` and so on are captured.
     """
-    told: list[_Keeper] = []  # the layers in order, without indexes that only probe a geometry
+    told: list[_Keeper] = []  # without indexes that `attach` creates only to check options
 
     def keeper(**geometry: Any) -> KVIndex:
         return _Keeper(kvindex.create("exact", **geometry), told, every)
 
-    # without a window, each token is in the index after its step; `dense_below` prevents searches
+    # Without a local window, every token is appended to the index immediately. `dense_below` is
+    # larger than any text, so the model always uses full attention.
     regions: Any = dict(sink=0, local_window=0, update_every=1, dense_below=2**62)
     with attach(model, index=keeper, **regions) as cache, torch.no_grad():
         prefill(model, ids.to(model.device), cache, stop=len(ids), chunk=1024, report=progress)

@@ -1,10 +1,10 @@
-"""Measure the loss of quality if all query heads of a layer share one list of rows.
+"""Measure the loss of quality if all query heads of a layer attend to the same list of tokens.
 
-In latent attention (MLA) all heads have the same keys, so they share a list. The models here have
-several KV heads with keys of their own. They attend through exact search, with one list for each KV
-head, or with one list for all query heads of a layer, by the same group policy. The model reads N
-tokens of a text and then the next T tokens one at a time. In latent attention, a step with one list
-of R rows reads R rows, and a step with m lists of R rows reads m · R.
+In latent attention (MLA) all heads have the same keys, so one list of retrieved tokens serves all
+of them. This benchmark uses models with several KV heads. An exact search retrieves one list of
+tokens for each KV head, or one list for all query heads of a layer. The model reads N tokens of a
+text, and then the next T tokens one by one. In latent attention, a step with one list of R tokens
+would read R tokens, and a step with m lists would read m · R.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from kvindex_adapters.hf.generation.prefill import prefill
 
 
 class OneList(Exact):
-    """Exact search with one list of tokens for all query heads of a layer.
+    """Exact search that retrieves the same tokens for all query heads of a layer.
 
-    Each KV head fetches its own rows of these tokens.
+    Each KV head then reads its own keys and values of these tokens.
     """
 
     def _search(self, queries: Tensor, k: int) -> Hits:
@@ -43,19 +43,26 @@ class OneList(Exact):
 
 
 WAYS = {"one": OneList, "several, as many rows": Exact, "several": Exact}
-"""Ways to select rows: name -> index."""
+"""Number of lists of retrieved tokens per layer -> class of the index."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
-    parser.add_argument("--text", nargs="+", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, default=4000)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("-k", type=int, default=100)
+    """Add the options of the command `lists` to its parser."""
+    parser.add_argument("--text", nargs="+", type=Path, required=True, help="Text files to read")
+    parser.add_argument("--tokens", type=int, default=4000, help="Number of tokens of the prompt")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=200,
+        help="Number of tokens after the prompt at which predictions are compared",
+    )
+    parser.add_argument(
+        "-k", type=int, default=100, help="Number of tokens that each list contains"
+    )
 
 
 def run(given: argparse.Namespace) -> None:
-    """Measure each way to select rows. Print and write the result."""
+    """Run the command `lists`: measure with one and with several lists; print and write results."""
     model, tokenizer = loaded(given)
     heads = model.config.num_attention_heads, model.config.num_key_value_heads
     sizes = {"one": given.k, "several, as many rows": -(-given.k // heads[1]), "several": given.k}

@@ -1,6 +1,6 @@
-"""Measure one index on one layer with several numbers of rows.
+"""Measure one index on one captured layer, for several numbers of tokens to retrieve.
 
-The index is compared with full attention, and with the index `exact`.
+The index is compared with full attention and with the index `exact`.
 """
 
 from __future__ import annotations
@@ -23,22 +23,30 @@ from kvindex.wrappers import Wrapper
 
 Made = TypeVar("Made")
 Truths = dict[int, Truth]
-"""Number of tokens of the text -> ground truth after these tokens."""
+"""Number of tokens after which an index is evaluated -> ground truth at this point."""
 
 
 def built(
     layer: Layer, spec: str, setting: Setting, *, k: int, pieces: bool = False, **options: Any
 ) -> Iterator[tuple[int, KVIndex, float]]:
-    """Build an index, and yield it at each point at which it is to be evaluated.
+    """Build an index from a captured layer, and yield it at each point to be evaluated.
 
-    Yields the number of tokens so far, the index, and the seconds of the build. The index gets the
-    same calls that a layer makes: the prompt's queries, its tokens in one append, the tokens' ids,
-    and `end_prompt`. In the spec, {k} stands for k.
+    The index gets the calls that an attention layer makes: the queries of the prompt, all tokens of
+    the prompt in one append, their token ids, and `end_prompt`.
 
-    pieces: Whether the last `generated` tokens are appended later, `every` at a time. The index
-        first gets their queries and ids, and then their keys. A wrapper that decides in each step
-        whether to search gets these queries one by one, and searches after each of them.
-    options: Options of `kvindex.create`.
+    Args:
+        layer: The captured layer.
+        spec: Name and options of the index, in which `{k}` stands for `k`.
+        setting: Division of the text into sink, local window and tokens in the index.
+        k: Number of tokens to retrieve per KV head.
+        pieces: Whether the end of the text is appended in chunks after the prompt, as if the model
+            generated it. Before each chunk, the index gets the queries and token ids of the chunk.
+            A wrapper that decides in each step whether to search gets the queries one by one, and
+            searches after each query.
+        options: Further options of `kvindex.create`.
+
+    Yields:
+        The number of tokens so far, the index, and the time of building it in seconds.
     """
     keys, values, queries = layer.keys[None], layer.values[None], layer.queries[None]
     points = setting.points if pieces else [setting.tokens]
@@ -77,15 +85,15 @@ def built(
 
 
 def read(layer: Layer, index: KVIndex, start: int, stop: int) -> None:
-    """Pass the ids of tokens `start` to `stop` to the index, as a layer does after their step."""
+    """Pass the ids of the tokens `start` to `stop` to the index, as an attention layer does."""
     if layer.tokens is not None:
         index.observe_tokens(layer.tokens[start:stop], first=start)
 
 
 def truths(layer: Layer, setting: Setting, rows: list[int]) -> Truths:
-    """Return the ground truth at each point.
+    """Compute the ground truth at each point at which an index is evaluated.
 
-    It comes from full attention, and from `exact` with its default group policy.
+    It comes from full attention, and from the index `exact` with its default options.
     """
     exact = built(layer, "exact", setting, k=rows[0], pieces=True)
     return {point: truth(layer, setting, index, point, rows) for point, index, _ in exact}
@@ -101,14 +109,25 @@ def measure(
     pieces: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Measure an index on a layer.
+    """Measure an index on a captured layer.
 
-    Returns the layer's name, the seconds `build_s`, and for each k the figures of `truth.worth` and
-    the seconds `search_s`. A wrapper, or an index with a budget, supports only one k, so it is
-    built again for each k.
+    A wrapper, or an index with a budget, is built again for each number in `rows`, because it
+    supports only one.
 
-    pieces: As in `built`. If True, the result also has `along`: number of tokens after the prompt
-        -> these figures for the first k.
+    Args:
+        layer: The captured layer.
+        spec: Name and options of the index.
+        setting: Division of the text into sink, local window and tokens in the index.
+        rows: Numbers of tokens to retrieve per KV head.
+        known: The ground truth of the layer.
+        pieces: Whether the end of the text is appended in chunks, as in `built`.
+        options: Further options of `kvindex.create`.
+
+    Returns:
+        `layer`: name of the layer. `build_s`: time of building the index in seconds. `rows`: number
+        of retrieved tokens -> quality (see `truth.worth`) and search time `search_s` in seconds.
+        `along`: with `pieces`, number of tokens after the prompt -> the same for the first of
+        `rows`.
     """
     found: dict[str, Any] = {"layer": layer.name, "rows": {}, "along": {}}
     for some in [[k] for k in rows] if "+" in spec or "{k}" in spec else [rows]:
@@ -126,15 +145,15 @@ def measure(
 def _asked(
     layer: Layer, setting: Setting, index: KVIndex, known: Truth, rows: list[int]
 ) -> dict[int, dict[str, Any]]:
-    """Return for each k the figures of the searches with the queries after a point.
+    """Search with the queries after a point, for each number of tokens to retrieve.
 
-    Times are medians over the queries.
+    Return the quality of the search results, and the median search time in seconds.
     """
     found: dict[int, list[tuple[Hits, Rows]]] = {k: [] for k in rows}
     times: dict[int, list[float]] = {k: [] for k in rows}
     asked = asking(layer, setting, known.point)
     for k in rows:
-        index.search(layer.queries[None, :, asked.start - 1], k=k)  # work that is done only once
+        index.search(layer.queries[None, :, asked.start - 1], k=k)  # allocates and compiles
     for at in asked:
         query = layer.queries[None, :, at]
         index.observe_queries(query[:, :, None], torch.tensor([at], device=query.device))
@@ -148,13 +167,16 @@ def _asked(
 
 
 def sizes(layer: Layer, spec: str, setting: Setting, k: int, **options: Any) -> dict[str, float]:
-    """Return `BaseIndex.bytes_per_key` for these keys in bfloat16."""
+    """Return the memory that the index needs per key in bytes, as name of the data -> bytes.
+
+    Keys are those of the layer in bfloat16.
+    """
     _, index, _ = next(built(layer.to(dtype=torch.bfloat16), spec, setting, k=k, **options))
     return inmost(index).bytes_per_key()
 
 
 def timed(call: Callable[[], Made], device: torch.device) -> tuple[Made, float]:
-    """Return the result of a call, and its seconds."""
+    """Call a function. Return its result, and the time in seconds until the device is done."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     start = time.perf_counter()
@@ -164,9 +186,9 @@ def timed(call: Callable[[], Made], device: torch.device) -> tuple[Made, float]:
 
 
 def inmost(index: KVIndex) -> BaseIndex:
-    """Return the index inside all wrappers. Raises TypeError if a wrapper has several."""
+    """Return the index inside all wrappers. Raise TypeError if a wrapper contains several."""
     while isinstance(index, Wrapper):
         index = index.inner
     if not isinstance(index, BaseIndex):
-        raise TypeError(f"index: got a {type(index).__name__}, allowed is one on BaseIndex")
+        raise TypeError(f"index: got {type(index).__name__}, allowed is a subclass of BaseIndex")
     return index

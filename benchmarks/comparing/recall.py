@@ -1,7 +1,7 @@
-"""Measure presets: the recall of their searches, their coverage of attention weight, their bytes.
+"""Measure recall, coverage of attention weight, and bytes per key of pariskv's presets.
 
 The model reads N tokens of each text, and then generates some tokens. The index searches the keys
-of the text with the newest queries, separately for each query head.
+of the text with the queries of the generated tokens, separately for each query head.
 """
 
 from __future__ import annotations
@@ -23,22 +23,48 @@ BETAS = (0.02, 0.05, 0.1, 0.2, 1.0)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
-    parser.add_argument("--text", nargs="+", type=Path, required=True)
-    parser.add_argument("--tokens", nargs="+", type=int, default=[7000])
+    """Add the options of the command `recall` to its parser."""
+    parser.add_argument("--text", nargs="+", type=Path, required=True, help="Text files to read")
     parser.add_argument(
-        "--written", type=int, default=64, help="sampled tokens whose queries are searched for"
+        "--tokens",
+        nargs="+",
+        type=int,
+        default=[7000],
+        help="Numbers of tokens of each text that are read",
     )
     parser.add_argument(
-        "--presets", nargs="+", default=PRESETS, help="presets of pariskv, as PRESET:OPTION=VALUE…"
+        "--written",
+        type=int,
+        default=64,
+        help="Number of tokens that the model samples after each text. Each index searches "
+        "with their queries.",
     )
-    parser.add_argument("--beta", nargs="+", type=float, default=BETAS)
-    parser.add_argument("--rho", type=float, default=0.25, help="rho of the preset `paper`")
-    parser.add_argument("-k", type=int, default=100)
+    parser.add_argument(
+        "--presets",
+        nargs="+",
+        default=PRESETS,
+        help="Presets of the index pariskv, each as PRESET or PRESET:OPTION=VALUE",
+    )
+    parser.add_argument(
+        "--beta",
+        nargs="+",
+        type=float,
+        default=BETAS,
+        help="Values of the option beta, the fraction of keys that become candidates",
+    )
+    parser.add_argument(
+        "--rho", type=float, default=0.25, help="Value of the option rho for the preset paper"
+    )
+    parser.add_argument(
+        "-k", type=int, default=100, help="Number of tokens that each query head retrieves"
+    )
 
 
 def expand(presets: list[str], betas: list[float], rho: float) -> list[str]:
-    """Return specs: each preset at each β. `scan` and presets with a β of their own occur once."""
+    """Combine each preset with each value of `beta`. Return names and options of the indexes.
+
+    `scan`, which has no option `beta`, and presets with options of their own occur only once.
+    """
     specs = []
     for preset in presets:
         more = f":rho={rho}" if preset == "paper" else ""
@@ -49,7 +75,11 @@ def expand(presets: list[str], betas: list[float], rho: float) -> list[str]:
 
 
 def summary(found: Recall) -> dict[str, float]:
-    """Summarize recall (mean, worst layer, worst tenth of the heads), and relative coverage."""
+    """Summarize recall and coverage over layers and heads.
+
+    Recall is given as the mean, for the worst layer, and for the worst 10% of the heads. Coverage
+    is divided by the coverage of an exact search.
+    """
     heads = found.recall.flatten().sort().values
     return {
         "recall": float(found.recall.mean()),
@@ -60,7 +90,7 @@ def summary(found: Recall) -> dict[str, float]:
 
 
 def cell_of(layers: Any, spec: str, given: argparse.Namespace, **where: Any) -> dict[str, Any]:
-    """Measure one index."""
+    """Measure one index on the captured layers of a text. Return a row of the results."""
     options = parse_spec(spec)[1]
     found = summary(measure(layers, spec, k=given.k, prompt=where["tokens"]))
     return {
@@ -74,7 +104,7 @@ def cell_of(layers: Any, spec: str, given: argparse.Namespace, **where: Any) -> 
 
 
 def run(given: argparse.Namespace) -> None:
-    """Capture layers and measure the presets on them. Print and write the result."""
+    """Run the command `recall`: capture layers, measure presets, print and write the results."""
     model, tokenizer = loaded(given)
     specs = expand(given.presets, given.beta, given.rho)
     about = {"k": given.k, "queries_per_head": given.written, "seed": SEED}

@@ -1,12 +1,13 @@
-"""Measure the loss by row codecs: the error of the attention output, and KL of the next token.
+"""Measure the loss of quality if a row codec compresses the stored keys and values.
 
-There are two measurements. In both, the first 64 tokens are stored exactly, as in a layer's sink.
+There are two measurements. In both, the first 64 tokens (the sink) are stored exactly.
 
-1. The model reads N tokens of a text and T more. The queries of the last T tokens attend to all
-   earlier tokens, once with the original keys and values, and once with keys and values that a
-   codec has encoded and decoded.
-2. The model reads N tokens, and then the last T tokens through an index with encoded rows. It
-   attends to all rows, or to k rows that `exact` or `pariskv` selects.
+1. Error of the attention output: the model reads N + T tokens of a text. The queries of the last T
+   tokens attend to all earlier tokens, once with the original keys and values, and once with keys
+   and values that a codec has encoded and decoded.
+2. KL divergence from full attention: the model reads N tokens, and then T tokens with an index that
+   stores encoded keys and values. Attention reads all tokens, or k tokens that the index `exact` or
+   `pariskv` retrieves.
 """
 
 from __future__ import annotations
@@ -32,27 +33,38 @@ from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.generation.prefill import prefill
 
 PARTS = ("both", "keys", "values")
-"""The parts of a row that are encoded: keys, values, or both."""
+"""What the codec encodes: keys and values, only keys, or only values."""
 
 INDEXES = ("exact", "pariskv")
 
 SINK = 64
-"""Number of first tokens, which are not encoded."""
+"""Number of tokens at the beginning of a text that are not encoded."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
-    parser.add_argument("--text", nargs="+", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, default=2000)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("-k", type=int, default=100)
-    parser.add_argument("--without-kl", action="store_true", help="measure only errors")
+    """Add the options of the command `rows` to its parser."""
+    parser.add_argument("--text", nargs="+", type=Path, required=True, help="Text files to read")
+    parser.add_argument("--tokens", type=int, default=2000, help="Number of tokens of the prompt")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=200,
+        help="Number of tokens after the prompt that are evaluated",
+    )
+    parser.add_argument(
+        "-k", type=int, default=100, help="Number of tokens that each KV head retrieves"
+    )
+    parser.add_argument(
+        "--without-kl",
+        action="store_true",
+        help="Measure only the error of the attention output, and no KL divergence",
+    )
 
 
 def coded(rows: Rows, name: str) -> Rows:
-    """Return keys and values float32 `[1, G, N, D]` after encoding and decoding by a codec.
+    """Encode and decode keys and values, float32 `[1, G, N, D]`, with the row codec `name`.
 
-    "plain" rounds them to bfloat16.
+    The codec "plain" rounds them to bfloat16. The first `SINK` tokens are not changed.
     """
     dtype = torch.bfloat16 if name == "plain" else torch.float32
     G, _, D = rows.keys.shape[1:]
@@ -67,13 +79,14 @@ def coded(rows: Rows, name: str) -> Rows:
 
 
 def errors(layer: Captured, names: tuple[str, ...] = NAMES) -> dict[tuple[str, str], Tensor]:
-    """Return the error `‖õ − o‖ / ‖o‖` of each head and query, `[H, T]`, for each codec and part.
+    """Return the relative error of the attention output, `‖õ − o‖ / ‖o‖`, for each codec.
 
-    `o` is the attention output with the original rows, and `õ` the output with decoded rows.
+    `o` is the output with the original keys and values, and `õ` the output with encoded and decoded
+    ones. The result has an error for each head and query, `[H, T]`, by codec and encoded part.
     """
     plain = Rows(layer.keys[None].float(), layer.values[None].float())
     N, T = plain.keys.shape[2], layer.queries.shape[1]
-    queries = layer.queries.float().flatten(0, 1)[None]  # each query counts as a head of its group
+    queries = layer.queries.float().flatten(0, 1)[None]  # all queries as heads: [1, H * T, D]
     at = torch.arange(N, device=queries.device)
     later = torch.where(at > at[-T:, None], float("-inf"), 0.0)  # [T, N]
     bias = later.repeat(len(layer.queries), 1)[None]
@@ -89,7 +102,7 @@ def errors(layer: Captured, names: tuple[str, ...] = NAMES) -> dict[tuple[str, s
 
 
 def summary(layers: list[Tensor]) -> dict[str, float]:
-    """Summarize the errors of layers: mean, 90th percentile, and the worst layer's mean."""
+    """Return the mean and the 90th percentile of errors, and the mean error of the worst layer."""
     every = torch.cat([layer.flatten() for layer in layers]).sort().values
     return {
         "mean": float(every.mean()),
@@ -99,7 +112,10 @@ def summary(layers: list[Tensor]) -> dict[str, float]:
 
 
 def read_whole(model: Any, prompt: Tensor, rest: Tensor, full: Tensor, index: str) -> Tensor:
-    """Return KL of each token, float64 `[T]`, with attention to every row of an index."""
+    """Return the KL divergence at each token if attention reads all tokens of an index.
+
+    The result, float64 `[T]`, is the divergence from the logits `full` of full attention.
+    """
     ids = torch.cat([prompt, rest]).to(model.device)
     with attach(model, index=index, dense_below=2**62) as cache:
         prefill(model, ids, cache, stop=len(prompt), chunk=1024)
@@ -109,7 +125,7 @@ def read_whole(model: Any, prompt: Tensor, rest: Tensor, full: Tensor, index: st
 
 
 def run(given: argparse.Namespace) -> None:
-    """Measure the row codecs. Print and write the result."""
+    """Run the command `rows`: measure the row codecs, then print and write the results."""
     model, tokenizer = loaded(given)
     usual = Geometry.of(q_heads=1, kv_heads=1, head_dim=128, dtype=torch.bfloat16)
     about: dict[str, Any] = dict(tokens=given.tokens, steps=given.steps, k=given.k)

@@ -1,10 +1,11 @@
-"""Measure the output error of keys with few bits per number, with scales per token or per channel.
+"""Measure the error of the attention output if keys have 2 or 4 bits per number.
 
-The model reads N tokens of each text, and then generates some tokens. The newest queries attend to
-encoded keys of the text and to the original keys, with the original values. A group of 32 numbers
-has a lowest value and a step. The numbers are either coordinates of one token, or one channel of 32
-tokens, so both ways need the same number of bytes. Groups along a channel begin at multiples of 32
-tokens (KIVI, arXiv 2402.02750).
+The numbers are quantized in groups of 32, each with its own lowest value and step. A group contains
+either coordinates of one token, or the same coordinate (channel) of 32 tokens, as in KIVI (arXiv
+2402.02750). Both need the same number of bytes.
+
+The model reads N tokens of each text, and then generates some tokens. Their queries attend to the
+keys of the text, once quantized and once original, with the original values.
 """
 
 from __future__ import annotations
@@ -27,18 +28,25 @@ from kvindex_adapters.evaluate.capture import Captured
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
-    parser.add_argument("--text", nargs="+", type=Path, required=True)
+    """Add the options of the command `scales` to its parser."""
+    parser.add_argument("--text", nargs="+", type=Path, required=True, help="Text files to read")
     parser.add_argument(
-        "--tokens", type=int, default=4096, help="tokens of each text, a multiple of 32"
+        "--tokens",
+        type=int,
+        default=4096,
+        help="Number of tokens of each text that are read, a multiple of 32",
     )
     parser.add_argument(
-        "--written", type=int, default=64, help="sampled tokens whose queries are evaluated"
+        "--written",
+        type=int,
+        default=64,
+        help="Number of tokens that the model samples after each text, and whose queries are "
+        "evaluated",
     )
 
 
 def coded(keys: Tensor, bits: int) -> Tensor:
-    """Encode keys `[G, N, D]` in groups of a token's coordinates, and return the decoded keys."""
+    """Quantize keys `[G, N, D]` in groups along the last axis, and return the dequantized keys."""
     return dequantize(*quantize(keys, bits), keys.shape[-1], bits)
 
 
@@ -48,18 +56,19 @@ KEYS = {
     "channel": lambda keys, bits: coded(keys.mT, bits).mT,
     "channel, rotated": lambda keys, bits: rotated(coded(rotated(keys).mT, bits).mT),
 }
-"""Kind of group -> function that encodes and decodes keys float32 `[G, N, D]`. The row codec `int4`
-uses the second kind."""
+"""Kind of group -> function that quantizes and dequantizes keys float32 `[G, N, D]`.
+
+The row codec `int4` uses the kind "token, rotated".
+"""
 
 
 def errors(layer: Captured, keys: Tensor) -> Tensor:
-    """Return the error `‖õ − o‖ / ‖o‖` of each head and query, `[H, T]`.
+    """Return the relative error of the attention output, `‖õ − o‖ / ‖o‖`, as `[H, T]`.
 
-    `o` is the attention output with the original keys, and `õ` the output with `keys`.
-
-    keys: Decoded keys that replace the first `N` keys of the layer, float32 `[G, N, D]`.
+    `o` is the output of a head and query with the original first `N` keys of the layer, and `õ` the
+    output with `keys`, the same keys after quantization, float32 `[G, N, D]`.
     """
-    # each query counts as a head of its group
+    # pass all queries as heads: [H * T, D]
     N, queries = keys.shape[1], layer.queries.float().flatten(0, 1)
     got, want = (
         attend(
@@ -75,7 +84,10 @@ def errors(layer: Captured, keys: Tensor) -> Tensor:
 
 
 def cell_of(layers: list[Captured], name: str, codec: str, tokens: int) -> dict[str, Any]:
-    """Return a summary of the errors over all layers, heads and queries."""
+    """Measure one kind of group with the bits of one codec. Return a row of the results.
+
+    Errors are summarized over all layers, heads and queries.
+    """
     bits = BITS[codec]
     keys = [KEYS[name](layer.keys[:, :tokens].float(), bits) for layer in layers]
     found = torch.stack([errors(*pair) for pair in zip(layers, keys, strict=True)])
@@ -91,7 +103,7 @@ def cell_of(layers: list[Captured], name: str, codec: str, tokens: int) -> dict[
 
 
 def run(given: argparse.Namespace) -> None:
-    """Capture layers and measure errors on them. Print and write the result."""
+    """Run the command `scales`: capture layers, measure errors, print and write the results."""
     if check.at_least("tokens", given.tokens, 1) % GROUP:
         raise ValueError(f"tokens: got {given.tokens}, allowed is a multiple of {GROUP}")
     model, tokenizer = loaded(given)

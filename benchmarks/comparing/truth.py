@@ -1,4 +1,4 @@
-"""Ground truth: regions of tokens, full attention for evaluated queries, quality of hits."""
+"""Ground truth for indexes on captured layers, and the quality of search results."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ MEASURES = ("recall", "coverage", "error", "used", "error_exact")
 
 @dataclass(frozen=True)
 class Setting:
-    """Regions of a text of `tokens` tokens. The evaluated queries are of tokens after the text.
+    """Division of a text into sink, tokens in the index, and local window.
 
-    sink: Number of first tokens, which are always attended to.
-    local_window: Number of newest tokens before an evaluated query. They and later tokens are
-        always attended to. All other tokens are in the index.
-    generated: Number of last tokens of the text, which are appended after the prompt has ended.
-    every: Number of these tokens that are appended at a time (`update_every` of
-        `kvindex.AttentionLayer`).
+    The queries that are evaluated belong to tokens after the text.
+
+    Args:
+        tokens: Number of tokens of the text.
+        sink: Number of tokens at the beginning of the text that attention always reads.
+        local_window: Number of tokens at the end of the text that attention always reads, together
+            with the tokens after the text.
+        generated: Number of tokens at the end of the text that are appended in chunks after the
+            prompt, as if the model generated them.
+        every: Number of tokens in such a chunk.
     """
 
     tokens: int
@@ -39,28 +43,32 @@ class Setting:
         least = self.sink + self.local_window + self.generated
         if self.tokens <= least:
             raise ValueError(
-                f"tokens: got {self.tokens}, allowed is more than sink + local + generated, {least}"
+                f"tokens: got {self.tokens}, allowed is more than sink + local_window + "
+                f"generated = {least}"
             )
 
     @property
     def points(self) -> list[int]:
-        """Return the lengths at which the index is evaluated, from the prompt to the whole text."""
+        """Numbers of tokens after which an index is evaluated, from prompt to whole text."""
         prompt = self.tokens - self.generated
         return [prompt, *(prompt + self.generated * share // 4 for share in (1, 2)), self.tokens]
 
     def valid(self, start: int, stop: int, device: Any) -> Tensor:
-        """Return which of these tokens the index may return, bool `[1, stop - start]`."""
+        """Return which of the tokens `start` to `stop` are not in the sink, bool `[1, n]`."""
         return torch.arange(start, stop, device=device)[None] >= self.sink
 
 
 @dataclass(frozen=True)
 class Truth:
-    """The ground truth for each of the T queries after `point` tokens of the text.
+    """The ground truth for the `T` queries after the first `point` tokens of a text.
 
-    output: Output of full attention, `[T, H, Dv]`.
-    share: Attention weights among the index's tokens, `[T, H, n]`.
-    ids: k -> the ids that `exact` returns, int64 `[T, G, k]`.
-    error: k -> the error of the attention output with these rows.
+    Args:
+        point: Number of tokens before the queries.
+        output: Outputs of full attention, `[T, H, Dv]`.
+        share: Attention weights of the tokens in the index, `[T, H, n]`, which add up to 1.
+        ids: Number of tokens to retrieve, `k` -> token ids that the index `exact` retrieves, int64
+            `[T, G, k]`.
+        error: The same `k` -> relative error of the attention output with these tokens.
     """
 
     point: int
@@ -71,12 +79,12 @@ class Truth:
 
 
 def asking(layer: Layer, setting: Setting, point: int) -> range:
-    """Return the positions of the evaluated queries after `point` tokens."""
+    """Return the positions of the queries that are evaluated after `point` tokens."""
     return range(point, point + layer.keys.shape[1] - setting.tokens)
 
 
 def truth(layer: Layer, setting: Setting, exact: KVIndex, point: int, rows: list[int]) -> Truth:
-    """Compute the ground truth with full attention, and with `exact` over the index's tokens."""
+    """Compute the ground truth with full attention and with the index `exact`."""
     outputs, shares = [], []
     found: dict[int, list[tuple[Hits, Rows]]] = {k: [] for k in rows}
     for at in asking(layer, setting, point):
@@ -97,17 +105,17 @@ def truth(layer: Layer, setting: Setting, exact: KVIndex, point: int, rows: list
 def worth(
     layer: Layer, setting: Setting, found: list[tuple[Hits, Rows]], known: Truth, k: int
 ) -> dict[str, float]:
-    """Return the quality of hits, as means over queries and heads.
+    """Return the quality of search results `found`, as means over queries and heads.
 
     The result has these entries:
 
-    - recall: the fraction of the rows of `exact` that were found.
-    - coverage: the attention weight of the found tokens among the index's tokens. (A row that
-      stands for several tokens does not count.)
-    - error: the error of the attention output over sink, found rows (with their log weights) and
-      window, relative to the output of full attention.
-    - used: the number of slots that contain a row.
-    - error_exact: the error of `exact` with the same number of rows.
+    - recall: fraction of the tokens that `exact` retrieves which the index has found.
+    - coverage: attention weight of the found tokens. The weights of all tokens in the index add up
+      to 1. An entry that stands for several tokens, such as a cluster, does not count.
+    - error: relative error of the attention output over the sink, the found tokens (with their log
+      weights) and the local window, compared with full attention.
+    - used: number of entries that were found, at most `k`.
+    - error_exact: `error` of the index `exact` with the same `k`.
     """
     heads = len(layer.queries) // len(layer.keys)
     slots = torch.cat([hits.ids for hits, _ in found])  # [T, G, K]
@@ -144,9 +152,9 @@ def worth(
 
 
 def _share(layer: Layer, setting: Setting, query: Tensor, indexed: int) -> Tensor:
-    """Return attention weights of a query `[1, H, D]` among the index's tokens, float32 `[H, n]`.
+    """Return the attention weights of the first `indexed` tokens, float32 `[H, indexed]`.
 
-    The weights of tokens in the sink are 0.
+    For each head of a query `[1, H, D]`, the weights add up to 1. Those of the sink are 0.
     """
     keys = layer.keys[:, :indexed].float()
     folded = query[0].float().reshape(len(keys), -1, keys.shape[-1])

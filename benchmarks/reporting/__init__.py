@@ -1,1 +1,1 @@
-"""Renderers of tables and pictures for `benchmarks/report.py`, by subject."""
+"""Functions that turn results of benchmarks into the tables and pictures of the docs."""

@@ -1,4 +1,4 @@
-"""Recall along an answer: the rows that an index finds while the model generates."""
+"""Table of an index's recall and error while the model generates a long answer."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from benchmarks.reporting.parts import Result, machine, named, stored, table
 
 
 def along(result: Result) -> str:
-    """Return a table of recall and error while an answer grows.
+    """Make tables of recall and error of each index after several numbers of generated tokens.
 
-    Recall is the fraction of exact search's rows. The error is divided by that of exact search.
+    Recall is the fraction of the tokens that an exact search retrieves which the index finds. The
+    error of the attention output is divided by the error of the exact search.
     """
     return "\n\n".join(map(_along, sampled(result)))
 
 
 def sampled(result: Result) -> list[Result]:
-    """Return the runs in which the model generates the text: of `result`, then of `field`."""
+    """Return the runs of `result` and of the file field.json in which the model generates text."""
     runs = [*result["runs"], *(stored("field") or {"runs": []})["runs"]]
     return [run for run in runs if run["sampled"]]
 
@@ -41,7 +42,7 @@ def _along(run: Result) -> str:
 
 
 def along_lines(run: Result) -> dict[str, dict[int, Result]]:
-    """Return recall and error by index and by the number of generated tokens."""
+    """Return recall and error by index, and then by number of generated tokens."""
     return {
         line["index"]: {int(at): worth for at, worth in line["along"].items()}
         for line in run["indexes"]

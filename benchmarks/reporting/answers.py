@@ -1,4 +1,7 @@
-"""Tables of answers: for every index, by length, by number of rows, and by depth in the text."""
+"""Tables of answer accuracy: by index, by prompt length, by `k` and by depth of the answer.
+
+`k` is the number of tokens that a decode step retrieves per KV head.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,16 @@ from kvindex_adapters.evaluate.compare.records import FULL
 DEFAULT = "pariskv"
 
 STRONGEST = 10
-"""Maximum number of indexes shown by length, in addition to full attention and `exact`."""
+"""Number of indexes in the table by prompt length, in addition to full attention and `exact`."""
 
 Row = dict[str, Any]
 
 
 def field(result: Result) -> str:
-    """Return accuracy and cost of every index at the shortest length, then accuracy by task."""
+    """Make tables of the accuracy and cost of every index, and of its accuracy by task.
+
+    They show the shortest prompt length of the results.
+    """
     return "\n\n".join(_field(each) for each in stored_beside("answers_field", result))
 
 
@@ -68,7 +74,10 @@ def _field(result: Result) -> str:
 
 
 def _prompts(result: Result, index: str, here: Row) -> tuple[str, ...]:
-    """Return how many prompts an index answered, if indexes answered different numbers."""
+    """Return a cell with the number of prompts that an index answered.
+
+    Return no cell if all indexes answered the same number of prompts.
+    """
     rows = some(result["accuracy"], tokens=here["tokens"], task=None)
     if len({row["count"] for row in rows if row["k"] in (None, here["k"])}) == 1:
         return ()
@@ -77,7 +86,7 @@ def _prompts(result: Result, index: str, here: Row) -> tuple[str, ...]:
 
 
 def summary(result: Result) -> str:
-    """Return a sentence that compares the default with full attention and exact search."""
+    """Write a sentence that compares the answers of pariskv, full attention and exact search."""
     here = {"k": _middle(result), "tokens": None}
     full, best, mine = (
         _one(result, "accuracy", index, here, task=None) for index in (FULL, "exact", DEFAULT)
@@ -90,7 +99,7 @@ def summary(result: Result) -> str:
 
 
 def lengths(result: Result) -> str:
-    """Return accuracy and KL of the strongest indexes by length."""
+    """Make tables of the accuracy and KL divergence of the best indexes by prompt length."""
     return "\n\n".join(_lengths(each) for each in stored_beside("answers_lengths", result))
 
 
@@ -123,7 +132,10 @@ def _lengths(result: Result) -> str:
 
 
 def rows(result: Result) -> str:
-    """Return accuracy by the number of rows, and the smallest number of rows that is enough."""
+    """Make tables of accuracy by `k`, with the smallest `k` that is enough for each index.
+
+    `k` is enough if the accuracy is at most 2 points below that of full attention.
+    """
     return "\n\n".join(_rows(each) for each in stored_beside("answers_rows", result))
 
 
@@ -150,7 +162,7 @@ def _rows(result: Result) -> str:
 
 
 def _needed(row: Row | None) -> str:
-    """Return the smallest number of rows that is enough, and its ratio to that of exact search."""
+    """Return a cell with the smallest `k` that is enough, and its ratio to that of exact search."""
     if row is None or row["rows"] is None:
         return "–"
     over = row["over_exact"]
@@ -158,7 +170,7 @@ def _needed(row: Row | None) -> str:
 
 
 def depth(result: Result) -> str:
-    """Return a sentence that says what the heat map shows."""
+    """Write a sentence that explains the picture of accuracy by prompt length and depth."""
     parts = []
     for each in stored_beside("answers_depth", result):
         counts = [row["count"] for row in each["depths"] if row["index"] == FULL]
@@ -173,7 +185,10 @@ def depth(result: Result) -> str:
 
 
 def depth_cells(result: Result, index: str) -> dict[tuple[int, float], float]:
-    """Return full attention's accuracy, or an index's difference to it, by length and depth."""
+    """Return the accuracy of full attention by (prompt length, depth of the answer).
+
+    For any other index, return the difference of its accuracy from that of full attention.
+    """
     k = _middle(result)
     full = {_place(row): row for row in some(result["depths"], index=FULL)}
     if index == FULL:
@@ -194,12 +209,15 @@ def _ks(result: Result) -> list[int]:
 
 
 def _middle(result: Result) -> int:
-    """Return the number of rows for tables that show one number of rows."""
+    """Return the `k` for tables that show a single value of `k`."""
     return MIDDLE if MIDDLE in _ks(result) else _ks(result)[0]
 
 
 def _one(result: Result, name: str, index: str, here: Row, **more: Any) -> Row | None:
-    """Return one object of a table of the result, or None if it was not measured."""
+    """Return the row for an index in the table `name` of the results, or None if there is none.
+
+    `here` and `more` are values that the row must have, such as its task.
+    """
     where = {**here, **more, "index": index}
     if index == FULL:
         where["k"] = None
@@ -207,10 +225,10 @@ def _one(result: Result, name: str, index: str, here: Row, **more: Any) -> Row |
 
 
 def _ranked(result: Result, places: Sequence[Row]) -> list[str]:
-    """Return the indexes that have answers at all places, best first.
+    """Return the indexes that were measured at all `places`, the best index first.
 
-    Full attention comes first. The others are sorted by their loss against full attention, and then
-    by divergence.
+    A place is a `k` and a prompt length. Full attention comes before all indexes. Indexes are
+    sorted by their loss of accuracy against full attention, and then by KL divergence.
     """
     found = {}
     for index in values(result["accuracy"], "index"):
@@ -244,7 +262,8 @@ def _points(row: Row | None) -> str:
 
 
 def _cost(row: Row | None) -> tuple[str, str, str]:
-    """Return KL divided by that of exact search, rows read, and MiB read per step."""
+    """Return three cells: the KL divergence divided by that of exact search, the tokens that a step
+    reads per KV head, and the MiB that it reads."""
     if row is None:
         return "", "", ""
     ratio = "{over_exact:.2f} ({over_exact_low:.2f} to {over_exact_high:.2f})"
@@ -253,7 +272,7 @@ def _cost(row: Row | None) -> tuple[str, str, str]:
 
 
 def _counts(result: Result, here: Row) -> str:
-    """Return the number of prompts, and the number of steps with the name of their text."""
+    """Return a phrase with the number of prompts, and the number of compared tokens of a text."""
     answers = _one(result, "accuracy", FULL, here, task=None)
     count, settings = answers["count"] if answers else 0, result["settings"]
     tasks = len(result["tasks"])
@@ -264,7 +283,7 @@ def _counts(result: Result, here: Row) -> str:
 
 
 def _failures(result: Result) -> Iterator[str]:
-    """Return sentences about what could not be measured, with the error's text."""
+    """Yield a sentence for each measurement that failed, with the error message."""
     for row in result["failures"]:
         at = f"{row['task'] or 'text'}, {row['tokens']:,} tokens"
         yield f"Not measured: {_name(row['index'] or 'all')} at {at}: {row['words']}"

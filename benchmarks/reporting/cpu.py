@@ -1,4 +1,4 @@
-"""Tables of results on a CPU: a layer's decode step, and a model's tokens."""
+"""Tables of times on a CPU: decode steps of a layer, and generated tokens of a model."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from benchmarks.common.timing import spread
 from benchmarks.reporting.parts import Result, machine, some, stored, table, values
 
 SHOWN = 2**15
-"""Number of tokens in the README's sentence."""
+"""Number of tokens of the measurement that the README mentions."""
 
 
 def steps(result: Result) -> str:
-    """Return the times of a layer's step and of SDPA, by length and threads."""
+    """Make the table of decode steps of a layer and of SDPA, by number of tokens and of threads."""
     names = [name for name, found in result["points"][0].items() if isinstance(found, dict)]
     rows = [
         (
@@ -49,7 +49,7 @@ def _ratio(found: Result, over: str = "of_dense") -> str:
 
 
 def indexes(result: Result) -> str:
-    """Return the times of each index with compiled operations and in plain torch."""
+    """Make the table of each index's decode step with compiled operations and in plain torch."""
     (point,), plain = result["points"], ":backend=torch"
     pairs = [(name.removesuffix(plain), name) for name in point if name.endswith(plain)]
     rows = [
@@ -66,7 +66,7 @@ def indexes(result: Result) -> str:
 
 
 def row_codecs(result: Result) -> str:
-    """Return the times of each index's step by row codec, and their ratios to plain rows."""
+    """Make the table of each index's decode step by row codec, with ratios to the codec `plain`."""
     (point,), mark = result["points"], ":row_codec="
     pairs = [name.split(mark) for name in point if mark in name]
     names, codecs = (list(dict.fromkeys(part)) for part in zip(*pairs, strict=True))
@@ -89,7 +89,7 @@ def row_codecs(result: Result) -> str:
 
 
 def summary(result: Result) -> str:
-    """Return a sentence: the ratio to dense attention, with all threads."""
+    """Write a sentence that compares a decode step with dense attention, on all CPU threads."""
     most = max(values(result["points"], "threads"))
     (point,) = some(result["points"], threads=most, tokens=SHOWN)
     name = result["index"]
@@ -103,7 +103,10 @@ LENGTHS = ("4k", "8k", "32k")
 
 
 def tokens(_: Result) -> str:
-    """Return the times of a model's tokens after prompts of each length, from all results."""
+    """Make the table of the time per generated token of a model, by prompt length.
+
+    The results of each length are in a file of their own.
+    """
     runs = [found for name in LENGTHS if (found := stored(f"generation_cpu_{name}"))]
     rows = []
     for run in runs:

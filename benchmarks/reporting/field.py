@@ -1,4 +1,4 @@
-"""Tables that compare all indexes: by the text's length, and while the text grows."""
+"""Tables that compare all indexes, on whole texts and while a text grows."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from typing import Any
 from benchmarks.reporting.parts import machine, named, table
 
 WHOLE, PIECES, STALE = "whole", "pieces", "stale"
-"""How the text arrives: at once, in chunks, or in chunks with `stale=true`."""
+"""How a text is appended to an index: in one append, in chunks, or in chunks with `stale=true`."""
 
 ARRIVALS = (WHOLE, PIECES, STALE)
 
 MIDDLE = 100
-"""The number of rows that tables and pictures show, if it was measured."""
+"""The value of `k` that tables and pictures show, if it was measured."""
 
 
 def middle_of(run: dict[str, Any]) -> str:
-    """Return `MIDDLE`, or the first number of rows, as a key of the result's lines."""
+    """Return the `k` that tables show for a run, as text: `MIDDLE`, or the first measured `k`."""
     return str(MIDDLE if MIDDLE in run["rows"] else run["rows"][0])
 
 
 def field(result: dict[str, Any]) -> str:
-    """Return a table for each run over given texts, and a table of all runs as their texts grow."""
+    """Make a table for each run over given texts, and one table of all runs while texts grow."""
     texts = [_at_once(run) for run in result["runs"] if not run["sampled"]]
     return "\n\n".join([*texts, _going_on(result["runs"])])
 
 
 def _at_once(run: dict[str, Any]) -> str:
-    """Return one line per index, which contains the whole text when it is searched."""
+    """Make the table of a run in which each index gets the whole text in one append."""
     lines = [line for line in run["indexes"] if line["arrival"] == WHOLE]
     ks, k = [str(k) for k in run["rows"]], middle_of(run)
     on_gpu = any("cpu_search_ms" in line for line in lines)
@@ -60,9 +60,9 @@ def _at_once(run: dict[str, Any]) -> str:
 
 
 def _going_on(runs: list[dict[str, Any]]) -> str:
-    """Return one line per index: its error at the end of each run's text.
+    """Make the table of each index's error at the end of a text, for all runs.
 
-    There is an error for each way in which the text arrives.
+    There is an error for each way of appending the text.
     """
     found = [{(line["index"], line["arrival"]): line for line in run["indexes"]} for run in runs]
     names = dict.fromkeys(index for lines in found for index, _ in lines)
@@ -94,7 +94,7 @@ def _going_on(runs: list[dict[str, Any]]) -> str:
 
 
 def _arrived(run: dict[str, Any], *lines: dict[str, Any] | None) -> tuple[str, ...]:
-    """Return an index's cells of a run: the text at once, in chunks, and with `stale=true`."""
+    """Return the cells of one index and run: in one append, in chunks, and with `stale=true`."""
     k = middle_of(run)
     rows = [line and line["rows"][k] for line in lines]
     ends = [f"{at['of_exact']:.2f} ({at['recall']:.2f})" if at else "" for at in rows]
@@ -109,7 +109,7 @@ def _short(run: dict[str, Any]) -> str:
 
 
 def _last(run: dict[str, Any]) -> str:
-    """Return which tokens of a run come after its prompt."""
+    """Return a phrase that says which tokens of a run's text come after the prompt."""
     own = ", which the model sampled itself" if run["sampled"] else ""
     return (
         f"the last {run['setting']['generated']:,} of {run['setting']['tokens']:,} tokens of "
@@ -118,7 +118,7 @@ def _last(run: dict[str, Any]) -> str:
 
 
 def _faster(run: dict[str, Any]) -> list[str]:
-    """Return sentences that say which indexes ran on a GPU's kernels or FAISS's GPU indexes."""
+    """Return sentences that name the indexes that ran on GPU kernels or on FAISS's GPU indexes."""
     parts = {"backend": "on the kernels of `kvindex_cuda`", "where": "on FAISS's GPU indexes"}
     found = {
         ways: dict.fromkeys(line["index"].split(":")[0] for line in run["indexes"] if part in line)

@@ -1,4 +1,4 @@
-"""Tables of GPU results: decode step, append, a model's token, row cache, kernel limits."""
+"""Tables of GPU results: decode steps, appends, generated tokens, device caches, kernel limits."""
 
 from __future__ import annotations
 
@@ -8,30 +8,32 @@ from typing import Any
 from benchmarks.reporting.parts import Result, machine, stored, table
 
 PLACES = ("host", "cached", "device")
-"""The places in which rows are stored. In `cached`, rows are on the host, with a device cache."""
+"""Where keys and values are stored: host memory, host memory with a device cache, or device
+memory."""
 
 SLOTS = 4096
-"""Size of the cache of rows for which the hit rate of each layer is shown."""
+"""Size of the device cache, in rows per KV head, for which the hit rate of each layer is shown."""
 
 
 # A step
 
 
 def decode_step(result: Result) -> str:
-    """Return the times of steps and of dense attention. The times for 4M tokens are in another
-    file.
+    """Make the table of decode steps and dense attention, up to 4M tokens.
+
+    The times for 4M tokens are in a second file.
     """
     longer = stored("decode_step_4m")
     return steps(result, [longer] if longer else [], found_in_texts())
 
 
 def steps(result: Result, longer: Sequence[Result] = (), in_texts: float | None = None) -> str:
-    """Return the times of an index's steps, and their ratios to dense attention in the same run.
+    """Make the table of an index's decode steps, with ratios to dense attention in the same run.
 
     Args:
-        result: A result of `benchmarks/latency.py`.
-        longer: Further results of the same index, at other lengths.
-        in_texts: Hit rate of the device cache while a model generates text.
+        result: Results of `benchmarks/latency.py`.
+        longer: Further results of the same index, with other numbers of tokens.
+        in_texts: Hit rate of the device cache while a real model generates text, or None.
     """
     points = [point for part in (result, *longer) for point in part["points"]]
     rows: list[tuple[str, ...]] = []
@@ -72,7 +74,7 @@ def steps(result: Result, longer: Sequence[Result] = (), in_texts: float | None 
 
 
 def _caches(points: Sequence[Result]) -> list[str]:
-    """Return sentences about the caches of rows: their size, codec and hit rate."""
+    """Return sentences about the device caches of keys and values: size, codec and hit rate."""
     used = [use for p in points for use in p.get("caches", {}).values() if use["cache_rows"]]
     if not used:
         return []
@@ -90,7 +92,7 @@ def _caches(points: Sequence[Result]) -> list[str]:
 
 
 def latents(_: Result) -> str:
-    """Return the times of a step over latents and of dense attention over them."""
+    """Make the table of decode steps with latent attention (MLA), with an index and dense."""
     results = [found for heads in (16, 128) if (found := stored(f"latents_{heads}"))]
     rows = []
     for result, point in ((one, p) for one in results for p in one["points"]):
@@ -110,7 +112,7 @@ def latents(_: Result) -> str:
 
 
 def beside(result: Result) -> str:
-    """Return the ratios of other indexes' steps to those of the result's own index."""
+    """Make the table that compares the decode steps of other indexes with those of one index."""
     rows = []
     for point in result["points"]:
         own = (_median(point, f"step_{place}") for place in ("cached", "device"))
@@ -131,7 +133,10 @@ def beside(result: Result) -> str:
 
 
 def presets(_: Result) -> str:
-    """Return the times of a step with each preset that the kernels support, from its result."""
+    """Make the table of decode steps with each preset of pariskv that has kernels.
+
+    The results of each preset are in a file of their own.
+    """
     results = {name: stored(f"decode_step_{name}") for name in ("fast", "precise", "paper")}
     there = {name: result for name, result in results.items() if result}
     at: dict[int, dict[str, Result]] = {}
@@ -156,12 +161,15 @@ def presets(_: Result) -> str:
 
 
 def _median(point: Result, part: str) -> str:
-    """Return the median in microseconds, or `–` if it was not measured."""
+    """Return a cell with the median time of `part` in microseconds, or `–` if not measured."""
     return f"{point[part]['median_us']:,.0f}" if part in point else "–"
 
 
 def _over_dense(point: Result, part: str) -> str:
-    """Return microseconds and, if dense attention was measured, the ratio to its time."""
+    """Return a cell with the median time of `part` in µs, and its ratio to dense attention.
+
+    The ratio is left out if dense attention was not measured.
+    """
     if not {part, "dense"} <= point.keys():
         return _median(point, part)
     return f"{_median(point, part)} ({point[part]['median_us'] / point['dense']['median_us']:.2f})"
@@ -174,17 +182,18 @@ PLANS = {
     "beside": "one layer at a time, concurrently with steps (the default)",
     "room": "the same, with memory reserved before",
 }
-"""Names of the ways in which updates run, for the table."""
+"""Name of a way to move tokens from the local window into the index (an update) -> its description
+in the table."""
 STEPS = {
     "plain": "a token only",
     "updated": "an update of a layer's window begins or ends",
     "pinning": "host memory is pinned for later updates",
 }
-"""Names of the kinds of steps, for the table."""
+"""Kind of a decode step -> its description in the table."""
 
 
 def append_layers(result: Result) -> str:
-    """Return the times of steps with and without an update of the index."""
+    """Make the table of decode steps in which tokens are appended to the index, and of others."""
     rows, about = [], []
     for part in result["layers"]:
         about.append(
@@ -219,7 +228,7 @@ RATIOS = {"dense": "dense attention", "eager": "`graphs=False`"}
 
 
 def generate_speed(result: Result) -> str:
-    """Return the host's time of a layer's step, and the time of a model's token."""
+    """Make the table of the time per generated token, and of the host's time per layer."""
     layers, model, index = result["layers"], result.get("model_run", {}), result["index"]
     rows = []
     for plan, words in WORDS.items():
@@ -248,12 +257,12 @@ def generate_speed(result: Result) -> str:
 
 
 def _figures(layers: Result, model: Result, form: str) -> tuple[str, ...]:
-    """Return the cells of a line of `generate_speed`: medians, with quartiles if there are any.
+    """Return the cells of a row of `generate_speed`: medians, with quartiles if there are any.
 
     Args:
-        layers: Times of a layer's step, formatted by `form`.
-        model: Time of a model's token.
-        form: A format of numbers.
+        layers: Times of a decode step per layer.
+        model: Time of a generated token of the model.
+        form: Format of the times per layer, such as ".2f".
     """
     forms, cells = {"host_us": form, "done_us": form, "token_ms": ".2f"}, []
     for name, each in forms.items():
@@ -268,9 +277,9 @@ def _figures(layers: Result, model: Result, form: str) -> tuple[str, ...]:
 
 
 def found_in_texts() -> float | None:
-    """Return the hit rate of a cache with `SLOTS` rows, as a mean over texts and lengths.
+    """Return the hit rate of a device cache with `SLOTS` rows, as a mean over texts and lengths.
 
-    None if it was not measured.
+    Return None if it was not measured.
     """
     cells = (stored("hit_rate") or {"cells": []})["cells"]
     shares = [c["hit_rate"] for cell in cells for c in cell["caches"] if c["rows"] == SLOTS]
@@ -278,7 +287,10 @@ def found_in_texts() -> float | None:
 
 
 def hit_rate(result: Result) -> str:
-    """Return hit rates by text, length and size of the cache, and then by layer."""
+    """Make the table of hit rates of device caches by text, length and size of the cache.
+
+    A sentence after the table lists the hit rate of each layer.
+    """
     rows, whole = [], []
     for cell in result["cells"]:
         for cache in cell["caches"]:
@@ -309,12 +321,14 @@ STALLS = (
     *("math_pipe_throttle", "membar", "mio_throttle", "no_instruction", "short_scoreboard"),
     *("sleeping", "tex_throttle", "wait"),
 )
-"""Nsight Compute's names of the reasons why a warp does not issue an instruction. The reason that
-another warp was selected is left out."""
+"""Nsight Compute's names of the reasons why a warp does not issue an instruction.
+
+The reason `selected` (another warp was selected) is left out.
+"""
 
 
 def limits(result: Result) -> str:
-    """Return a line for each kernel launch, with what limits it."""
+    """Make the table of kernel launches, with what limits the speed of each."""
     rows = []
     for work, launches in result["works"].items():
         for one in launches:
@@ -345,7 +359,10 @@ def limits(result: Result) -> str:
 
 
 def _limit(one: dict[str, Any]) -> str:
-    """Return what limits a launch; for latency, with the two most frequent reasons."""
+    """Return what limits a kernel launch: memory, instruction issue, shared memory or latency.
+
+    For latency, the two most frequent reasons why warps wait are added.
+    """
     if not one["limit"].startswith("latency"):
         return str(one["limit"])
     stalls = sorted(STALLS, key=lambda name: -one[name])

@@ -1,4 +1,4 @@
-"""Helpers that all tables use."""
+"""Functions that all tables use, for example to read results and to format Markdown."""
 
 from __future__ import annotations
 
@@ -12,42 +12,40 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 
 def stored(name: str) -> Result | None:
-    """Return a result by name, or None if it was not measured."""
+    """Read the file `NAME.json` of results, or return None if there is no such file."""
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def stored_beside(name: str, first: Result) -> list[Result]:
-    """Return `first`, the result with this name, and the results named `name_…`, for example of
-    other models.
-    """
+    """Return `first`, then the results in the files `NAME_*.json`, for example of other models."""
     paths = sorted(RESULTS.glob(f"{name}_*.json"))
     return [first, *(json.loads(path.read_text(encoding="utf-8")) for path in paths)]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
+    """Format a table with a header and rows of cells as Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def mean(cells: list[Result], name: str) -> float:
-    """Return the mean of a figure over cells, or 0 if there are none."""
+    """Return the mean of the field `name` over results, or 0 if there are no results."""
     return sum(float(cell[name]) for cell in cells) / max(len(cells), 1)
 
 
 def some(cells: list[Result], **where: Any) -> list[Result]:
-    """Return the cells that have all of these values."""
+    """Return the results whose fields have all of the given values."""
     return [cell for cell in cells if all(cell[name] == value for name, value in where.items())]
 
 
 def values(cells: list[Result], name: str) -> list[Any]:
-    """Return the different values of a figure, in the order of the cells."""
+    """Return the different values of the field `name`, in the order of the results."""
     return list(dict.fromkeys(cell[name] for cell in cells))
 
 
 def machine(result: Result) -> str:
-    """Return a sentence that says where a result was measured."""
+    """Return a sentence that names the machine and libraries with which results were measured."""
     m = result["machine"]
     place = m.get("gpu") or f"{m['cores']} cores of {m['processor']}"
     return (
@@ -57,7 +55,7 @@ def machine(result: Result) -> str:
 
 
 def named(model: str, lora: str | None) -> str:
-    """Return the name of a model's file, and of the LoRA adapter that was merged into it."""
+    """Return the name of a model, with the name of its LoRA adapter if it has one."""
     name = model.rpartition("/")[2].removesuffix(".gguf")
     name = "SmolLM2-135M" if name == "model" else name  # some results record only "model.gguf"
     return f"{name} with {lora}" if lora else name

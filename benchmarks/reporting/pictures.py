@@ -1,4 +1,4 @@
-"""Pictures of the docs, drawn from results."""
+"""Draw the pictures of the docs from results of benchmarks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from kvindex_adapters.evaluate.output_files import save_figure
 matplotlib.use("Agg")
 
 REACH = 0.3
-"""Difference of accuracy that gets the darkest color."""
+"""Difference in accuracy from which the heat map has the darkest color."""
 
 
 def decode_step(result: Result) -> Any:
-    """Plot the time of a step against the length, for one sequence."""
+    """Plot the time of a decode step on a GPU against the number of tokens, for one sequence."""
     lines = (
         ("step_host", "rows on the host", "o-"),
         ("step_cached", "rows on the host, most of them cached", "o:"),
@@ -53,7 +53,7 @@ def decode_step(result: Result) -> Any:
 
 
 def cpu_steps(result: Result) -> Any:
-    """Plot the time of a step against the length on a CPU with all threads."""
+    """Plot the time of a decode step on a CPU with all threads against the number of tokens."""
     threads = max(values(result["points"], "threads"))
     points = some(result["points"], threads=threads)
     tokens = values(points, "tokens")
@@ -88,7 +88,10 @@ def cpu_steps(result: Result) -> Any:
 
 
 def _crossing(tokens: list[int], mine: list[float], theirs: list[float]) -> float | None:
-    """Return the length above which `mine` is smaller than `theirs`, interpolated in logarithms."""
+    """Return the number of tokens from which `mine` is faster than `theirs`, or None.
+
+    It is interpolated between measurements on a logarithmic scale.
+    """
     over = [math.log(a / b) for a, b in zip(mine, theirs, strict=True)]
     for i in range(1, len(over)):
         if over[i - 1] > 0 >= over[i]:
@@ -104,11 +107,17 @@ PUBLISHED = {
     "RetroInfer": [(2**17, 29.1)],
     "ShadowKV": [(2**17, 18.8)],
 }
-"""Published milliseconds per token, on other machines (docs/performance.md)."""
+"""Published times of other systems: name -> pairs of context length and milliseconds per token.
+
+They were measured on other machines (docs/performance.md).
+"""
 
 
 def decoder_tokens(result: Result) -> Any:
-    """Plot the time per token against the length on one kind of GPU. Published times are gray."""
+    """Plot the time per generated token against the number of tokens, on one kind of GPU.
+
+    Published times of other systems are gray.
+    """
     plans = {"dense": "full attention", "cached": f"{result['index']}, rows on the host"}
     styles = {model: f"{mark}-" for model, mark in zip(SHAPES, MARKS, strict=False)}
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
@@ -145,7 +154,7 @@ def decoder_tokens(result: Result) -> Any:
 
 
 def ranks(result: Result) -> Any:
-    """Draw a bar for the time per token of one GPU, and of each way to use several."""
+    """Draw bars for the time per token on one GPU, and with each way to use several GPUs."""
     found = result["ranks"]
     plans = {plan: name for plan, name in ranks_plans(found).items() if plan != "silent"}
     names = list(plans.values())
@@ -167,7 +176,10 @@ def ranks(result: Result) -> Any:
 
 
 def recall(result: Result) -> Any:
-    """Plot recall against β, and against the bytes per key that a step reads, for each preset."""
+    """Plot the recall of each preset of pariskv against β and against the bytes read per key.
+
+    β is the fraction of keys that become candidates.
+    """
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
     for preset in values(result["cells"], "preset"):
         points = []
@@ -190,7 +202,10 @@ def recall(result: Result) -> Any:
 
 
 def answers_depth(result: Result) -> Any:
-    """Draw heat maps by depth and length: full attention's accuracy, and the default's loss."""
+    """Draw two heat maps by depth of the answer and prompt length.
+
+    One shows the accuracy of full attention, the other the difference of pariskv's accuracy to it.
+    """
     tokens = result["tokens"]
     panels = [
         (FULL, f"{FULL}, %", "Blues", (0, 1), "{:.0f}"),
@@ -215,9 +230,10 @@ def answers_depth(result: Result) -> Any:
 
 
 def answers_along(result: Result) -> Any:
-    """Plot recall of exact search's rows against the length of an answer.
+    """Plot the recall of indexes against the number of generated tokens of an answer.
 
-    It shows the run with most indexes; the default and the indexes that change most are labeled.
+    The run with most indexes is shown. pariskv and the indexes whose recall changes most have a
+    label.
     """
     run = max(sampled(result), key=lambda run: len(run["indexes"]))
     lines = {
@@ -250,11 +266,11 @@ PICTURES = {
     **dict(answers_lengths=picture, answers_rows=picture),
     **dict(answers_depth=answers_depth, answers_along=answers_along),
 }
-"""Name of a result, and of the picture's file -> function that draws the picture."""
+"""Name of a file of results, and of the picture -> function that draws the picture."""
 
 
 def draw(folder: Path, names: list[str]) -> None:
-    """Draw the pictures of these results into a folder."""
+    """Draw the pictures with these names, and write them into a folder as PNG files."""
     for name in names:
         if result := stored(name):
             figure = PICTURES[name](result)

@@ -1,4 +1,4 @@
-"""Tables of quality: demo, fidelity, KL, recall."""
+"""Tables of the quality of indexes: the demo, KL divergence from full attention, and recall."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from benchmarks.reporting.parts import (
 )
 
 POOL = 4
-"""Presets other than `paper` have at least `POOL · k` candidates."""
+"""All presets of pariskv except `paper` have at least `POOL · k` candidates."""
 
 
 def demo(result: Result) -> str:
-    """Return the demo's table: full attention compared with the index."""
+    """Make the table of `kvindex demo`, which compares full attention with an index."""
     full, index = result["full"], result["index"]
     found = ("yes" if one["found"] else "no" for one in (full, index))
     recall = f"{index['recall_at_k']:.2f} ({index['recall_limit']:.2f})"
@@ -48,7 +48,7 @@ def demo(result: Result) -> str:
 
 
 def fidelity(result: Result) -> str:
-    """Return each index's divergence from full attention on given tokens."""
+    """Make the table of each index's KL divergence from full attention on a fixed text."""
     parts = {"kl_mean": ".4f", "agreement": ".3f", "recall_at_k": ".3f", "recall_limit": ".3f"}
     rows = [
         (f"`{name}`", *(f"{found[part]:{form}}" for part, form in parts.items()))
@@ -70,7 +70,7 @@ def fidelity(result: Result) -> str:
 
 
 def row_codecs(result: Result) -> str:
-    """Return the effect of each row codec on the attention output and on KL, for each model."""
+    """Make tables of the effect of row codecs on attention outputs and KL divergence, by model."""
     return "\n\n".join(_row_codecs(each) for each in stored_beside("row_codecs", result))
 
 
@@ -104,7 +104,7 @@ def _row_codecs(result: Result) -> str:
 
 
 def row_scales(result: Result) -> str:
-    """Return the attention output's error for each way to group the numbers of encoded keys."""
+    """Make the table of the attention output's error for each way of quantizing keys in groups."""
     parts = ("error", "error_90", "error_worst_layer")
     rows = [
         (
@@ -126,7 +126,10 @@ def row_scales(result: Result) -> str:
 
 
 def lists(result: Result) -> str:
-    """Return KL and recall with one list of rows for all heads of a layer, and with several."""
+    """Make the table of KL divergence and recall with one list of retrieved tokens per layer.
+
+    It is compared with one list per KV head.
+    """
     rows = []
     for one in stored_beside("lists", result):
         texts = list(dict.fromkeys(cell["text"] for cell in one["cells"]))
@@ -153,9 +156,9 @@ def lists(result: Result) -> str:
 
 
 def divergence(result: Result) -> str:
-    """Return each index's KL and its ratio to that of exact search with the same `k`.
+    """Make the table of each index's KL divergence, with the ratio to that of exact search.
 
-    Results of longer texts come from other files.
+    The results of longer texts are in files of their own.
     """
     parts = [("up to 6K", result)]
     for name in ("16k", "32k", "62k"):
@@ -191,11 +194,11 @@ WAYS = {
     "own_part": "{ranks} ranks, {part} of each rank (`own`, k = {part})",
     "best": "{ranks} ranks, the best {k} of all ranks (`best`, k = {k})",
 }
-"""Names of the ways to select rows where ranks share the tokens, for the table."""
+"""Way of retrieving tokens if they are divided among ranks -> its description in the table."""
 
 
 def ranks(result: Result) -> str:
-    """Return the KL of each way to share tokens among ranks, compared with one process."""
+    """Make the table of KL divergence with tokens divided among ranks, and with one process."""
     sizes = {"part": result["k"] // result["ranks"], **result}
     rows = [
         (
@@ -220,7 +223,10 @@ def ranks(result: Result) -> str:
 
 
 def drawn(result: Result) -> str:
-    """Return KL divided by that of exact search, by length, for several models and `k`."""
+    """Make the table of KL divergence divided by that of exact search, by prompt length.
+
+    It has rows for several models and values of `k`. Their results are in files of their own.
+    """
     names = ("256", "qwen", "qwen_256")
     parts = [result, *(found for name in names if (found := stored(f"divergence_drawn_{name}")))]
     lengths = values([c for part in parts for c in part["indexes"]["exact"]["cells"]], "tokens")
@@ -256,7 +262,11 @@ def drawn(result: Result) -> str:
 
 
 def recall(result: Result) -> str:
-    """Return bytes, recall and coverage of presets at several β, as means over texts."""
+    """Make the table of bytes per key, recall and coverage of pariskv's presets.
+
+    The values are means over texts. Each preset is shown with several values of β, the fraction of
+    keys that become candidates.
+    """
     rows, cells, k = [], result["cells"], result["k"]
     for index in values(cells, "index"):
         mine = some(cells, index=index)
@@ -286,7 +296,7 @@ def recall(result: Result) -> str:
 
 
 def lengths(result: Result) -> str:
-    """Return recall by length, from all results of recall, including the long-context model's."""
+    """Make the table of recall by prompt length, from several files of results."""
     more = (stored(name) or {"cells": []} for name in ("recall", "recall_long", "recall_62k"))
     cells = [*result["cells"], *(cell for part in more for cell in part["cells"])]
     at, k = sorted(set(values(cells, "tokens"))), result["k"]

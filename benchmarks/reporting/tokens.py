@@ -1,4 +1,4 @@
-"""Tables of whole models' decode steps (in the decoder, transformers and vLLM) and of prompts."""
+"""Tables of the time per token and per prompt of whole models: decoder, transformers and vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLANS = {
     "cached": "`{index}`",
     "uncached": "`{index}`, cache of rows emptied before each token",
 }
-"""Names of the kinds of attention, for the table of the decoder."""
+"""Kind of attention in the decoder -> its description in the table."""
 
 THROUGH = {
     "decoder": "the decoder",
@@ -22,7 +22,7 @@ THROUGH = {
     "token_graph": "transformers, one graph per token",
     "layer_graphs": "transformers, one graph per layer",
 }
-"""Names of the ways to generate tokens, for the table of transformers."""
+"""Way of generating tokens -> its description in the table of transformers."""
 
 AHEAD = {
     "none": "none",
@@ -34,8 +34,8 @@ AHEAD = {
     "launch+0": "output projection, by a launch before the index's step",
     "rows-8192": "8,192 bytes of each row of every matrix, when its own product begins",
 }
-"""Names of the ways to prefetch weights into L2 before their matrix product: which weights, and
-when."""
+"""Way of prefetching weights into the L2 cache before their matrix product -> description in the
+table: which weights, and when."""
 
 RANKS = {
     "one": "one GPU, {context}",
@@ -44,18 +44,21 @@ RANKS = {
     "one_shot": "the same, sums in one kernel",
     "silent": "the same, without sums (wrong results)",
 }
-"""Names of the ways in which GPUs share a model's work, for the table and the picture."""
+"""Way of dividing a model among GPUs -> its description in the table and the picture."""
 
 
 def ranks_plans(found: Result) -> dict[str, str]:
-    """Return the name of each measured variant: number of GPUs, what they share, tokens."""
+    """Return the description of each measured way of dividing a model among GPUs."""
     sizes = dict(ranks=found["ranks"], context=f"{found['context']:,} tokens")
     sizes["all"] = f"{found['ranks'] * found['context']:,} tokens"
     return {plan: words.format(**sizes) for plan, words in RANKS.items() if plan in found}
 
 
 def ranks(result: Result) -> str:
-    """Return the time of a decode step on several GPUs and on one, and the time of a sum."""
+    """Make the table of the time per token on one GPU and on several GPUs.
+
+    A sentence states the time to add up the activations of a token over the GPUs.
+    """
     rows, found = [], result["ranks"]
     for plan, words in ranks_plans(found).items():
         ms, low, high = (found[plan][f"device_ms{part}"] for part in ("", "_low", "_high"))
@@ -85,7 +88,7 @@ def ranks(result: Result) -> str:
 
 
 def decoder_tokens(result: Result) -> str:
-    """Return the time of a decode step of each model shape: medians and quartiles."""
+    """Make the table of the decoder's time per token, for each measured model."""
     results = stored_beside("decoder_tokens", result)
     rows = [row for one in results for row in _rows(one)]
     head = ("shape, tokens", "GPU", "attention", "ms per token", "ratio to the floor")
@@ -104,7 +107,7 @@ def decoder_tokens(result: Result) -> str:
 
 
 def ahead(result: Result) -> str:
-    """Return the time of a decode step with weights prefetched into L2 before their product."""
+    """Make the table of the time per token if weights are prefetched into the L2 cache."""
     rows, found = [], result["ahead"]
     for plan, words in AHEAD.items():
         ms, low, high = (found[plan][f"device_ms{part}"] for part in ("", "_low", "_high"))
@@ -123,7 +126,7 @@ def ahead(result: Result) -> str:
 
 
 def serving(result: Result) -> str:
-    """Return the time of a decode step in vLLM with the index and with vLLM's own attention."""
+    """Make the table of the time per token in vLLM, with an index and with FlashAttention."""
     rows, found = [], result["serving"]["settings"]
     for one in stored_beside("serving", result):
         about = one["serving"]["settings"]
@@ -149,7 +152,7 @@ def serving(result: Result) -> str:
 
 
 def arrivals(result: Result) -> str:
-    """Return latencies of requests that arrive at random times."""
+    """Make the table of latencies in vLLM if requests arrive at random times."""
     found = result["serving"]
     about, rows = found["settings"], []
     for plan, words in {"stock": "FlashAttention", "kvindex": f"`{about['index']}`"}.items():
@@ -167,7 +170,10 @@ def arrivals(result: Result) -> str:
 
 
 def served(result: Result) -> str:
-    """Return a sentence about one sequence with rows on the device."""
+    """Write a sentence that compares decode steps in vLLM with an index and with FlashAttention.
+
+    It is about one sequence with keys and values on the device.
+    """
     ratio = result["serving"]["batches"][0]["plans"]["kvindex"]["ratio"]
     return (
         f"In vLLM, a decode step over the shorter of these contexts takes {ratio:.2f} times the "
@@ -176,7 +182,10 @@ def served(result: Result) -> str:
 
 
 def summary(result: Result) -> str:
-    """Return the README's lines of `decoder_tokens`: one sequence, weights not quantized."""
+    """Make the README's table of the decoder's time per token.
+
+    It shows single sequences and weights that are not quantized.
+    """
     rows = []
     for one in plain(result):
         found = one["decoder"]
@@ -190,7 +199,7 @@ def summary(result: Result) -> str:
 
 
 def plain(result: Result) -> list[Result]:
-    """Return results on the same kind of GPU, the shortest sequence first.
+    """Return the decoder's results on the same kind of GPU as `result`, the shortest context first.
 
     Only results for one sequence, 8 KV heads, and weights that are not quantized are returned.
     """
@@ -202,7 +211,7 @@ def plain(result: Result) -> list[Result]:
 
 
 def through(result: Result) -> str:
-    """Return the time of a decode step in transformers and in the decoder with the same weights."""
+    """Make the table of the time per token in transformers and in the decoder, by model."""
     rows = []
     for one in stored_beside("transformers_tokens", result):
         found = one["transformers"]
@@ -224,7 +233,7 @@ def through(result: Result) -> str:
 
 
 def prefill(result: Result) -> str:
-    """Return seconds and device memory of reading prompts, with the index and without."""
+    """Make the table of time and device memory for reading a prompt, with an index and without."""
     rows, plans = [], {"indexed": f"`{result['index']}`", "full": "full attention"}
     results = sorted(stored_beside("prefill_decoder", result), key=lambda one: _tokens(one))
     for found, (plan, words) in product((one["prefill"] for one in results), plans.items()):
@@ -255,7 +264,7 @@ def prefill(result: Result) -> str:
 
 
 def gpu(result: Result) -> str:
-    """Return the GPU's short name, or `none` for a CPU."""
+    """Return the short name of the GPU, such as "H100", or "none" if a CPU was measured."""
     return str(result["machine"].get("gpu", "none")).removeprefix("NVIDIA ").split()[0]
 
 

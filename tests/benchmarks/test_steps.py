@@ -21,7 +21,7 @@ def test_a_right_step_is_let_through(small):
 
 @emulated
 @pytest.mark.parametrize(
-    ("method", "message"), [("append", "of the ids are"), ("attend", "the output is off")]
+    ("method", "message"), [("append", "of the ids equal"), ("attend", "the output has an error")]
 )
 def test_a_wrong_step_is_not_timed(method, message, small, monkeypatch):
     created = workload.created
@@ -88,9 +88,9 @@ def test_an_append_is_measured_and_updates_are_told_apart(small):
 def test_what_cannot_be_measured_is_said(script, capsys):
     for given, message in (
         (["--tokens", "5"], "tokens: got 5, allowed is at least 4096"),
-        (["--index", "exact"], "allowed is one whose steps are kernels"),
+        (["--index", "exact"], "which has no fused step"),
         (["--hit-rate", "2"], "hit-rate: got 2.0"),
-        (["--json", "/nowhere/a.json"], "allowed is a file in a folder that exists"),
+        (["--json", "/nowhere/a.json"], "pass a file in a folder that exists"),
     ):
         with pytest.raises(SystemExit):
             script.arguments(given)

@@ -29,7 +29,7 @@ def test_tokens_are_timed_in_turns_and_what_differs_is_not(tiny, monkeypatch):
     step = decoding.Decoding.step
     wrong = property(lambda self: lambda: [out + torch.rand(1) for out in step(self)])
     monkeypatch.setattr(decoding.Decoding, "step", wrong)
-    with pytest.raises(SystemExit, match="step 0 is not the same"):
+    with pytest.raises(SystemExit, match="decode step 0 gives other outputs"):
         generation.main()
 
 
@@ -56,12 +56,15 @@ def test_a_prefill_is_timed_with_an_index_and_without(tiny_decoder, monkeypatch)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--prefill", "9"], "through, prefill: got one without --decoder"),
-        (["--decoder", "qwen3-8b", "--prefill", "9", "--batch", "2"], "batch: got 2, allowed is 1"),
+        (["--prefill", "9"], "through, prefill: got both, or one without --decoder"),
+        (
+            ["--decoder", "qwen3-8b", "--prefill", "9", "--batch", "2"],
+            "batch: got 2, but several sequences need --decoder",
+        ),
         (["--decoder", "qwen3-8b", "--batch", "0"], "batch: got 0, allowed is at least 1"),
         (
             ["--decoder", "qwen3-8b", "--through", "transformers", "--weights", "fp8"],
-            "weights: got fp8, allowed is plain",
+            "weights: got fp8 with --through transformers, allowed is plain",
         ),
     ],
 )
@@ -109,7 +112,7 @@ def test_a_decoders_tokens_are_timed_in_turns_and_wrong_ones_are_not(tiny_decode
     assert len([*decoder.shown(found)]) == 6
     choose = Sampler.choose
     monkeypatch.setattr(Sampler, "choose", lambda self, logits: choose(self, torch.rand(2, 101)))
-    with recorded(WholeGraph), pytest.raises(SystemExit, match="tokens by graphs are"):
+    with recorded(WholeGraph), pytest.raises(SystemExit, match="with CUDA graphs, a small model"):
         generation.main()
 
 

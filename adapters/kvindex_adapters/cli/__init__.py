@@ -1,4 +1,4 @@
-"""The command line `kvindex`."""
+"""The command-line program `kvindex`. It requires the package typer."""
 
 try:
     from kvindex_adapters.cli.app import app, main
@@ -6,7 +6,7 @@ except ModuleNotFoundError as error:
     if error.name != "typer":
         raise
     raise ImportError(
-        "typer: got no package of this name. The command line needs it: "
+        "the package typer is not installed, but the command line of kvindex needs it; "
         'run pip install -e ".[hf,cli]" in a checkout of kvindex'
     ) from None
 

@@ -1,4 +1,7 @@
-"""Answer prompts for `kvindex generate`: one answer, or one for each question about a text."""
+"""Generate and print the answers of the command `kvindex generate`.
+
+The command answers either the prompt itself or each of several questions about the prompt.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +30,15 @@ class Request:
 
     Args:
         index: Name and options of the index, or None for full attention.
-        k: Rows to retrieve per KV head and step.
-        regions: Sizes of the regions, as keywords of `attach`.
+        k: Number of tokens to retrieve per KV head in each decode step.
+        regions: Sizes of the sink, the local window and so on, as keyword arguments of `attach`.
         chat: Whether to apply the chat template.
-        max_new_tokens: Longest answer, in tokens.
+        max_new_tokens: Maximum length of an answer in tokens.
         options: Other options of `model.generate`, such as those for sampling.
-        save_cache: A new folder in which the prompt's cache is saved before the first answer.
-        load_cache: A saved cache to load. Its tokens are not read again.
-        token_graph: As in `attach`.
+        save_cache: A new folder to save the prompt's KV cache in, before the first answer.
+        load_cache: Folder with a saved KV cache. The model does not read its tokens again.
+        token_graph: Whether to run each decode step as one CUDA graph. None decides by the device
+            and the model.
     """
 
     index: str | None
@@ -49,14 +53,14 @@ class Request:
 
     @property
     def keeps_cache(self) -> bool:
-        """Return True if the request saves or loads a cache."""
+        """Return True if this run saves a KV cache to a folder or loads one."""
         return self.save_cache is not None or self.load_cache is not None
 
 
 BORDER = 8
 """Number of tokens at the end of a saved cache that may differ from the prompt.
 
-The tokenizer may encode the end of a text differently if another text follows.
+The tokenizer may encode the end of a text differently when more text follows.
 """
 
 Answers = list[tuple[str | None, Generation]]
@@ -70,7 +74,7 @@ def answer(
     request: Request,
     engine: Engine,
 ) -> Answers:
-    """Answer a text, or each question about it, and print the tokens while they are generated."""
+    """Answer a prompt, or each question about it, and print the tokens while they are generated."""
     with bars() as progress:
         if questions or request.keeps_cache:
             return _answer_all(tokenizer, text, questions, request, engine, progress)
@@ -88,21 +92,22 @@ def _warn_of_length(tokens: int, engine: Engine) -> None:
     if engine.longest is not None and tokens > engine.longest:
         console.print(
             f"prompt: got {tokens} tokens, the model was made for up to {engine.longest}. The "
-            "answer may make no sense; an index does not change this"
+            "answer may make no sense, with or without an index"
         )
 
 
 def _attach_options(engine: Engine, request: Request) -> dict[str, Any]:
-    """Return the options of `attach`. The decoder has no option `token_graph`."""
-    own = engine.name == "decoder"
-    return dict(request.regions) if own else {**request.regions, "token_graph": request.token_graph}
+    """Return the keyword arguments of `attach`. Only transformers supports `token_graph`."""
+    if engine.name == "decoder":
+        return dict(request.regions)
+    return {**request.regions, "token_graph": request.token_graph}
 
 
 def shared_length(prompts: Sequence[Tensor]) -> int:
-    """Return the length of the prompts' common prefix, but leave at least two tokens of each
-    prompt.
+    """Return the length of the prompts' common prefix, at most the shortest length minus 2.
 
-    If only one token remained, it would run as a decode step, which searches and is not exact.
+    At least two tokens of each prompt remain, because a single token would run as a decode step,
+    which searches the index and is not exact.
     """
     return max(min(common_length(prompts), min(map(len, prompts)) - 2), 0)
 
@@ -110,7 +115,7 @@ def shared_length(prompts: Sequence[Tensor]) -> int:
 def to_json(
     answers: Answers, request: Request, model: str, device: str, engine: str
 ) -> dict[str, Any]:
-    """Make the result that `--json` writes."""
+    """Make the dictionary that the option `--json` writes to a file."""
     result: dict[str, Any] = {"model": model, "index": request.index or "none", "k": request.k}
     result["engine"] = engine
     result |= {"regions": request.regions, "options": request.options}
@@ -142,17 +147,16 @@ def _answer_all(
     engine: Engine,
     progress: Bars,
 ) -> Answers:
-    """Read the common prefix of all prompts once, then answer each question from a copy of it.
+    """Read the common prefix of all prompts once, then answer each question in a copy of the cache.
 
-    Without questions, the text is the only prompt, and its last tokens take the place of a
-    question.
+    Without questions, `text` is the only prompt. Its last tokens are then read like a question.
     """
     asked: list[tuple[int, str] | None] = [*enumerate(questions, start=1)] or [None]
     texts = [text if one is None else f"{text}\n\n{one[1]}" for one in asked]
     prompts = [_ids(tokenizer, each, request) for each in texts]
     _warn_of_length(max(map(len, prompts)), engine)
     numbered = list(zip(asked, prompts, strict=True))
-    if request.index is None:  # its cache cannot be cropped, so each question rereads the text
+    if request.index is None:  # without an index, the model reads the text again for each question
         return [
             (
                 None if question is None else question[1],
@@ -184,16 +188,16 @@ def _answer_all(
 
 
 def _loaded(document: Document, folder: Path | None, prompt: Tensor) -> int:
-    """Load a saved cache, if a folder is given, and return how many tokens of `prompt` it contains.
+    """Load a saved cache into a document, and return how many tokens of `prompt` it contains.
 
     Args:
-        document: A document without tokens.
-        folder: The folder to load, or None.
-        prompt: Ids int64 `[N]`.
+        document: An empty document.
+        folder: Folder of the saved cache. With None nothing is loaded.
+        prompt: Token ids of the prompt, int64 `[N]`.
 
     Raises:
-        ValueError: The prompt does not begin with the saved tokens. The last `BORDER` of them may
-            differ.
+        ValueError: The prompt does not begin with the saved tokens. The last `BORDER` saved tokens
+            may differ.
     """
     if folder is None:
         return 0
@@ -202,15 +206,15 @@ def _loaded(document: Document, folder: Path | None, prompt: Tensor) -> int:
     ids, took = document.ids, time.perf_counter() - start
     if ids is None:
         raise ValueError(
-            f"load-cache: got {str(folder)!r}, which does not record its tokens; allowed is a "
-            "cache that kvhf.read or kvhf.generate filled"
+            f"load-cache: got {str(folder)!r}, which contains no token ids; pass a folder that "
+            "--save-cache wrote, or a cache that kvhf.read or kvhf.generate filled"
         )
     stored = common_length([ids, prompt])
     if stored < len(ids) - BORDER or not stored:
         raise ValueError(
-            f"load-cache: got {str(folder)!r} of {len(ids)} tokens, of which the prompt begins "
-            f"with {stored}; allowed is a prompt that begins with all of them (but the last "
-            f"{BORDER}): the same text and the same chat template"
+            f"load-cache: got {str(folder)!r} with {len(ids)} tokens, but only the first {stored} "
+            f"equal those of the prompt, and at most the last {BORDER} may differ; pass the prompt "
+            "that was saved, with the same --chat"
         )
     if stored < len(ids):
         document.crop(stored)
@@ -227,7 +231,7 @@ def _answer_one(
     question: tuple[int, str] | None = None,
     **options: Any,
 ) -> Generation:
-    """Answer a prompt with ids `[N]`. `question`, a number and a text, is printed above the
+    """Answer the prompt with token ids `[N]`. Print `question`, a number and a text, above the
     answer."""
     name, heading = "the prompt", None
     if question is not None:
@@ -250,13 +254,14 @@ def _answer_one(
 
 
 def _callback(progress: Bars, name: str, heading: str | None = None) -> Progress:
-    """Make a function that shows progress as bars.
+    """Make a function that shows the progress of one prompt.
 
-    On a terminal, the answer itself is printed while it is generated. Otherwise a bar is shown.
+    A bar shows how many tokens of the prompt are read. While the answer is generated, a terminal
+    shows the answer itself, and any other output shows a second bar.
 
     Args:
-        progress: The bars.
-        name: Name of the prompt.
+        progress: The progress bars.
+        name: Name of the prompt, as the bars show it.
         heading: Text to print above the answer, or None.
     """
     live = sys.stdout.isatty()

@@ -1,6 +1,7 @@
-"""The `kvindex` command: register the subcommands, and exit with status 2 on a user's mistake.
+"""The `kvindex` command with its subcommands. It exits with status 2 after an invalid option.
 
-Subcommands import torch and transformers when they run, so that help and version stay fast.
+Subcommands import torch and transformers only when they run, so that `--help` and `--version` stay
+fast.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ def _version(requested: bool) -> None:
 @app.callback()
 def kvindex(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Run language models whose KV cache is a vector database."""
@@ -57,7 +61,11 @@ it."""
 
 
 def main() -> None:
-    """Run a command. A user's mistake prints one line on standard error and exits with status 2."""
+    """Run the command line.
+
+    Invalid options, missing files and missing packages print one line on standard error and exit
+    with status 2.
+    """
     try:
         check_arguments(sys.argv[1:])
         app()

@@ -22,20 +22,22 @@ from kvindex_adapters.hf.cache.saving import open_cache
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 PATIENCE_S = 2.0
-"""Seconds after which the compilation of kernels is reported. Loading compiled kernels takes
-less."""
+"""Seconds after which a message says that kernels are being compiled.
+
+Loading kernels that are already compiled takes less time.
+"""
 
 MOST = check.MOST_ROWS
 """Largest number of rows or tokens that an option accepts."""
 
 
 def check_dtype(dtype: str) -> torch.dtype:
-    """Return the torch dtype of that name, or raise ValueError."""
+    """Return the torch dtype with this name. Raise ValueError if the name is not in `DTYPES`."""
     return DTYPES[check.one_of("dtype", dtype, sorted(DTYPES))]
 
 
 def check_size(name: str, value: int, minimum: int, most: int = MOST) -> int:
-    """Return `value` if it is from `minimum` to `most`, or raise ValueError."""
+    """Return `value`. Raise ValueError unless `minimum <= value <= most`."""
     if check.at_least(name, value, minimum) > most:
         raise ValueError(f"{name}: got {value}, allowed is {minimum} to {most}")
     return value
@@ -52,10 +54,11 @@ def check_search(
 
     Args:
         index: Name and options of the index.
-        k: Rows to retrieve per KV head and step.
+        k: Number of tokens to retrieve per KV head in each decode step.
         device: Name of the torch device.
-        regions: Sizes of the regions as keywords of `attach`, or None for its defaults.
-        store: Where rows are stored, or None to leave it to the index's options.
+        regions: Sizes of the sink, the local window and so on, as keyword arguments of `attach`.
+            None for the defaults of `attach`.
+        store: Memory that stores keys and values, as in `--store`. None if `index` sets it.
     """
     regions = dict(regions or {})
     check_size("k", k, 1)
@@ -65,9 +68,10 @@ def check_search(
 
 
 def wait_for_compiler(index: str, device: str) -> None:
-    """Wait until the index's CPU kernels are compiled, and report a wait of more than `PATIENCE_S`.
+    """Wait until the CPU kernels of the index are compiled.
 
-    Creating an index starts the compilation.
+    Creating an index has started the compilation. If it takes more than `PATIENCE_S` seconds, a
+    message is printed.
     """
     from kvindex_adapters.cli.progress import console
 
@@ -100,7 +104,10 @@ def sampling(
     min_p: float | None,
     repetition_penalty: float | None,
 ) -> dict[str, Any]:
-    """Return options for `model.generate`. Any sampling option turns sampling on.
+    """Return the sampling options of the command line as options of `model.generate`.
+
+    `do_sample` is True if `sample` is True or if `temperature`, `top_p`, `top_k` or `min_p` is
+    given.
 
     Raises:
         ValueError: A value is out of range.
@@ -121,13 +128,15 @@ def sampling(
 
 
 def prompt_of(prompt: str | None, prompt_file: Path | None) -> str:
-    """Return the text of `--prompt` or of `--prompt-file`. Raise ValueError unless exactly one is
-    given."""
+    """Return the text of `--prompt` or of the file `--prompt-file`.
+
+    Raises:
+        ValueError: Both options or neither is given, or the text is blank.
+        FileNotFoundError: There is no such file.
+    """
     if (prompt is None) == (prompt_file is None):
-        raise ValueError(
-            f"prompt: got {'neither' if prompt is None else 'both'}, allowed is either --prompt or "
-            "--prompt-file"
-        )
+        given = "neither" if prompt is None else "both"
+        raise ValueError(f"prompt, prompt-file: got {given}; pass one of the two options")
     if prompt_file is not None:
         return read_text(prompt_file)
     assert prompt is not None
@@ -135,23 +144,31 @@ def prompt_of(prompt: str | None, prompt_file: Path | None) -> str:
 
 
 def check_questions(questions: Sequence[str] | None) -> list[str]:
-    """Return the questions, or raise ValueError if one is blank."""
+    """Return the questions as a list. Raise ValueError if a question is blank."""
     return [_not_blank("ask", question) for question in questions or ()]
 
 
 def check_alone(save_cache: Path | None, load_cache: Path | None) -> None:
-    """Raise ValueError if torchrun has started this process and a cache is saved or loaded."""
+    """Raise ValueError if a run under torchrun is to save or load a cache."""
     if save_cache or load_cache:
         raise ValueError(
-            "save-cache, load-cache: got one of them under torchrun, allowed is one process"
+            "save-cache, load-cache: got one of them under torchrun, but several processes cannot "
+            "save or load a cache; run the command without torchrun, or without these options"
         )
 
 
 def check_folders(index: str | None, save_cache: Path | None, load_cache: Path | None) -> None:
-    """Raise OSError or ValueError if the cache cannot be saved or loaded as the options say."""
+    """Check the folders of `--save-cache` and `--load-cache`.
+
+    Raises:
+        ValueError: There is no index, the folder to save in exists already, or the folder to load
+            contains no valid cache.
+        OSError: A folder cannot be read or created.
+    """
     if index is None and (save_cache or load_cache):
         raise ValueError(
-            "save-cache, load-cache: got one of them with --index none, allowed is an index"
+            "save-cache, load-cache: got one of them with --index none, but only the cache of an "
+            "index can be saved or loaded; pass another --index"
         )
     if save_cache is not None:
         check_new(save_cache)
@@ -175,23 +192,26 @@ def read_text(path: Path, name: str = "prompt-file") -> str:
     if str(path) == "-":
         if sys.stdin is None or sys.stdin.closed:
             raise ValueError(
-                f"{name}: got '-' with a closed standard input, allowed is an open standard input"
+                f"{name}: got '-', which reads standard input, but standard input is closed; pass "
+                "the name of a file"
             )
         content = sys.stdin.buffer.read()
     elif path.is_file():
         content = path.read_bytes()
     else:
-        raise FileNotFoundError(f"{name}: got {str(path)!r}, allowed is a file that exists, or -")
+        raise FileNotFoundError(
+            f"{name}: got {str(path)!r}, allowed is a file that exists, or - for standard input"
+        )
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{name}: got {str(path)!r}, allowed is UTF-8 text") from error
     if not text.strip():
-        raise ValueError(f"{name}: got {str(path)!r}, which is empty; allowed is some text")
+        raise ValueError(f"{name}: got {str(path)!r}, which is empty; pass a file with text")
     return text
 
 
 def _not_blank(name: str, text: str) -> str:
     if not text.strip():
-        raise ValueError(f"{name}: got {text!r}, allowed is some text")
+        raise ValueError(f"{name}: got {text!r}, allowed is a text that is not blank")
     return text

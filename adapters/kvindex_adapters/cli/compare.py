@@ -1,4 +1,4 @@
-"""`kvindex compare`: measure several indexes on one model with the same inputs; write a report."""
+"""`kvindex compare`: compare indexes on one model and the same inputs, and write a report."""
 
 from __future__ import annotations
 
@@ -32,23 +32,27 @@ if TYPE_CHECKING:
 USUAL: dict[str, Any] = dict(tokens="4K", tries=10, steps=256) | dict(
     tasks="needle,needle-multikey,needle-multivalue,chain,lookup,copy"
 )
+"""Default values of the options without `--quick`."""
+
 QUICK: dict[str, Any] = dict(tokens="2K", tries=2, steps=64, tasks="needle,needle-multikey,chain")
-"""USUAL: defaults of the options. QUICK: smaller ones for `--quick`, which ends within minutes."""
+"""Default values of the options with `--quick`, with which the command ends within minutes."""
 
 _DEFAULTS = {
     name: f"Default {usual}; with --quick {QUICK[name]}.".replace(",", ", ")
     for name, usual in USUAL.items()
 }
-"""Option -> the part of its help that states its defaults."""
+"""Name of an option -> the sentence of its help text that states its defaults."""
 
 SHOWN = ("index", "k", "accuracy", "KL, nats", "rows read", "ms per step")
-"""Columns that the command prints. The report has all columns."""
+"""Columns of the table that the command prints. The report shows more columns."""
 
 
 def compare(
     out: Annotated[
         Path,
-        typer.Option(help="Folder for the report. Measurements that are already in it are reused."),
+        typer.Option(
+            help="Folder for the report. Measurements that are already in the folder are reused."
+        ),
     ],
     model: Annotated[
         str | None,
@@ -57,7 +61,8 @@ def compare(
     index: Annotated[
         str,
         typer.Option(
-            help="Indexes to compare, separated by commas, each as name:option=value:option=value."
+            help="Indexes to compare, separated by commas. Each has the form "
+            "name:option=value:option=value (kvindex indexes lists names and options)."
         ),
     ] = "pariskv,quest,exact",
     k: Annotated[
@@ -70,7 +75,10 @@ def compare(
     ] = "100",
     tasks: Annotated[
         str | None,
-        typer.Option(help=f"Tasks to answer, separated by commas. {_DEFAULTS['tasks']}"),
+        typer.Option(
+            help=f"Names of the tasks that the model answers, separated by commas. "
+            f"{_DEFAULTS['tasks']}"
+        ),
     ] = None,
     tokens: Annotated[
         str | None,
@@ -93,16 +101,19 @@ def compare(
     steps: Annotated[
         int | None,
         typer.Option(
-            help="Number of tokens of the text to compare; 0 to measure only the answers. "
+            help="Number of tokens of the text at which predictions are compared. 0 measures only "
+            "the answers to tasks. "
             f"{_DEFAULTS['steps']}"
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option(help="Use few and short prompts, to finish within minutes.")
+        bool, typer.Option(help="Use a few short prompts, so that the command ends within minutes.")
     ] = False,
     jobs: Annotated[
         int,
-        typer.Option(help="Number of processes that measure in parallel. Each loads the model."),
+        typer.Option(
+            help="Number of processes that measure in parallel. Each process loads the model."
+        ),
     ] = 1,
     gguf_file: GgufFile = None,
     lora: Annotated[
@@ -114,8 +125,8 @@ def compare(
     store: Annotated[
         str | None,
         typer.Option(
-            help="Memory that stores the keys and values: device, host, or auto (the device while "
-            "it has room, then the host). Default: the index's own choice."
+            help="Memory that stores keys and values: device, host, or auto (device memory until "
+            "it is full, then host memory). Default: the memory that each index chooses."
         ),
     ] = None,
     dtype: Dtype = "float32",
@@ -123,9 +134,10 @@ def compare(
 ) -> None:
     """Compare indexes on one model, and write an HTML report.
 
-    The report shows answers, divergence from full attention, rows read, time and memory. An
-    interrupted run continues where it stopped. The same command with more indexes, lengths or
-    tasks measures only what is missing.
+    The report shows the accuracy of answers, the divergence from full attention, the fraction of
+    keys and values that attention reads, time and memory. To continue an interrupted run, run the
+    same command again. If you add indexes, lengths or tasks, only the missing measurements are
+    made.
     """
     check_stdout()
     announce_imports()
@@ -166,8 +178,10 @@ def compare(
 
 
 def _compare(load: Load, settings: Settings, plan: Plan, out: Path, jobs: int) -> None:
-    """Run the measurements that are missing. Ctrl-C ends them with a message and exit status
-    130."""
+    """Run the measurements that the folder `out` lacks.
+
+    Ctrl-C prints a message and exits with status 130.
+    """
     from kvindex_adapters.cli.progress import console
     from kvindex_adapters.evaluate.compare.records import Records
     from kvindex_adapters.evaluate.compare.run import Comparison
@@ -189,8 +203,11 @@ def _compare(load: Load, settings: Settings, plan: Plan, out: Path, jobs: int) -
 
 
 def _report(out: Path, settings: Settings) -> None:
-    """Write the report of all measurements in the folder. Print its first table and the
-    failures."""
+    """Write the report of all measurements in the folder `out`.
+
+    Print the first table of the report on standard output, and failed measurements on standard
+    error.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -212,7 +229,11 @@ def _report(out: Path, settings: Settings) -> None:
 
 
 def _plan(index: str, k: str, chosen: dict[str, Any]) -> Plan:
-    """Make the plan from the options. Raise ValueError for a bad option or an unavailable task."""
+    """Make the plan of measurements from the options of the command.
+
+    Raises:
+        ValueError: An option is invalid, or a task is not available.
+    """
     from kvindex_adapters.evaluate.compare.settings import Plan
     from kvindex_adapters.evaluate.tasks import available
 
@@ -230,16 +251,21 @@ def _plan(index: str, k: str, chosen: dict[str, Any]) -> Plan:
 
 
 def _parts(name: str, text: str) -> list[str]:
-    """Split a text at commas. Raise ValueError if an entry is empty."""
+    """Split the value of an option at commas. Raise ValueError if a part is empty."""
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
-        raise ValueError(f"{name}: got {text!r}, allowed are entries separated by commas")
+        raise ValueError(
+            f"{name}: got {text!r}, which has an empty part; separate the values by single commas"
+        )
     return parts
 
 
 def _count(name: str, text: str) -> int:
-    """Parse a number, where "4K" is 4096. Raise ValueError if this is not a number or out of
-    range."""
+    """Convert a text such as "4096" or "4K" (4 * 1024) to a number.
+
+    Raises:
+        ValueError: The text is not a number, or the number is out of range.
+    """
     from kvindex_adapters.cli.common import check_size
 
     digits = text.upper().removesuffix("K")
@@ -249,8 +275,10 @@ def _count(name: str, text: str) -> int:
 
 
 def _text(path: Path | None) -> tuple[str, str]:
-    """Return the text of `--text` (by default, the Python documentation), and its name with a
-    hash."""
+    """Return the content of the file `--text`, and its name with a hash of the content.
+
+    Without the option, the text is the Python language reference.
+    """
     from kvindex_adapters.cli.common import read_text
     from kvindex_adapters.evaluate.texts import python_reference
 
@@ -263,7 +291,7 @@ def _text(path: Path | None) -> tuple[str, str]:
 
 @contextmanager
 def _progress_bar() -> Iterator[Progress]:
-    """Show a bar with the current measurement and the estimated time left."""
+    """Show a progress bar with the current measurement and the estimated remaining time."""
     from rich import progress
 
     from kvindex_adapters.cli.progress import console

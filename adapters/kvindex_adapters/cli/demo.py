@@ -53,13 +53,16 @@ def demo(
     dense_below: DenseBelow = 2048,
     seed: Annotated[
         int,
-        typer.Option(help="Seed for the hidden sentence, its place and the order of the text."),
+        typer.Option(
+            help="Random seed that chooses the hidden sentence, its position and the order of the "
+            "text's paragraphs."
+        ),
     ] = 0,
     prompt_file: Annotated[
         Path | None,
         typer.Option(
-            help="Text file to hide the sentence in; - reads standard input (default: the Python "
-            "language reference)."
+            help="Text file in which the sentence is hidden; - reads standard input (default: the "
+            "Python language reference)."
         ),
     ] = None,
     dtype: Dtype = "float32",
@@ -68,8 +71,8 @@ def demo(
 ) -> None:
     """Let a small model find a sentence hidden in a long prompt.
 
-    The command runs the model with full attention and with an index, and compares answers, rows
-    read, memory and time.
+    The command runs the model with full attention and with an index. It compares the answers, the
+    fraction of keys and values that attention reads, memory and time.
     """
     check_stdout()
     announce_imports()
@@ -138,7 +141,7 @@ def _answer(
 
 
 class _Recorder:
-    """A logits processor that records the logits of every step."""
+    """A logits processor of transformers that records the logits of every decode step."""
 
     def __init__(self, logits: list[Tensor]) -> None:
         self._logits = logits
@@ -156,19 +159,25 @@ def _compared(
     full: Generation,
     logits: list[Tensor],
 ) -> Fidelity:
-    """Feed full attention's answer to the model with the index, and compare logits at each step.
+    """Compare the model with the index and with full attention at each token of the same answer.
 
-    The cache contains the prompt and the answer with the index. That answer is removed first.
+    The model with the index reads the answer that full attention generated. Its cache still
+    contains its own answer, which is removed first.
 
     Args:
-        logits: Full attention's logits before each token of its answer, each `[V]`.
+        progress: The progress bars.
+        model: The model with the index.
+        cache: The cache of the model with the index.
+        indexed: The answer with the index.
+        full: The answer with full attention.
+        logits: Logits that full attention computed for each token of its answer, `[V]` each.
     """
     import torch
 
     from kvindex_adapters.evaluate.fidelity import followed
     from kvindex_adapters.hf.generation.prefill import prefill
 
-    last = indexed.prompt_ids[-2:]  # reading several tokens finishes a pending append
+    last = indexed.prompt_ids[-2:]  # reading more than one token finishes a pending append
     cache.crop(-len(indexed.answer_ids) - len(last))
     with torch.no_grad():
         prefill(model, last, cache, stop=len(last), chunk=len(last))
@@ -184,7 +193,7 @@ def _compared(
 def _result(
     needle: Needle, index: str, k: int, full: Generation, indexed: Generation, fidelity: Fidelity
 ) -> dict[str, Any]:
-    """Make the result that `--json` writes."""
+    """Make the dictionary that the option `--json` writes to a file."""
     assert indexed.report is not None
     return {
         "prompt_tokens": len(needle.ids),
@@ -255,6 +264,6 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def _where(machine: dict[str, Any], backend: str) -> str:
-    """Describe the backend that was used, and the processor on which it ran."""
+    """Return a phrase that names the index's backend, and the GPU or CPU on which it ran."""
     cores = f"{machine['threads']} of {machine['cores']} cores of {machine['processor']}"
     return f"backend {backend!r} on {machine.get('gpu', cores)}"

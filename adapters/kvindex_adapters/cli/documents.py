@@ -1,4 +1,4 @@
-"""Texts that the model of `kvindex generate` has read, to answer several questions about them."""
+"""Texts that a model reads once, so that `kvindex generate` can answer several questions."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from kvindex_adapters.hf.generation.tokenizer import punctuated
 
 
 class Document(Protocol):
-    """Tokens that an index stores, to which prompts are appended."""
+    """A text whose keys and values an index stores. A prompt can be read after it."""
 
     @property
     def ids(self) -> Tensor | None:
-        """Ids int64 `[N]` of the tokens, or None if unknown."""
+        """Ids of the document's tokens, int64 `[N]`, or None if the ids are unknown."""
         ...
 
     def read(self, ids: Tensor, report: Progress) -> None:
-        """Append ids int64 `[N]`."""
+        """Let the model read tokens with ids int64 `[N]`, and append them to the document."""
         ...
 
     def crop(self, length: int) -> None:
-        """Remove the tokens from position `length` on. The ids must be known."""
+        """Keep the first `length` tokens, and remove all others. `ids` must not be None."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the tokens to a new folder."""
+        """Save the tokens with their keys and values in a new folder."""
         ...
 
     def load(self, folder: Path) -> None:
@@ -43,16 +43,17 @@ class Document(Protocol):
         ...
 
     def options(self, *, branch: bool) -> dict[str, Any]:
-        """Return the options of `Engine.generate` that answer a prompt after these tokens.
+        """Return options with which `Engine.generate` answers a prompt that follows the document.
 
         Args:
-            branch: Whether the document stays unchanged by the prompt and the answer.
+            branch: Whether the document remains unchanged. If False, the prompt and the answer are
+                appended to the document.
         """
         ...
 
 
 class CacheDocument:
-    """A text whose tokens are in a cache of `attach`."""
+    """A `Document` of a transformers model, stored in a cache that `attach` made."""
 
     def __init__(self, model: Any, tokenizer: Any, cache: IndexCache) -> None:
         self._model, self._tokenizer, self._cache = model, tokenizer, cache
@@ -62,10 +63,12 @@ class CacheDocument:
     def opened(
         model: Any, tokenizer: Any, branch: bool, index: str, k: int, attach_options: dict[str, Any]
     ) -> Iterator[Document]:
-        """Open an empty document.
+        """Open an empty document of a transformers model.
 
         Raises:
-            ValueError: The caches of this model cannot be cropped; also whatever `attach` raises.
+            ValueError: An argument of `attach` is invalid.
+            UnsupportedError: `branch` is True and the model has linear attention, whose state
+                cannot be restored after each question.
         """
         options = punctuated(index, tokenizer, attach_options)
         with attach(model, index=index, k=k, **options) as cache:
@@ -74,35 +77,38 @@ class CacheDocument:
 
     @property
     def ids(self) -> Tensor | None:
-        """See `Document.ids`."""
+        """Ids of the document's tokens, int64 `[N]`, or None if the ids are unknown."""
         return self._cache.ids
 
     def read(self, ids: Tensor, report: Progress) -> None:
-        """See `Document.read`."""
+        """Let the model read tokens with ids int64 `[N]`, and append them to the document."""
         given = self._model, self._tokenizer, ids
         read(*given, cache=self._cache, used="continue", on_progress=report)
 
     def crop(self, length: int) -> None:
-        """See `Document.crop`."""
+        """Keep the first `length` tokens, and remove all others."""
         if (ids := self._cache.ids) is not None:
             self._cache.crop(length - len(ids))
             self._cache.ids = ids[:length]
 
     def save(self, folder: Path) -> None:
-        """See `Document.save`."""
+        """Save the tokens with their keys and values in a new folder."""
         self._cache.save(folder)
 
     def load(self, folder: Path) -> None:
-        """See `Document.load`."""
+        """Fill this empty document from a folder that `save` wrote."""
         self._cache.load(folder)
 
     def options(self, *, branch: bool) -> dict[str, Any]:
-        """See `Document.options`."""
+        """Return options with which the engine answers a prompt that follows the document.
+
+        With `branch`, the document remains unchanged.
+        """
         return {"cache": self._cache, "used": "branch" if branch else "continue"}
 
 
 class SessionDocument:
-    """A text whose tokens are in a session of the decoder."""
+    """A `Document` of kvindex's own decoder, stored in a decoder session."""
 
     def __init__(self, decoder: Decoder, session: OpenSession) -> None:
         self._decoder, self._session = decoder, session
@@ -112,31 +118,34 @@ class SessionDocument:
     def opened(
         decoder: Decoder, branch: bool, index: str, k: int, attach_options: dict[str, Any]
     ) -> Iterator[Document]:
-        """Open an empty document. Raises the errors of `Decoder.session`."""
+        """Open an empty document in a new session of the decoder."""
         session = decoder.session(index=index, k=k, attach_options=attach_options)
         yield SessionDocument(decoder, session)
 
     @property
     def ids(self) -> Tensor | None:
-        """See `Document.ids`."""
+        """Ids of the document's tokens, int64 `[N]`, or None if the ids are unknown."""
         return self._session.ids
 
     def read(self, ids: Tensor, report: Progress) -> None:
-        """See `Document.read`."""
+        """Let the decoder read tokens with ids int64 `[N]`, and append them to the document."""
         self._decoder.read(ids, self._session, on_progress=report)
 
     def crop(self, length: int) -> None:
-        """See `Document.crop`."""
+        """Keep the first `length` tokens, and remove all others."""
         self._session.truncate(length)
 
     def save(self, folder: Path) -> None:
-        """See `Document.save`."""
+        """Save the tokens with their keys and values in a new folder."""
         self._session.save(folder)
 
     def load(self, folder: Path) -> None:
-        """See `Document.load`."""
+        """Fill this empty document from a folder that `save` wrote."""
         self._session.load(folder)
 
     def options(self, *, branch: bool) -> dict[str, Any]:
-        """See `Document.options`."""
+        """Return options with which the engine answers a prompt that follows the document.
+
+        With `branch`, the document remains unchanged.
+        """
         return {"session": self._session.fork() if branch else self._session}

@@ -1,4 +1,4 @@
-"""Choose the engine that answers: the minimal decoder, or transformers."""
+"""Choose the engine that runs the model: kvindex's own decoder, or transformers."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ ENGINES = ("decoder", "transformers")
 
 
 class Engine(NamedTuple):
-    """An engine that answers prompts of one model.
+    """An engine that answers prompts with one loaded model.
 
     Args:
-        name: One of `ENGINES`.
-        generate: Function of a prompt and the options of `kvhf.generate`.
-        opened: Function that opens an empty document from `branch`, `index`, `k` and
+        name: "decoder" or "transformers".
+        generate: Function that answers a prompt and takes the options of `kvhf.generate`.
+        opened: Function that opens an empty `Document`. It takes `branch`, `index`, `k` and
             `attach_options`.
         chat: Function that opens a chat from the keyword arguments of `kvhf.Chat`.
-        longest: Maximum length of the model in tokens, or None if its configuration does not state
-            it.
+        longest: Maximum length of the model's context in tokens, or None if the model's
+            configuration does not state it.
     """
 
     name: str
@@ -47,25 +47,28 @@ def check_engine(
 ) -> str | None:
     """Return the name of the engine that the options require, or None if both are possible.
 
-    FP8 weights require the decoder.
+    FP8 weights require the engine "decoder".
 
     Args:
-        engine: Value of `--engine`, or None.
-        weights: As in `Decoder.of`.
-        keeps_cache: Whether a cache is saved or loaded.
+        engine: Value of the option `--engine`, or None.
+        weights: "plain" for unchanged weights, or "fp8".
+        keeps_cache: Whether the command saves or loads a KV cache.
 
     Raises:
-        ValueError: There is no such engine, or it does not support the other options.
+        ValueError: There is no such engine, or the engine does not support the other options.
     """
     if engine is not None:
         check.one_of("engine", engine, ENGINES)
     check_weights(weights)
     if weights != PLAIN and engine == "transformers":
-        raise ValueError(f"weights: got {weights!r} with transformers, allowed is {PLAIN!r}")
+        raise ValueError(
+            f"weights: got {weights!r} with --engine transformers, which allows only {PLAIN!r}; "
+            "pass --engine decoder"
+        )
     if weights != PLAIN and keeps_cache:
         raise ValueError(
             f"weights: got {weights!r} with --save-cache or --load-cache, allowed is {PLAIN!r}: "
-            "keys and values that other weights computed do not fit the model"
+            "a saved cache has to be computed with the same weights as the tokens after it"
         )
     return "decoder" if weights != PLAIN else engine
 
@@ -79,19 +82,20 @@ def choose(
     weights: str = PLAIN,
     ranks: HeadRanks | None = None,
 ) -> Engine:
-    """Make the engine of a loaded model.
+    """Make an engine that runs a loaded model.
 
-    If no engine is named, the decoder is used on a GPU if it supports the model, otherwise
-    transformers.
+    By default this is the decoder, if the model is on a GPU and the decoder supports the model.
+    Otherwise it is transformers.
 
     Args:
-        engine: One of `ENGINES`, or None.
+        engine: "decoder" or "transformers", or None for the default.
         model: The transformers model.
         tokenizer: The model's tokenizer.
         options: Options of `model.generate`.
-        seed: Seed for sampling.
-        weights: As in `Decoder.of`.
-        ranks: As in `Decoder.of`.
+        seed: Random seed for sampling tokens.
+        weights: "plain" for unchanged weights, or "fp8" (only with the decoder).
+        ranks: The processes over which the decoder shards the model's heads, or None for one
+            process.
 
     Raises:
         ValueError: `engine` is "decoder", and the decoder does not support the model or the
@@ -112,7 +116,9 @@ def choose(
         decoder = Decoder.of(model, tokenizer, weights=weights, ranks=ranks)
     except ValueError as error:
         if engine is not None:
-            raise ValueError(f"engine: got 'decoder', which cannot run this: {error}") from None
+            raise ValueError(
+                f"engine: got 'decoder', which does not support these options: {error}"
+            ) from None
         console.print(f"using transformers instead of the decoder: {error}", markup=False)
         return other
     opened = partial(SessionDocument.opened, decoder)

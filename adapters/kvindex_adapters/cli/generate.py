@@ -1,4 +1,4 @@
-"""`kvindex generate`: answer a prompt from a model of your choice, with an index."""
+"""`kvindex generate`: answer a prompt with a given model, whose attention searches an index."""
 
 from __future__ import annotations
 
@@ -40,13 +40,16 @@ def generate(
     ] = None,
     save_cache: Annotated[
         Path | None,
-        typer.Option(help="New folder to save the prompt's KV cache in, for --load-cache."),
+        typer.Option(
+            help="New folder in which the prompt's KV cache is saved. A later command can load it "
+            "with --load-cache."
+        ),
     ] = None,
     load_cache: Annotated[
         Path | None,
         typer.Option(
-            help="Folder that --save-cache wrote. The prompt must begin with the saved text, which "
-            "is then not read again."
+            help="Folder with a KV cache that --save-cache wrote. The prompt must begin with the "
+            "text of that cache, which the model does not read again."
         ),
     ] = None,
     gguf_file: GgufFile = None,
@@ -57,39 +60,47 @@ def generate(
     local_window: Local = 256,
     update_every: UpdateEvery = 256,
     dense_below: DenseBelow = 2048,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
-    chat: Annotated[bool, typer.Option(help="Apply the model's chat template.")] = False,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Maximum length of an answer in tokens.")
+    ] = 256,
+    chat: Annotated[
+        bool, typer.Option(help="Apply the model's chat template to the prompt.")
+    ] = False,
     sample: Annotated[
         bool, typer.Option(help="Sample tokens instead of choosing the most likely one.")
     ] = False,
     temperature: Annotated[
         float | None,
         typer.Option(
-            help="Sample, with logits divided by this temperature: below 1 favors likely tokens."
+            help="Sample tokens after dividing the logits by this temperature. A value below 1 "
+            "favors likely tokens."
         ),
     ] = None,
     top_p: Annotated[
         float | None,
         typer.Option(
             help="Sample from the smallest set of most likely tokens whose probabilities add up "
-            "to this."
+            "to at least this value."
         ),
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(help="Sample from this number of most likely tokens.")
+        int | None, typer.Option(help="Sample only from the given number of most likely tokens.")
     ] = None,
     min_p: Annotated[
         float | None,
         typer.Option(
-            help="Sample from tokens whose probability is at least this fraction of the most "
-            "likely token's."
+            help="Sample only from tokens whose probability is at least this fraction of the "
+            "probability of the most likely token."
         ),
     ] = None,
     repetition_penalty: Annotated[
         float | None,
-        typer.Option(help="Make tokens that occurred before less likely, by a factor above 1."),
+        typer.Option(
+            help="Penalty of tokens that have occurred before, as in transformers. A value above 1 "
+            "makes these tokens less likely."
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed for sampling tokens.")] = 0,
     engine: Annotated[
         str | None,
         typer.Option(
@@ -100,22 +111,25 @@ def generate(
     token_graph: Annotated[
         bool | None,
         typer.Option(
-            help="Run each decode step of transformers as one CUDA graph (default: on a GPU if "
-            "the model supports it)."
+            help="Run each decode step of transformers as one CUDA graph (default: yes, if the "
+            "model is on a GPU and supports it)."
         ),
     ] = None,
     weights: Annotated[
         str,
         typer.Option(
-            help="Precision of the model's weights: plain (unchanged), or fp8 (8-bit copies, with "
-            "the decoder)."
+            help="Precision of the model's weights: plain (unchanged), or fp8 (8-bit copies, only "
+            "with --engine decoder)."
         ),
     ] = "plain",
     dtype: Dtype = "float32",
     device: Device = "cpu",
     json_file: JsonFile = None,
 ) -> None:
-    """Answer a prompt with a model and an index, and print tokens while they are generated."""
+    """Answer a prompt with a model whose attention searches an index.
+
+    Tokens are printed while they are generated.
+    """
     check_stdout()
     announce_imports()
     import torch
@@ -166,7 +180,10 @@ def generate(
     engine = engines.check_engine(engine, weights, keeps_cache=request.keeps_cache)
     common.check_folders(request.index, save_cache, load_cache)
     if token_graph and index == "none":
-        raise ValueError("token_graph: got True with index 'none', allowed is False")
+        raise ValueError(
+            "token_graph: got True with --index none, which runs no CUDA graphs; pass an index or "
+            "--no-token-graph"
+        )
     text = common.prompt_of(prompt, prompt_file)
     console.print("loading the model")  # transformers shows its own progress bars
     heads = together and "sharded" not in (part.partition(":")[0] for part in index.split("+"))

@@ -9,7 +9,7 @@ from kvindex_adapters.cli.options import check_stdout
 
 
 def indexes() -> None:
-    """List all indexes with their options and presets, and the wrappers around indexes."""
+    """List all indexes with their options and presets, and the wrappers that extend any index."""
     check_stdout()
     import warnings
 
@@ -50,12 +50,12 @@ def indexes() -> None:
 
 
 def defaults(name: str) -> dict[str, Any]:
-    """Return the options of an index with the defaults that `kvindex.create` uses."""
+    """Return the options of an index as name -> default value in `kvindex.create`."""
     return _options(name, None)
 
 
 def presets(name: str) -> dict[str, dict[str, Any]]:
-    """Return the options that each preset changes, as preset -> option -> value."""
+    """Return the options that each preset of an index changes, as preset -> option -> value."""
     import kvindex
 
     usual = defaults(name)

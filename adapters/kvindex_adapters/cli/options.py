@@ -1,5 +1,7 @@
-"""Options and checks that several commands share. This module does not import torch, so that help
-is fast."""
+"""Options and checks that several commands share.
+
+This module does not import torch, so that `kvindex --help` is fast.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,22 @@ from typing import Annotated
 
 import typer
 
-INDEX = "Index, as name:option=value:option=value (kvindex indexes lists them)"
+INDEX = "Index as name:option=value:option=value (kvindex indexes lists names and options)"
 
 K = Annotated[
     int,
     typer.Option("-k", help="Number of tokens that each KV head retrieves per decode step."),
 ]
 Sink = Annotated[
-    int, typer.Option(help="Number of tokens at the beginning that are always attended to.")
+    int,
+    typer.Option(
+        help="Number of tokens at the beginning of the prompt that attention always reads."
+    ),
 ]
-Local = Annotated[int, typer.Option(help="Number of newest tokens that are always attended to.")]
+Local = Annotated[
+    int,
+    typer.Option(help="Number of newest tokens (the local window) that attention always reads."),
+]
 UpdateEvery = Annotated[
     int,
     typer.Option(
@@ -28,7 +36,7 @@ UpdateEvery = Annotated[
     ),
 ]
 DenseBelow = Annotated[
-    int, typer.Option(help="Number of tokens below which full attention is used.")
+    int, typer.Option(help="Full attention is used while the sequence has fewer tokens than this.")
 ]
 Model = Annotated[
     str,
@@ -44,41 +52,49 @@ Lora = Annotated[
 GgufFile = Annotated[
     str | None, typer.Option(help="Name of the .gguf file inside the model's folder.")
 ]
-Dtype = Annotated[str, typer.Option(help="Data type to compute in: float32, float16 or bfloat16.")]
-Device = Annotated[str, typer.Option(help="Device to run on: cpu or cuda.")]
+Dtype = Annotated[
+    str,
+    typer.Option(help="Data type in which the model computes: float32, float16 or bfloat16."),
+]
+Device = Annotated[str, typer.Option(help="Device on which the model runs: cpu or cuda.")]
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", help="JSON file to write the result and the machine's description to."),
+    typer.Option(
+        "--json",
+        help="JSON file to which the result and a description of the machine are written.",
+    ),
 ]
 
 
 def announce_imports() -> None:
-    """Print that imports take time. If torchrun has started several processes, only the first
-    prints."""
+    """Print a message that importing torch and transformers takes some seconds.
+
+    If torchrun has started several processes, only the first one prints the message.
+    """
     if "transformers" not in sys.modules and os.environ.get("RANK", "0") == "0":
         typer.echo("importing torch and transformers (some seconds)", err=True)
 
 
 BEYOND_ASCII = "é…世😀"
-"""Characters that answers may contain, of two to four bytes in UTF-8."""
+"""Characters of two to four bytes in UTF-8 that standard output must be able to print."""
 
 
 ENCODING_ERROR = (
-    "standard output: got the encoding {!r}, which lacks characters that the output may have; "
-    "allowed is UTF-8, for example with PYTHONUTF8=1 in the environment"
+    "standard output: got the encoding {!r}, which lacks characters that an answer may contain; "
+    "set the environment variable PYTHONUTF8=1 to use UTF-8"
 )
 
 
 def check_stdout() -> None:
-    """Check that standard output can print every answer.
+    """Check that standard output can print every Unicode character.
 
-    Commands call this first, because computing an answer takes minutes.
+    Commands call this function first, because computing an answer may take minutes.
 
     Raises:
-        ValueError: Standard output is closed, or its encoding lacks characters.
+        ValueError: Standard output is closed, or its encoding cannot encode every character.
     """
     if sys.stdout is None or sys.stdout.closed:
-        raise ValueError("standard output: got a closed one, allowed is an open one")
+        raise ValueError("standard output: got a closed stream, allowed is an open stream")
     encoding, errors = sys.stdout.encoding or "utf-8", sys.stdout.errors or "strict"
     try:
         BEYOND_ASCII.encode(encoding, errors)
@@ -87,16 +103,18 @@ def check_stdout() -> None:
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Check that all arguments of the command line are UTF-8.
+    """Check that all arguments of the command line are valid UTF-8.
 
     Args:
-        arguments: As in `sys.argv`, without the program's name.
+        arguments: The arguments `sys.argv[1:]`.
 
     Raises:
-        ValueError: An argument has bytes that are not UTF-8.
+        ValueError: An argument contains bytes that are not valid UTF-8.
     """
     for number, argument in enumerate(arguments, start=1):
         try:
             argument.encode()
         except UnicodeEncodeError:  # Python decodes invalid bytes as lone surrogates
-            raise ValueError(f"argument {number}: got {argument!r}, allowed is UTF-8") from None
+            raise ValueError(
+                f"command-line argument {number}: got {argument!r}, allowed is UTF-8 text"
+            ) from None

@@ -1,4 +1,4 @@
-"""Show progress bars for prefill, decoding and k-means, and answers while they are generated."""
+"""Progress bars for prefill, decoding and k-means, with the answers while they are generated."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ console = Console(stderr=True)
 
 
 class Display(Progress):
-    """Progress bars. On a terminal, the answers so far are shown below them."""
+    """Progress bars of rich that show the unfinished answers below the bars on a terminal."""
 
     def __init__(self, *columns: Any, **options: Any) -> None:
         self.answers: dict[str, tuple[str, str]] = {}  # name -> text, seconds per token
         super().__init__(*columns, **options)
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Yield the objects that rich draws. rich calls this."""
+        """Yield the objects that rich draws: the bars, then a table of the answers."""
         yield from super().get_renderables()
         if self.answers and self.console.is_terminal:
             table = Table.grid(padding=(0, 2))
@@ -45,8 +45,10 @@ class Display(Progress):
 
 
 class Bars:
-    """One bar per phase, which appears with the phase's first report, and answers while they are
-    generated."""
+    """Progress bars, one per phase of the work, and the answers while they are generated.
+
+    The bar of a phase appears with the first call of `update` for that phase.
+    """
 
     def __init__(self, progress: Display) -> None:
         self._progress = progress
@@ -54,46 +56,48 @@ class Bars:
         self._passes = 0
 
     def update(self, phase: str, done: int, total: int) -> None:
-        """Show `done` of `total` steps of a phase. After `stop` nothing is shown."""
+        """Show that `done` of the `total` steps of a phase are done. After `stop`, show nothing."""
         if phase not in self._tasks:
             self._tasks[phase] = self._progress.add_task(phase, total=total)
         self._progress.update(self._tasks[phase], completed=done, total=total)
 
     def answer(self, name: str, text: str, more: str, token_s: float) -> None:
-        """Show an answer so far: below the bars on a terminal, otherwise as plain text.
+        """Show an unfinished answer: below the bars on a terminal, otherwise as plain text.
 
         Args:
             name: Name of the answer.
-            text: The whole answer so far.
-            more: The part of `text` that is new.
-            token_s: Seconds per token.
+            text: The answer up to the newest token.
+            more: The end of `text` that the previous call did not contain.
+            token_s: Mean time per generated token in seconds.
         """
         first = name not in self._progress.answers
         self._progress.answers[name] = text, f"{token_s:.3f} s per token"
         self._plain(f"{name}: {more}" if first else more)
 
     def end_answer(self, name: str) -> None:
-        """End the answer of that name."""
+        """Print the time per token of a finished answer, unless a terminal shows it already."""
         self._plain(f" ({self._progress.answers[name][1]})\n")
 
     def _plain(self, text: str) -> None:
-        """Print the text, unless answers are drawn on a terminal."""
+        """Print the text, unless this is a terminal, which shows the answers below the bars."""
         if not self._progress.console.is_terminal:
             print(text, end="", file=self._progress.console.file, flush=True)
 
     def clustering(self, done: int, total: int) -> None:
-        """Show pass `done` of `total` of k-means (`kvindex.ops.kmeans.watched`). All runs share one
-        bar."""
+        """Show that `done` of the `total` iterations of one k-means run are done.
+
+        All k-means runs share one bar. `kvindex.ops.kmeans.watched` calls this method.
+        """
         self._passes += 1
         self.update("clustering keys", self._passes, self._passes + total - done)
 
     def stop(self) -> None:
-        """Leave the bars as they are, so that other output can follow them."""
+        """Stop updating the bars, so that other output can be printed below them."""
         self._progress.stop()
 
 
 class Answer(BaseStreamer):
-    """A streamer that shows an answer while it is generated, and the time per token."""
+    """A transformers streamer that shows a growing answer, and the mean time per token."""
 
     def __init__(self, progress: Bars, name: str, tokenizer: Any) -> None:
         self._progress, self._name, self._tokenizer = progress, name, tokenizer
@@ -101,7 +105,7 @@ class Answer(BaseStreamer):
         self._shown, self._first = "", 0.0
 
     def put(self, value: Tensor) -> None:
-        """Receive the prompt in the first call, then tokens of the answer."""
+        """Receive token ids from transformers: the prompt in the first call, then the answer."""
         if self._tokens is None:
             self._tokens = []
             return
@@ -115,20 +119,20 @@ class Answer(BaseStreamer):
         self._progress.answer(self._name, text, more, token_s)
 
     def end(self) -> None:
-        """End the answer."""
+        """Tell the display that the answer is complete. transformers calls this method."""
         self._progress.end_answer(self._name)
 
 
 @contextmanager
 def bars() -> Iterator[Bars]:
-    """Show bars that stay on the screen after their phase."""
+    """Show progress bars inside a `with` block. The bars stay on the screen afterwards."""
     columns = (
         TextColumn("{task.description:<28}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    # a command's output is its result and not part of the display, so rich must not redirect it
+    # standard output contains only the result of a command, so rich must not redirect it
     progress = Display(*columns, console=console, redirect_stdout=False, redirect_stderr=False)
     phases = Bars(progress)
     with progress, watched(phases.clustering):

@@ -1,1 +1,1 @@
-"""Evaluate indexes on real models: recall, divergence from full attention, and tasks."""
+"""Evaluate indexes on real models: recall, KL divergence from full attention, and task accuracy."""

@@ -1,4 +1,4 @@
-"""Capture the keys and queries of a real model while it reads a text."""
+"""Record the queries, keys and values of a real model while it reads a text."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from kvindex_adapters.hf.generation.prefill import prefill
 
 @dataclass(frozen=True)
 class Captured:
-    """The queries, keys and values of one full-attention layer, after the rotary embedding.
+    """The queries, keys and values that one full-attention layer computed for a text.
 
     Args:
-        keys: `[G, N, D]`.
-        queries: `[H, T, D]`, of the newest `T` tokens.
-        scale: Factor of the layer's logits.
-        softcap: Softcap of the layer's logits, or None.
-        values: `[G, N, Dv]`.
+        keys: Keys of all `N` tokens after the rotary embedding, `[G, N, D]`.
+        queries: Queries of the last `T` tokens after the rotary embedding, `[H, T, D]`.
+        scale: Factor by which the layer multiplies attention logits.
+        softcap: Softcap of the attention logits, or None.
+        values: Values of all `N` tokens, `[G, N, Dv]`.
     """
 
     keys: Tensor
@@ -39,7 +39,7 @@ class Captured:
 
 
 class _Recorder(Wrapper):
-    """Records the queries of the tokens from position `start` on."""
+    """A wrapper around an index that records the queries of all tokens after the first `start`."""
 
     own = frozenset({ObservesQueries})
 
@@ -68,30 +68,32 @@ def capture(
     chunk: int = 1024,
     on_progress: Progress | None = None,
 ) -> list[Captured]:
-    """Return the keys and queries of each full-attention layer after reading a text.
-
-    The model reads the text with full attention.
+    """Let a model read a text with full attention, and return queries, keys and values by layer.
 
     Args:
         model: The transformers model.
-        ids: Int64 `[N]`.
-        queries: Number of newest tokens whose queries are recorded.
-        chunk: Tokens to read at a time.
-        on_progress: Called with the phase, the tokens done and the tokens in total.
+        ids: Token ids of the text, int64 `[N]`.
+        queries: Number of tokens at the end of the text whose queries are recorded.
+        chunk: Number of tokens that the model reads in one forward pass.
+        on_progress: Function that is called with the phase ("prefill"), the number of tokens read,
+            and the number of all tokens.
+
+    Returns:
+        The recorded tensors of each full-attention layer.
 
     Raises:
-        ValueError: A size is out of range; also what `attach` raises.
+        ValueError: A size is out of range, or `attach` does not support the model.
     """
     check.tensor("ids", ids, {"N": None}, torch.int64)
     if check.at_least("queries", queries, 1) > len(ids):
-        raise ValueError(f"queries: got {queries}, allowed is up to the {len(ids)} tokens")
+        raise ValueError(f"queries: got {queries}, but the text has only {len(ids)} tokens")
     start = len(ids) - queries
 
     def recorder(**geometry: Any) -> KVIndex:
         return _Recorder(kvindex.create("exact", **geometry), start)
 
-    # Without a window, each token is in the index after its step. `dense_below` is so large that no
-    # step searches.
+    # Without a local window, every token is appended to the index immediately. `dense_below` is
+    # larger than any text, so the model always uses full attention.
     regions: dict[str, Any] = dict(sink=0, local_window=0, update_every=1, dense_below=2**62)
     with attach(model, index=recorder, **regions) as cache, torch.no_grad():
         prefill(model, ids.to(model.device), cache, stop=len(ids), chunk=chunk, report=on_progress)

@@ -1,4 +1,8 @@
-"""Fidelity to full attention: KL divergence, agreement and recall of teacher-forced steps."""
+"""Compare a model with an index and the same model with full attention, token by token.
+
+Both read the same tokens (teacher forcing). The results are the KL divergence of the next-token
+distributions, the fraction of equal predictions, and recall.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +25,24 @@ from kvindex_adapters.hf.cache.cache import IndexCache
 from kvindex_adapters.hf.generation.prefill import prefill
 
 BLOCK = 128
-"""Number of steps that run in parallel. It limits the memory of the rows that are gathered for
-these steps."""
+"""Number of decode steps that run in parallel.
+
+More steps would need more memory for the keys and values that are gathered for them.
+"""
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Means over teacher-forced steps; 0 if there is no step.
+    """How closely a model with an index follows full attention, as means over decode steps.
 
     Args:
-        steps: Number of tokens compared.
-        kl_mean: KL divergence of the index's next-token distribution from full attention's, in
-            nats.
-        agreement: Fraction of steps with the same most likely token.
-        recall_at_k: Fraction of each query head's true top k that was retrieved, as a mean over
-            layers and heads. None if no step searched.
-        recall_limit: The same fraction for exact search with the same number of rows per KV head.
+        steps: Number of decode steps. With 0 steps, `kl_mean` and `agreement` are 0.
+        kl_mean: KL divergence of the next-token distribution with the index from that with full
+            attention, in nats.
+        agreement: Fraction of steps in which both give the same most likely token.
+        recall_at_k: Fraction of the `k` tokens with the largest logits of a query head that the
+            index retrieved, as a mean over layers and heads. None if no step searched.
+        recall_limit: `recall_at_k` of an exact search that retrieves as many tokens per KV head.
     """
 
     steps: int
@@ -57,22 +63,26 @@ def teacher_forced(
     attach_options: dict[str, Any] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Fidelity:
-    """Feed a continuation token by token after a prompt, and compare with full attention.
+    """Compare a model with an index and with full attention at each token of a continuation.
 
-    Both runs read the same tokens. Full attention reads them in one pass.
+    With the index, the model reads the continuation token by token, as in decoding. With full
+    attention, it reads the same tokens in one forward pass.
 
     Args:
         model: The transformers model.
-        prompt: Int64 `[N]`.
-        continuation: Int64 `[T]`.
+        prompt: Token ids of the prompt, int64 `[N]`.
+        continuation: Token ids that follow the prompt, int64 `[T]`.
         index: Name and options of the index.
-        k: Rows to retrieve per KV head and step.
-        chunk: Tokens of the prompt to read at a time.
+        k: Number of tokens to retrieve per KV head in each step.
+        chunk: Number of tokens of the prompt that the model reads in one forward pass.
         attach_options: Further options of `attach`.
-        on_progress: Called with the steps done and the steps in total.
+        on_progress: Function that is called with the number of steps done and of all steps.
+
+    Returns:
+        Means over the `T` steps.
 
     Raises:
-        ValueError: A tensor has another shape; also what `attach` raises.
+        ValueError: A tensor has a wrong shape, or an option of `attach` is invalid.
     """
     check.tensor("prompt", prompt, {"N": None}, torch.int64)
     check.tensor("continuation", continuation, {"T": None}, torch.int64)
@@ -98,16 +108,20 @@ def followed(
     *,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Fidelity:
-    """Run `teacher_forced` in a cache that has read the prompt.
+    """Compare a model with an index, which has read a prompt, with given logits of full attention.
 
-    After this call, the indexes are wrapped in `MeasureRecall`.
+    The model reads the continuation token by token. Its indexes are wrapped in `MeasureRecall`, and
+    remain so after this call.
 
     Args:
         model: The attached model.
-        cache: Its cache, which reads the continuation.
-        continuation: Int64 `[T]`, on the model's device.
-        full: Full attention's logits at each of these tokens, `[T, V]`.
-        on_progress: Called with the steps done and the steps in total.
+        cache: The cache of the model, with the prompt. The continuation is appended to it.
+        continuation: Token ids that follow the prompt, int64 `[T]`, on the model's device.
+        full: Logits that full attention computed after each of these tokens, `[T, V]`.
+        on_progress: Function that is called with the number of steps done and of all steps.
+
+    Returns:
+        Means over the `T` steps.
     """
     layers, steps, divergence, same = cache.attention_layers(), len(continuation), 0.0, 0
     for layer in layers:
@@ -143,22 +157,23 @@ def divergences(
 ) -> Tensor:
     """Compute the KL divergence from full attention at each token of a continuation.
 
-    The result equals that of `teacher_forced`, but all steps between two updates run in parallel
-    (`ParallelLayer`), so that thousands of steps are affordable. Every step searches, however short
-    the sequence is.
+    The divergence is the same as in `teacher_forced`. But decode steps run in parallel until the
+    next tokens are appended to the index (`ParallelLayer`), so that thousands of steps are
+    affordable. Every step searches, even in a short sequence.
 
     Args:
         model: The transformers model.
-        prompt: Int64 `[N]`.
-        continuation: Int64 `[T]`.
-        full: Logits `[T, V]` of `full_logits`.
+        prompt: Token ids of the prompt, int64 `[N]`.
+        continuation: Token ids that follow the prompt, int64 `[T]`.
+        full: Logits of full attention, `[T, V]`, as `full_logits` returns them.
         index: Name and options of the index.
-        k: Rows to retrieve per KV head and step.
-        chunk: Tokens of the prompt to read at a time.
+        k: Number of tokens to retrieve per KV head in each step.
+        chunk: Number of tokens of the prompt that the model reads in one forward pass.
         attach_options: Further options of `attach`.
 
     Returns:
-        KL divergence in nats, float64 `[T]`.
+        KL divergence of the next-token distribution with the index from that with full attention,
+        in nats, float64 `[T]`.
     """
     ids = torch.cat([prompt, continuation]).to(model.device)
     options: dict[str, Any] = {"dense_below": 0, **(attach_options or {})}
@@ -178,10 +193,17 @@ def divergences(
 
 
 def full_logits(model: PreTrainedModel, prompt: Tensor, continuation: Tensor) -> Tensor:
-    """Return full attention's logits at each token of the continuation, `[T, V]`.
+    """Return the logits of a model with full attention after each token of a continuation.
 
-    The model reads a few tokens at a time with transformers' own cache, to limit the memory of
-    attention logits.
+    The model reads 1,024 tokens in each forward pass, to limit the memory of attention logits.
+
+    Args:
+        model: The transformers model.
+        prompt: Token ids of the prompt, int64 `[N]`.
+        continuation: Token ids that follow the prompt, int64 `[T]`.
+
+    Returns:
+        Logits `[T, V]`.
     """
     ids = torch.cat([prompt, continuation]).to(model.device)
     cache, logits = DynamicCache(config=model.config), []
@@ -199,8 +221,7 @@ def _mean(values: list[float | None]) -> float | None:
 
 
 def kl(full: Tensor, other: Tensor) -> float:
-    """Return `KL(full ‖ other)` in nats between the distributions of two vectors of logits
-    `[V]`."""
+    """Return `KL(softmax(full) ‖ softmax(other))` in nats, for two vectors of logits `[V]`."""
     p = full.double().log_softmax(-1)
     q = other.double().log_softmax(-1)
     return float((p.exp() * (p - q)).sum())

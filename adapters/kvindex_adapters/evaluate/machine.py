@@ -1,4 +1,4 @@
-"""Describe the machine and the library versions of a measurement."""
+"""Describe the machine on which a measurement runs, and the versions of the libraries."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 
 
 def describe(device: str = "cpu") -> dict[str, str | int]:
-    """Return a description of the machine and of library versions, which is stored with results as
-    JSON."""
+    """Describe the machine and the versions of libraries, to be stored with measured results."""
     machine: dict[str, str | int] = {
         "platform": platform.platform(),
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""Check output files before the work starts, and write them completely or not at all."""
+"""Check output files before a long computation, and write them completely or not at all."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from pathlib import Path
 from typing import Any
 
 PICTURES = (".png", ".pdf", ".svg")
-"""Allowed endings of `--plot`. Matplotlib derives the format from the ending."""
+"""File extensions that the option `--plot` accepts. Matplotlib chooses the format by extension."""
 
 
 def check_output(name: str, path: Path | None, *, endings: tuple[str, ...] = ()) -> None:
-    """Raise OSError with the reason if a file could not be written after the work.
+    """Check that a file can be written. Commands call this function before a long computation.
 
-    The check creates a file next to `path` and removes it.
+    The check creates a temporary file in the folder of `path`, and removes it.
 
     Args:
-        name: Name of the option, for the message.
-        path: The file, or None for no check.
-        endings: Allowed ends of the name, or empty for all.
+        name: Name of the option, for the error message.
+        path: The file to write. With None, nothing is checked.
+        endings: Allowed file extensions. With an empty tuple, all extensions are allowed.
+
+    Raises:
+        OSError: The file cannot be written. The message gives the reason.
     """
     if path is None:
         return
@@ -34,26 +37,28 @@ def check_output(name: str, path: Path | None, *, endings: tuple[str, ...] = ())
         reason = error.strerror or str(error)
     if reason:
         raise OSError(
-            f"{name}: got {str(path)!r}, allowed is a file in a folder that exists and can be "
-            f"written; here {reason}"
+            f"{name}: got {str(path)!r}, which cannot be written: {reason}; pass a file in a "
+            "folder that exists and can be written"
         )
 
 
 def _hindrance(path: Path, endings: tuple[str, ...]) -> str | None:
-    """Return why the file cannot be written, or None. Raise OSError if the operating system reports
-    an error."""
+    """Return the reason why a file cannot be written, or None if it can be written.
+
+    Raise OSError if the operating system reports an error.
+    """
     if path.is_symlink() and not path.exists():
-        return "is a link to a file that does not exist"
+        return "it is a link to a file that does not exist"
     if not path.parent.is_dir():
-        return "is no such folder"
+        return "its folder does not exist"
     if path.is_dir():
-        return "is a folder"
+        return "it is a folder"
     if path.exists() and not path.is_file():
-        return "is a device, a pipe or a socket"
+        return "it is a device, a pipe or a socket"
     if endings and path.suffix.lower() not in endings:
-        return f"is a name that does not end in {' or '.join(endings)}"
+        return f"its name does not end in {' or '.join(endings)}"
     if path.exists() and not os.access(path, os.W_OK):
-        return "is a file without write permission"
+        return "it is a file without write permission"
     trial = _temporary(path)
     trial.touch()
     trial.unlink()
@@ -62,16 +67,18 @@ def _hindrance(path: Path, endings: tuple[str, ...]) -> str | None:
 
 @contextmanager
 def replacing(path: Path, name: str = "json") -> Iterator[Path]:
-    """Open a context that writes a temporary file, which then replaces `path`.
+    """Replace a file only after its new content is complete.
 
-    If anything fails, `path` is unchanged and the temporary file is removed.
+    The `with` block writes the temporary file that this function yields. At the end of the block,
+    the temporary file replaces `path`. If anything fails, `path` remains unchanged, and the
+    temporary file is removed.
 
     Args:
         path: The file to replace.
-        name: Name of the option, for the message.
+        name: Name of the option, for the error message.
 
     Raises:
-        OSError: The file system reports an error, for example no space or no permission.
+        OSError: The file system reports an error, for example that no space is left.
     """
     new = _temporary(path)
     try:
@@ -80,7 +87,7 @@ def replacing(path: Path, name: str = "json") -> Iterator[Path]:
             shutil.copymode(path, new)
         with new.open("rb") as whole:
             os.fsync(whole.fileno())  # some file systems only report here that no space is left
-        new.replace(path.resolve())  # replaces a link's target, not the link
+        new.replace(path.resolve())  # if `path` is a link, replace its target
     except OSError as error:
         raise OSError(
             f"{name}: got {str(path)!r}, which could not be written ({error.strerror or error}); "
@@ -92,24 +99,28 @@ def replacing(path: Path, name: str = "json") -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str, name: str = "json") -> None:
-    """Write a file completely or not at all. Raise OSError if that fails."""
+    """Write a text file completely, or raise OSError and leave the file unchanged."""
     with replacing(path, name) as new:
         new.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, result: Any, *, indent: int = 1) -> None:
-    """Write a result as JSON, for `--json`. Raise OSError if that fails."""
+    """Write a JSON file completely, or raise OSError and leave the file unchanged."""
     write_text(path, json.dumps(result, indent=indent) + "\n")
 
 
 def save_figure(figure: Any, path: Path, *, dpi: int) -> None:
-    """Write a figure of matplotlib, for `--plot`. Raise OSError if that fails."""
+    """Write a figure of matplotlib completely, or raise OSError and leave the file unchanged."""
     with replacing(path, "plot") as new:
         figure.savefig(new, dpi=dpi)
 
 
 def output(*endings: str) -> Callable[[str], Path]:
-    """Return a parser for argparse's `type=` that checks the path of an output file immediately."""
+    """Return a function for argparse's `type=` that checks that an output file can be written.
+
+    Args:
+        endings: Allowed file extensions. Without any, all extensions are allowed.
+    """
 
     def parsed(text: str) -> Path:
         try:
@@ -122,7 +133,9 @@ def output(*endings: str) -> Callable[[str], Path]:
 
 
 def _temporary(path: Path) -> Path:
-    """Return a temporary name with the same ending, in the folder of the file that `path` links
-    to."""
+    """Return a temporary name with the extension of `path`, in the same folder.
+
+    If `path` is a link, the folder is that of the link's target.
+    """
     real = path.resolve()
     return real.with_name(f".kvindex-{secrets.token_hex(4)}{real.suffix}")

@@ -1,4 +1,4 @@
-"""Run teacher-forced decode steps in parallel, as one batch."""
+"""Run the decode steps of a given continuation in parallel, as one batch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from kvindex.layer.retrieval import attend_over, output_of, rows_to_ask
 
 
 class ParallelLayer(AttentionLayer):
-    """A layer that, after `begin`, runs a step of several tokens as one decode step per token.
+    """An attention layer that can run the decode steps of several known tokens in parallel.
 
-    An index does not change between two updates, so all steps between two updates can search it in
-    one batch. The index observes the queries of these steps one by one before the next update. This
-    only supports one sequence without padding.
+    The tokens of a continuation are known in advance when an index is compared with full attention.
+    The index does not change until the next tokens are appended to it, so all steps before that can
+    search in one batch. Afterwards the index gets the queries of these steps in their order. Only
+    one sequence without padding is supported.
 
     Raises:
-        ValueError: The index cannot search for several steps in one batch (it lacks
+        ValueError: The index cannot search for several steps in one batch (it lacks the capability
             `ExpandsBatch`).
     """
 
@@ -33,12 +34,16 @@ class ParallelLayer(AttentionLayer):
         self._expanding()
 
     def begin(self) -> None:
-        """End the prompt: the tokens that follow are decode steps."""
+        """End the prompt. Later calls of `step` run each token as a decode step."""
         self._updates.end_prompt()
         self._begun = True
 
     def pause(self) -> None:
-        """Treat the tokens that follow as a prompt, or as single steps, until `begin`."""
+        """End what `begin` started.
+
+        Until the next `begin`, a call of `step` with one token is a decode step, and a call with
+        several tokens reads a part of a prompt.
+        """
         self._begun = False
 
     def step(
@@ -53,23 +58,26 @@ class ParallelLayer(AttentionLayer):
         ids: Tensor | None = None,
         visible: Tensor | None = None,
     ) -> Tensor:
-        """Compute the outputs of `AttentionLayer.step` for each token one by one.
+        """Compute attention for `T` tokens, as `T` decode steps if `begin` was called.
+
+        The outputs equal those of `T` calls of `AttentionLayer.step` with one token each.
 
         Args:
-            queries: As in `AttentionLayer.step`, for one sequence.
-            keys: As in `AttentionLayer.step`.
-            values: As in `AttentionLayer.step`.
-            valid: As in `AttentionLayer.step`.
-            bias: Must be None after `begin`.
-            sink_logits: As in `AttentionLayer.step`.
-            ids: Must be None after `begin`.
-            visible: Must be None after `begin`.
+            queries: Queries `[1, H, T, D]`.
+            keys: Keys `[1, G, T, D]`.
+            values: Values `[1, G, T, Dv]`.
+            valid: Which tokens are no padding, as in `AttentionLayer.step`.
+            bias: Bias of the logits, as in `AttentionLayer.step`. Must be None after `begin`.
+            sink_logits: Sink logits, as in `AttentionLayer.step`.
+            ids: Positions that the caller chose, as in `AttentionLayer.step`. Must be None after
+                `begin`.
+            visible: Mask, as in `AttentionLayer.step`. Must be None after `begin`.
 
         Returns:
             Attention outputs `[1, H, T, Dv]`.
 
         Raises:
-            ValueError: `begin` was called, and bias, ids or visible is a tensor.
+            ValueError: `begin` was called, and `bias`, `ids` or `visible` is a tensor.
         """
         own: dict[str, Any] = dict(bias=bias, ids=ids, visible=visible)
         if not self._begun:
@@ -78,7 +86,7 @@ class ParallelLayer(AttentionLayer):
         for name, given in own.items():
             if given is not None:
                 raise ValueError(
-                    f"{name}: got a tensor, allowed is None where steps run in parallel"
+                    f"{name}: got a tensor, allowed is None while decode steps run in parallel"
                 )
         keys, values, _ = self._checked(queries, keys, values, valid)
         sinks = checked_sinks(sink_logits, queries)
@@ -96,22 +104,27 @@ class ParallelLayer(AttentionLayer):
         return torch.cat(outputs, dim=2)
 
     def attend(self, queries: Tensor, *, sink_logits: Tensor | None = None) -> Tensor:
-        """See `AttentionLayer.attend`. Raise ValueError while steps run in parallel."""
+        """Attend to the keys and values of this layer with the queries of another layer.
+
+        Raises:
+            ValueError: Decode steps run in parallel, which this method does not support.
+        """
         if self._begun:
             raise ValueError(
-                "queries: got those of a layer that shares the keys of another layer, allowed is "
-                "a layer with its own keys while steps run in parallel"
+                "queries: got the queries of a layer that shares another layer's keys and values, "
+                "but parallel decode steps support only layers with keys of their own"
             )
         return super().attend(queries, sink_logits=sink_logits)
 
     def _steps(self, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
-        """Run the steps between two updates. Return the output, `[1, H, T, Dv]`.
+        """Run `T` decode steps, during which nothing is appended to the index, as one batch.
 
-        The queries are `[1, H, T, D]`, and the sinks `[1, H, T]` or None.
+        The queries are `[1, H, T, D]`, and the sink logits `[1, H, T]` or None. Return the
+        attention outputs `[1, H, T, Dv]`.
         """
         T, before = queries.shape[2], len(self._window)
         self._window.append(len(self.index), keys, values, None)
-        each = queries[0].transpose(0, 1).contiguous()  # each step is a sequence of a batch
+        each = queries[0].transpose(0, 1).contiguous()  # decode step t is sequence t of the batch
         index = self._expanding().expand_batch(T)
         hits = index.search(each, k=rows_to_ask(self.index, self.k), coverage=self.coverage)
         rows = torch.arange(before + T, device=queries.device)
@@ -127,13 +140,12 @@ class ParallelLayer(AttentionLayer):
         return output.transpose(0, 1)[None]
 
     def _expanding(self) -> ExpandsBatch:
-        """Return the index's capability to search for several steps. Raise ValueError without
-        it."""
+        """Return the index as `ExpandsBatch`. Raise ValueError if it lacks this capability."""
         index = capability(self.index, ExpandsBatch)
         if index is None:
             raise ValueError(
                 f"index: got {type(self.index).__name__}, whose searches depend on earlier steps "
-                "or serve one step at a time; allowed is an index that can search for several "
-                "steps in one batch (`ExpandsBatch`), or a layer that runs them one by one"
+                "or serve one step at a time, so decode steps cannot run in parallel; pass an "
+                "index with the capability `ExpandsBatch`, or use `AttentionLayer`"
             )
         return index

@@ -1,4 +1,4 @@
-"""Calibrate `triattention` for a model: average the queries of each layer over a text."""
+"""Calibrate the index `triattention` for a model: average the queries of each layer over a text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvindex_adapters.hf.generation.prefill import prefill
 
 
 class _Averager(Wrapper):
-    """Averages the observed queries and counts them."""
+    """A wrapper around an index that computes the mean of the layer's queries."""
 
     own = frozenset({ObservesQueries})
 
@@ -48,22 +48,23 @@ def calibrate_centers(
     chunk: int = 1024,
     on_progress: Progress | None = None,
 ) -> dict[int, dict[str, Centers]]:
-    """Return the query centers of each full-attention layer, for `attach(layer_options=…)`.
+    """Compute the mean query of each full-attention layer, which the index `triattention` needs.
 
-    The model reads the text with full attention.
+    The model reads a text with full attention. Pass the result to `attach(layer_options=…)`.
 
     Args:
         model: The transformers model.
-        ids: Text, int64 `[N]`, at least two tokens.
-        chunk: Tokens to read at a time.
-        on_progress: Called with the phase, the tokens done and the tokens in total.
+        ids: Token ids of the text, int64 `[N]`, at least two.
+        chunk: Number of tokens that the model reads in one forward pass.
+        on_progress: Function that is called with the phase ("prefill"), the number of tokens read,
+            and the number of all tokens.
 
     Returns:
-        Layer number -> options of the index.
+        Number of a layer -> options of the layer's index.
 
     Raises:
-        ValueError: `ids` has another shape or too few tokens, or the model's rotary frequencies are
-            unknown; also what `attach` raises.
+        ValueError: `ids` has a wrong shape or fewer than two tokens, the model's rotary frequencies
+            are unknown, or `attach` does not support the model.
 
     Source: TriAttention (docs/indexes/triattention.md).
     """
@@ -73,13 +74,13 @@ def calibrate_centers(
     def averager(**geometry: Any) -> KVIndex:
         if geometry.get("rope") is None:
             raise ValueError(
-                "model: got one whose rotary embedding is unknown, allowed is one with fixed "
-                "frequencies that rotates coordinates in two halves"
+                "model: got a model whose rotary embedding is unknown, allowed is a rotary "
+                "embedding with fixed frequencies that pairs the two halves of the coordinates"
             )
         return _Averager(kvindex.create("exact", **geometry))
 
-    # Without a window, each token is in the index after its step. `dense_below` is so large that no
-    # step searches.
+    # Without a local window, every token is appended to the index immediately. `dense_below` is
+    # larger than any text, so the model always uses full attention.
     regions: Any = dict(sink=0, local_window=0, update_every=1, dense_below=2**62)
     with attach(model, index=averager, **regions) as cache, torch.no_grad():
         prefill(model, ids.to(model.device), cache, stop=len(ids), chunk=chunk, report=on_progress)

@@ -1,4 +1,4 @@
-"""Recall and attention coverage of an index on captured keys."""
+"""Measure recall and coverage of an index on queries and keys that a model computed."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ from kvindex.ops.select import top_k
 from kvindex_adapters.evaluate.capture import Captured
 
 SINK = 64
-"""Number of first tokens that are left out, because a layer always attends to them."""
+"""Number of tokens at the beginning of a text that are left out, because attention always reads
+them without a search."""
 
 TOKENS = 4096
-"""Number of tokens by which the fixed bytes of an index are divided, to include them in bytes per
-key."""
+"""Number of tokens in the index whose bytes per key are measured.
+
+Memory that does not grow with the number of tokens is divided by this number.
+"""
 
 
 @dataclass(frozen=True)
 class Recall:
-    """Means over queries for each layer and query head, each float64 `[L, H]`.
+    """Recall and coverage of each layer and query head, as means over queries, float64 `[L, H]`.
 
     Args:
-        recall: Fraction of the true top `k` rows by `q·k` that was retrieved.
-        coverage: Total attention weight of the retrieved rows, where the softmax is over all rows
-            of the index.
-        coverage_true: Total attention weight of the true top `k` rows.
+        recall: Fraction of the `k` tokens with the largest `q·k` that the index retrieved.
+        coverage: Sum of the attention weights of the retrieved tokens. The weights of all tokens in
+            the index add up to 1.
+        coverage_true: Sum of the attention weights of the `k` tokens with the largest `q·k`.
     """
 
     recall: Tensor
@@ -43,16 +46,21 @@ class Recall:
 def measure(
     layers: Sequence[Captured], index: str, *, k: int, prompt: int, first: int | None = None
 ) -> Recall:
-    """Measure recall. Each query head searches the prompt's rows separately (`G = H`).
+    """Measure recall and coverage of an index on the captured keys of a prompt.
 
-    The sink's rows are left out. The queries are those captured after the first `prompt` tokens.
+    Each query head searches separately, as if it had its own KV head. The first `SINK` tokens are
+    not in the index. The queries are those of tokens after the prompt.
 
     Args:
-        layers: Captured layers.
+        layers: Captured queries, keys and values of the layers.
         index: Name and options of the index.
-        k: Rows to retrieve.
-        prompt: Tokens of the prompt.
-        first: Number of tokens in the first append, from which an index may learn; None for all.
+        k: Number of tokens to retrieve per query head.
+        prompt: Number of tokens of the prompt.
+        first: Number of tokens in the first append, from which the index may learn parameters such
+            as centroids. None appends all tokens at once.
+
+    Returns:
+        Means over queries for each layer and query head.
     """
     measured = []
     for layer in layers:
@@ -71,7 +79,10 @@ def measure(
 
 
 def bytes_per_key(index: str, head_dim: int) -> dict[str, float]:
-    """Return `BaseIndex.bytes_per_key` for keys in bfloat16."""
+    """Return the memory that an index needs per key in bytes, as name of the data -> bytes.
+
+    Keys are bfloat16 with `head_dim` coordinates.
+    """
     options: dict[str, Any] = dict(q_heads=1, kv_heads=1, head_dim=head_dim, rope=torch.ones(1))
     trial = kvindex.create(index, dtype=torch.bfloat16, **options)
     assert isinstance(trial, BaseIndex)
@@ -82,8 +93,10 @@ def bytes_per_key(index: str, head_dim: int) -> dict[str, float]:
 def _prepare(
     layer: Captured, spec: str, prompt: int, first: int | None
 ) -> tuple[KVIndex, Tensor, Tensor]:
-    """Return an index expanded to `T` sequences, queries `[T, H, D]`, and true `q·k` `[T, H,
-    N]`."""
+    """Return a filled index, queries `[T, H, D]`, and the exact scores `q·k`, `[T, H, N]`.
+
+    The index serves `T` sequences with the same keys, one for each query.
+    """
     H, T, D = layer.queries.shape
     keys = layer.keys[None, :, SINK:prompt].repeat_interleave(H // len(layer.keys), dim=1)
     index = kvindex.create(
@@ -105,7 +118,7 @@ def _prepare(
 
 
 def _flags(ids: Tensor, scores: Tensor) -> Tensor:
-    """Return bool flags of the rows in `ids`, in the shape of `scores`."""
+    """Return a bool tensor in the shape of `scores`, True at the token ids in `ids`."""
     width = scores.shape[-1]
     flags = torch.zeros((*scores.shape[:-1], width + 1), dtype=torch.bool, device=scores.device)
     return flags.scatter_(-1, torch.where(ids < 0, width, ids), True)[..., :width]

@@ -1,4 +1,7 @@
-"""Calibrate the threshold `tau` of `kvindex.wrappers.Reuse` for a model."""
+"""Calibrate the threshold `tau` of the wrapper `kvindex.wrappers.Reuse` for a model.
+
+The wrapper reuses the result of the last search while successive queries are similar.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +23,21 @@ from kvindex_adapters.evaluate.capture import Captured, capture
 from kvindex_adapters.evaluate.recall import SINK
 
 ALWAYS = math.nextafter(1.0, 2.0)
-"""Smallest threshold with which every step searches."""
+"""Smallest threshold with which every decode step searches: just above the largest similarity."""
 
 TAUS = (-1.0, 0.0, *(percent / 100 for percent in range(50, 101)), ALWAYS)
-"""Thresholds to try. The similarity of successive queries is rarely below 0.5."""
+"""Thresholds to try by default. The similarity of successive queries is rarely below 0.5."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """Results of one threshold, as means over layers and steps.
+    """The effect of one threshold, as means over layers and decode steps.
 
     Args:
         tau: The threshold.
-        rate: Fraction of steps that searched.
-        overlap: Fraction of a step's best `k` rows (by exact search) that are among the hits that
-            it used.
+        rate: Fraction of decode steps that search. The other steps reuse the last search result.
+        overlap: Of the tokens that an exact search would retrieve in a decode step, the fraction
+            that the search result in use contains.
     """
 
     tau: float
@@ -47,8 +50,8 @@ class Calibration:
     """The result of a calibration.
 
     Args:
-        tau: The smallest threshold whose overlap is large enough.
-        points: Results of all thresholds, ascending.
+        tau: The smallest threshold with a sufficient overlap.
+        points: The effects of all thresholds that were tried, in ascending order.
     """
 
     tau: float
@@ -56,7 +59,7 @@ class Calibration:
 
     @property
     def chosen(self) -> Point:
-        """The point of the threshold `tau`."""
+        """The effect of the chosen threshold `tau`."""
         return next(point for point in self.points if point.tau == self.tau)
 
 
@@ -71,34 +74,38 @@ def calibrate_tau(
     chunk: int = 1024,
     on_progress: Progress | None = None,
 ) -> Calibration:
-    """Find the smallest `tau` with which the hits in use contain enough of each step's best rows.
+    """Find the smallest `tau` with which reused search results are still good enough.
 
-    The model reads the text. Its newest tokens are treated as decode steps. These steps search all
-    earlier tokens, except the first `SINK` tokens, exactly. A threshold with which every step
-    searches is always tried.
+    The model reads a text. Its last `steps` tokens are treated as decode steps that search all
+    tokens before them exactly, except the first `SINK` tokens. A threshold with which every step
+    searches is tried in addition to `taus`.
 
     Args:
         model: The transformers model.
-        ids: Text, int64 `[N]`.
-        steps: Number of newest tokens that count as decode steps.
-        k: Rows to retrieve.
-        overlap: Fraction of a step's best `k` rows that the used hits must contain, in (0, 1].
+        ids: Token ids of the text, int64 `[N]`.
+        steps: Number of tokens at the end of the text that count as decode steps.
+        k: Number of tokens to retrieve per KV head in each step.
+        overlap: Fraction of the `k` best tokens of a step that the search result in use must
+            contain, as a mean over steps and layers, in (0, 1].
         taus: Thresholds to try.
-        chunk: Tokens to read at a time.
-        on_progress: Called with the phase, the tokens done and the tokens in total.
+        chunk: Number of tokens that the model reads in one forward pass.
+        on_progress: Function that is called with the phase ("prefill"), the number of tokens read,
+            and the number of all tokens.
 
     Returns:
-        The threshold, and the results of all thresholds.
+        The chosen threshold, and the effects of all thresholds.
 
     Raises:
-        ValueError: A size is out of range; also what `capture` raises.
+        ValueError: A size is out of range, or `attach` does not support the model.
     """
     check.within("overlap", overlap, 0, 1)
     check.tensor("ids", ids, {"N": None}, torch.int64)
     check.at_least("k", k, 1)
     room = len(ids) - SINK - k
     if check.at_least("steps", steps, 1) > room:
-        raise ValueError(f"steps: got {steps}, allowed is up to {room} for {len(ids)} tokens")
+        raise ValueError(
+            f"steps: got {steps}, allowed is at most {room} for a text of {len(ids)} tokens"
+        )
     layers = capture(model, ids, queries=steps + 1, chunk=chunk, on_progress=on_progress)
     return calibrated(layers, k=k, overlap=overlap, taus=taus)
 
@@ -106,8 +113,10 @@ def calibrate_tau(
 def calibrated(
     layers: Sequence[Captured], *, k: int, overlap: float, taus: Sequence[float] = TAUS
 ) -> Calibration:
-    """Calibrate from captured layers, whose first query is that of the token before the first
-    step."""
+    """Find the threshold as `calibrate_tau` does, for queries and keys that are already captured.
+
+    The first captured query is that of the token before the first decode step.
+    """
     tried = sorted({float(tau) for tau in taus} | {ALWAYS})
     rates, overlaps = torch.zeros(2, len(tried), dtype=torch.float64)
     for layer in layers:
@@ -130,13 +139,16 @@ def calibrated(
 
 
 def _similarities(layer: Captured) -> Tensor:
-    """Return the similarity of each step's query to the one before, `[T - 1]`."""
+    """Return the similarity of each decode step's query to the previous query, `[T - 1]`."""
     directions = normalize(layer.queries.float(), dim=-1).transpose(0, 1)  # [T, H, D]
     return similarity(directions[:-1], directions[1:]).clamp(-1, 1)
 
 
 def _best(layer: Captured, k: int) -> Tensor:
-    """Return the best `k` rows of each step, int64 `[T - 1, G, k]`, as `exact` finds them."""
+    """Return the ids of the `k` tokens that an exact search retrieves in each decode step.
+
+    The shape is `[T - 1, G, k]`, int64.
+    """
     T = layer.queries.shape[1] - 1
     keys = layer.keys[:, SINK : layer.keys.shape[1] - T].float()
     queries = layer.queries[:, 1:].float()

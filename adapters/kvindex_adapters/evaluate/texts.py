@@ -1,5 +1,4 @@
-"""Texts in every Python installation: prose of the reference documentation, and the standard
-library's code."""
+"""Texts that every Python installation contains: reference documentation and library code."""
 
 from __future__ import annotations
 
@@ -11,8 +10,10 @@ from pathlib import Path
 
 
 def python_reference() -> list[str]:
-    """Return paragraphs of prose from `pydoc_data.topics` (the Python documentation; PSF
-    license)."""
+    """Return paragraphs of prose from the Python language reference.
+
+    The module `pydoc_data.topics` contains them (PSF license).
+    """
     from pydoc_data.topics import topics
 
     texts: dict[str, None] = {}
@@ -39,7 +40,10 @@ def python_source() -> str:
 
 
 def main() -> None:
-    """Write prose.txt and code.txt, up to 400,000 characters each, to the folder in argv."""
+    """Write prose.txt and code.txt to the folder that the command line names.
+
+    Each file has at most 400,000 characters.
+    """
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     prose = python_reference()

@@ -102,8 +102,8 @@ def test_indexes_lists_all():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "prompt: got neither, allowed is either --prompt or --prompt-file"),
-        (("--prompt", "Hello", "--prompt-file", "TEXT"), "prompt: got both"),
+        ((), "prompt, prompt-file: got neither; pass one of the two options"),
+        (("--prompt", "Hello", "--prompt-file", "TEXT"), "prompt, prompt-file: got both"),
         (("--prompt", " "), "prompt: got ' '"),
         (("--prompt", "Hello", "--ask", "Who?", "--ask", ""), "ask: got ''"),
         (("--prompt", "Hello", "--sink", "-1"), "sink: got -1"),
@@ -124,7 +124,10 @@ def test_indexes_lists_all():
         (("--prompt", "Hello", "--top-k", "0"), "top_k: got 0"),
         (("--prompt", "Hello", "--min-p", "0"), "min_p: got 0"),
         (("--prompt", "Hello", "--repetition-penalty", "-1"), "repetition_penalty: got -1"),
-        (("--prompt", "Hello", "--json", "/dev/full"), "json: got '/dev/full', allowed is a file"),
+        (
+            ("--prompt", "Hello", "--json", "/dev/full"),
+            "json: got '/dev/full', which cannot be written",
+        ),
         (("--prompt-file", "no-such-file"), "prompt-file: got 'no-such-file'"),
         (("--prompt-file", "EMPTY"), "which is empty"),
         (("--prompt-file", "BINARY"), "allowed is UTF-8 text"),
@@ -146,9 +149,12 @@ def test_indexes_lists_all():
         (("--prompt", "Hi", "--load-cache", "nowhere"), "folder: got 'nowhere', which has no man"),
         (
             ("--prompt", "Hi", "--save-cache", "x", "--index", "none"),
-            "one of them with --index none, all",
+            "one of them with --index none, but",
         ),
-        (("--prompt", "Hi", "--token-graph", "--index", "none"), "token_graph: got True with i"),
+        (
+            ("--prompt", "Hi", "--token-graph", "--index", "none"),
+            "token_graph: got True with --index none",
+        ),
     ],
 )
 def test_a_users_mistake_is_one_line_and_status_2(
@@ -244,7 +250,7 @@ CLOSED = ("sh", "-c", 'exec "$@" >&-', "sh")
 def test_a_closed_output_is_told_first(command):
     done = process(MAIN, *COMMANDS[command], before=CLOSED)
     assert done.returncode == 2
-    assert done.stderr == "error: standard output: got a closed one, allowed is an open one\n"
+    assert done.stderr == "error: standard output: got a closed stream, allowed is an open stream\n"
 
 
 @pytest.mark.parametrize("command", [*COMMANDS.values(), ("generate", "--help")])
@@ -258,7 +264,9 @@ def test_an_output_that_lacks_characters_is_told_first(command):
 def test_an_argument_that_is_not_utf_8_is_told_first():
     done = process(MAIN, "generate", "--prompt", b"caf\xe9")
     assert done.returncode == 2, done.stderr
-    assert done.stderr == "error: argument 3: got 'caf\\udce9', allowed is UTF-8\n"
+    assert (
+        done.stderr == "error: command-line argument 3: got 'caf\\udce9', allowed is UTF-8 text\n"
+    )
 
 
 def test_a_byte_order_mark_is_not_part_of_a_text(tmp_path, monkeypatch):
@@ -269,7 +277,7 @@ def test_a_byte_order_mark_is_not_part_of_a_text(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="which is empty"):
         common.read_text(path)
     monkeypatch.setattr("sys.stdin", None)
-    with pytest.raises(ValueError, match="prompt-file: got '-' with a closed standard input"):
+    with pytest.raises(ValueError, match="prompt-file: got '-', which reads standard input"):
         common.read_text(Path("-"))
 
 
@@ -567,8 +575,8 @@ def test_a_prompt_without_questions_is_saved_but_for_its_end(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("--prompt", words(50, 3)), "of 48 tokens, of which the prompt begins with"),
-        (("--prompt", words(30)), "of 48 tokens, of which the prompt begins with 28"),
+        (("--prompt", words(50, 3)), "with 48 tokens, but only the first"),
+        (("--prompt", words(30)), "with 48 tokens, but only the first 28 equal"),
         (("--prompt", words(50), "--sink", 5), "layer.sink = 4, allowed is 5"),
         (("--prompt", words(50), "--index", "quest"), "index = 'Exact', allowed is 'Quest'"),
     ],

@@ -76,7 +76,7 @@ def test_they_come_to_the_numbers_of_one_process(tmp_path):
 @pytest.mark.parametrize(
     ("load", "message"),
     [
-        pytest.param(die, "jobs: a worker ended with exit code 3", marks=pytest.mark.slow),
+        pytest.param(die, "jobs: a worker process ended with exit code 3", marks=pytest.mark.slow),
         (refuse, "model: got 'nowhere', allowed is a folder that exists"),
     ],
 )

@@ -150,9 +150,12 @@ def test_what_an_index_cannot_do_is_told_in_words_and_tried_again(model, tmp_pat
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (dict(tokens=(600,)), "tokens: got 600, allowed is up to 512"),
-        (dict(tokens=(60, 200)), "text: got 120 tokens, allowed is 200 or more"),
-        (dict(tokens=(10,)), "steps: got 6, allowed is up to half of 10 tokens"),
+        (dict(tokens=(600,)), "tokens: got 600, allowed is at most 512"),
+        (dict(tokens=(60, 200)), "text: got 120 tokens, allowed is at least 200"),
+        (
+            dict(tokens=(10,)),
+            "steps: got 6, allowed is at most half of the shortest prompt, which has 10",
+        ),
     ],
 )
 def test_lengths_that_cannot_be_are_refused(model, tmp_path, plan, message):
@@ -165,7 +168,7 @@ def test_a_folder_is_of_one_kind_of_settings(tmp_path):
     SETTINGS.claim(tmp_path / "new")
     SETTINGS.claim(tmp_path / "new")
     with pytest.raises(
-        ValueError, match=r"dtype: got 'float16', allowed is 'float32', the setting"
+        ValueError, match=r"dtype: got 'float16', but the results in .* were measured with"
     ):
         Settings("tiny", "random", dtype="float16", steps=6, regions=SETTINGS.regions).claim(
             tmp_path / "new"
@@ -180,9 +183,9 @@ def test_a_folder_is_of_one_kind_of_settings(tmp_path):
     [
         (
             dict(indexes=("exact", "exact")),
-            r"index: got \['exact', 'exact'\], allowed is each once",
+            r"index: got \['exact', 'exact'\], allowed are different values",
         ),
-        (dict(ks=()), "k: got none"),
+        (dict(ks=()), "k: got no value"),
         (dict(tokens=(0,)), "tokens: got 0"),
         (dict(tries=0), "tries: got 0"),
     ],

@@ -123,13 +123,21 @@ def test_mathematics_wants_a_box(record, write, tokenizer):
 @pytest.mark.parametrize(
     ("name", "record", "said"),
     [
-        ("a.jsonl", {"text": "x"}, r"file: got a line with \['text'\], allowed is \['answers', "),
+        (
+            "a.jsonl",
+            {"text": "x"},
+            r"file: got a line with the fields \['text'\], allowed is \['answers', ",
+        ),
         ("a.jsonl", {**LONGBENCH, "dataset": "other"}, "dataset: got 'other', allowed is one of"),
         ("a.jsonl", {**LONGBENCH, "context": 3}, "context: got 3, allowed is a string"),
-        ("a.jsonl", {**LONGBENCH, "answers": []}, "answers: got none, allowed is at least one"),
-        ("a.jsonl", CHOICE, "file: got 'a', allowed is one of"),
-        ("a.jsonl", {"problem": "?", "solution": "3"}, "solution: got one without"),
-        ("a.jsonl", [3], "allowed is an object of JSON"),
+        (
+            "a.jsonl",
+            {**LONGBENCH, "answers": []},
+            "answers: got an empty list, allowed is at least one",
+        ),
+        ("a.jsonl", CHOICE, "file name: got 'a', allowed is one of"),
+        ("a.jsonl", {"problem": "?", "solution": "3"}, "solution: got a text without"),
+        ("a.jsonl", [3], "allowed is a JSON object"),
     ],
 )
 def test_lines_of_no_format_are_refused(name, record, said, write, tokenizer):

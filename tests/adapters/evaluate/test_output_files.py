@@ -28,15 +28,15 @@ def bounded_files():
 
 
 def refused(path):
-    with pytest.raises(OSError, match="allowed is a file in a folder that exists") as told:
+    with pytest.raises(OSError, match="pass a file in a folder that exists") as told:
         check_output("json", path)
     assert str(told.value).startswith(f"json: got {str(path)!r}, ")
     return str(told.value)
 
 
 def test_what_cannot_be_written_is_refused_before_the_work(tmp_path):
-    assert "here is a folder" in refused(tmp_path)
-    assert "is no such folder" in refused(tmp_path / "missing" / "a.json")
+    assert "it is a folder" in refused(tmp_path)
+    assert "its folder does not exist" in refused(tmp_path / "missing" / "a.json")
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
     assert "a link to a file that does not exist" in refused(tmp_path / "link")
     os.mkfifo(tmp_path / "pipe")
@@ -128,4 +128,6 @@ def test_argparse_refuses_in_the_same_words(tmp_path, capsys):
     assert parser.parse_args(["--json", str(tmp_path / "a")]).json == tmp_path / "a"
     with pytest.raises(SystemExit):
         parser.parse_args(["--json", "/nowhere/a.json"])
-    assert "argument --json: got '/nowhere/a.json', allowed is a file" in capsys.readouterr().err
+    assert (
+        "argument --json: got '/nowhere/a.json', which cannot be written" in capsys.readouterr().err
+    )

@@ -46,7 +46,7 @@ def test_centers_of_a_text_serve_a_padded_batch():
 
 
 def test_what_cannot_be_calibrated_is_refused():
-    with pytest.raises(ValueError, match="model: got one whose rotary embedding is unknown"):
+    with pytest.raises(ValueError, match="model: got a model whose rotary embedding is unknown"):
         calibrate_centers(build("glm4"), prompt(1, 20)["input_ids"][0])
     with pytest.raises(ValueError, match="ids: got shape"):
         calibrate_centers(build("llama"), prompt(1, 20)["input_ids"])

@@ -66,7 +66,7 @@ def test_of_a_model_and_a_text(layers):
     ("options", "words"),
     [
         (dict(overlap=0), "overlap: got 0"),
-        (dict(steps=125), "steps: got 125, allowed is up to 124 for 200 tokens"),
+        (dict(steps=125), "steps: got 125, allowed is at most 124 for a text of 200"),
         (dict(k=0), "k: got 0"),
     ],
 )

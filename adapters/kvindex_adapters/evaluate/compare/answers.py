@@ -1,8 +1,8 @@
-"""Generate greedy answers with full attention, and with an index.
+"""Generate greedy answers with full attention and with an index.
 
-Several expected tokens are read in one step, and accepted as long as they are the most likely ones,
-as in speculative decoding (Stern et al., 2018). For full attention, the expected tokens are those
-of a right answer. For an index, they are full attention's answer.
+To save time, the model reads several guessed tokens in one forward pass, and accepts them up to the
+first that is not the most likely token, as in speculative decoding (Stern et al., 2018). With full
+attention, the guess is a right answer. With an index, the guess is the answer of full attention.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from kvindex_adapters.evaluate.fidelity import BLOCK
 
 
 class Steps(Protocol):
-    """A model with a cache that can be restored to an earlier state."""
+    """A model with a KV cache that can be restored to an earlier state."""
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model."""
+        """The transformers model."""
         ...
 
     def step(self, ids: Tensor) -> Tensor:
-        """Read ids int64 `[T]`, and return the logits `[T, V]` after each of them."""
+        """Read tokens with ids int64 `[T]`, and return the logits `[T, V]` after each token."""
         ...
 
     def checkpoint(self) -> Any:
-        """Return the state of the cache, for `rollback`."""
+        """Return the state of the KV cache, for a later call of `rollback`."""
         ...
 
     def rollback(self, checkpoint: Any) -> None:
-        """Restore the state that `checkpoint` returned."""
+        """Restore the state of the KV cache that `checkpoint` returned."""
         ...
 
 
@@ -46,12 +46,13 @@ def _never(answer: list[int]) -> bool:
 
 @dataclass(frozen=True)
 class Limit:
-    """Where an answer ends.
+    """The conditions under which the generation of an answer stops.
 
     Args:
-        most: Longest answer, in tokens.
+        most: Maximum length of an answer in tokens.
         ends: Ids of tokens that end an answer.
-        settled: Function of an answer that returns True if no further token can change its score.
+        settled: Function that takes an answer's token ids, and returns True if no further token can
+            change the answer's score.
     """
 
     most: int
@@ -62,28 +63,28 @@ class Limit:
     def of(
         cls, model: PreTrainedModel, most: int, settled: Callable[[list[int]], bool] = _never
     ) -> Self:
-        """Make a limit, with the end tokens of the model's generation configuration."""
+        """Make a limit whose end tokens are those of the model's generation configuration."""
         config: Any = model.generation_config
         end = None if config is None else config.eos_token_id
         ends = () if end is None else (end,) if isinstance(end, int) else tuple(end)
         return cls(most, ends, settled)
 
     def reached(self, answer: list[int]) -> bool:
-        """Return True if an answer of at least one token ends here."""
+        """Return True if generation stops after these tokens, of which there is at least one."""
         return len(answer) >= self.most or answer[-1] in self.ends or self.settled(answer)
 
 
 def continued(
     steps: Steps, answer: list[int], limit: Limit, guesses: Sequence[list[int]] = ()
 ) -> list[int]:
-    """Continue an answer with the most likely tokens. Its last token has not been read yet.
+    """Continue an answer with the most likely tokens, and return the whole answer.
 
     Args:
-        steps: The model and its cache.
-        answer: The tokens so far.
-        limit: Where the answer ends.
-        guesses: Ids that may follow. If the answer's end equals the beginning of a guess, the rest
-            of that guess is tried.
+        steps: The model and its KV cache, which contains all tokens but the last one of `answer`.
+        answer: Token ids of the beginning of the answer.
+        limit: The conditions under which the answer ends.
+        guesses: Texts, as token ids, that the answer may contain. While the end of the answer
+            equals the beginning of a guess, the model reads the rest of that guess in one pass.
     """
     answer = list(answer)
     while not limit.reached(answer):
@@ -95,16 +96,16 @@ def continued(
 
 
 def checked(indexed: Indexed, draft: list[int], limit: Limit) -> list[int]:
-    """Return the answer with an index that has read the prompt.
+    """Generate the answer of a model with an index that has read the prompt.
 
-    The first token is the draft's, because every index reads the prompt exactly. If steps can run
-    in parallel, they read the draft up to the first token that is not the most likely one with the
-    index. The rest is generated token by token.
+    The first token is that of full attention, because attention is exact while a prompt is read. If
+    the index supports parallel decode steps, they accept tokens of the draft up to the first that
+    is not the most likely token with the index. The other tokens are generated one by one.
 
     Args:
         indexed: The model with the index.
-        draft: Full attention's answer.
-        limit: Where the answer ends.
+        draft: Token ids of the answer of full attention.
+        limit: The conditions under which the answer ends.
     """
     answer = draft[:1]
     indexed.begin()
@@ -116,8 +117,11 @@ def checked(indexed: Indexed, draft: list[int], limit: Limit) -> list[int]:
 
 
 def expected(answer: list[int], guesses: Sequence[list[int]]) -> list[int]:
-    """Find the guess whose beginning equals the longest possible end of the answer. Return its
-    rest."""
+    """Return the tokens that a guess expects after the answer.
+
+    Of all guesses, choose the one with the longest beginning that equals the end of the answer, and
+    return the rest of that guess. Return an empty list if no beginning equals the end.
+    """
     rest, longest = list[int](), 0
     for guess in guesses:
         for size in range(min(len(answer), len(guess) - 1), longest, -1):
@@ -128,28 +132,29 @@ def expected(answer: list[int], guesses: Sequence[list[int]]) -> list[int]:
 
 
 def _most_likely(steps: Steps, token: int, ahead: list[int]) -> list[int]:
-    """Read a token, and the tokens of `ahead` up to the first that is not the most likely one.
+    """Read `token`, then those tokens of `ahead` that are the most likely ones.
 
-    Return the accepted tokens of `ahead`, and the next most likely token, which has not been read.
+    Return the accepted tokens of `ahead`, followed by the most likely next token, which the model
+    has not read.
     """
     before = steps.checkpoint()
     found = _after(steps, [token, *ahead])
     right = _common(found, ahead)
-    if right < len(ahead):  # read again, only the accepted tokens
+    if right < len(ahead):  # remove all tokens, and read only the accepted ones again
         steps.rollback(before)
         _after(steps, [token, *ahead[:right]])
     return found[: right + 1]
 
 
 def _after(steps: Steps, ids: list[int]) -> list[int]:
-    """Read ids, and return the most likely token after each of them."""
+    """Read tokens with the given ids, and return the id of the most likely token after each."""
     logits = steps.step(torch.tensor(ids, device=steps.model.device))
     found: list[int] = logits.argmax(-1).tolist()
     return found
 
 
 def _common(some: list[int], others: list[int]) -> int:
-    """Return the length of the common prefix of two answers."""
+    """Return the length of the common prefix of two lists."""
     count = 0
     for one, other in zip(some, others, strict=False):
         if one != other:

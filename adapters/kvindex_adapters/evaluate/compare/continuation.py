@@ -1,4 +1,8 @@
-"""Measure steps along a text: divergence from full attention, rows, bytes, time and memory."""
+"""Measure decode steps that read a given text, with full attention and with an index.
+
+Measured are the KL divergence from full attention, the keys and values that a step reads, time, and
+memory.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +19,23 @@ from kvindex_adapters.evaluate.compare.replay import FullAttention, Indexed
 from kvindex_adapters.evaluate.fidelity import BLOCK
 
 TIMED, UNTIMED = 12, 4
-"""TIMED: steps that are timed. UNTIMED: steps before these, which allocate buffers and compile
-kernels."""
+"""Numbers of decode steps. `TIMED` steps are timed.
+
+`UNTIMED` steps run before them, in which buffers are allocated and kernels are compiled.
+"""
 
 
 @dataclass(frozen=True)
 class Steady:
-    """The cost of one decode step that does not run in parallel with others.
+    """The cost of one decode step, measured while steps run one after another.
 
     Args:
-        step_s: Seconds, the median.
-        rows_read: Rows per KV head that the step attends to.
-        rows_full: Rows per KV head that full attention would read.
-        step_bytes: Bytes copied out of the stores of all layers.
-        nbytes: Bytes of the cache, by memory tier.
-        peak_bytes: Peak memory of the process.
+        step_s: Median time of a step in seconds.
+        rows_read: Number of tokens per KV head whose keys and values a step reads.
+        rows_full: Number of tokens per KV head that full attention would read.
+        step_bytes: Bytes of keys and values that a step copies from memory, in all layers.
+        nbytes: Bytes of the KV cache, by memory tier.
+        peak_bytes: Peak memory of the process in bytes, by "host" and "device".
     """
 
     step_s: float
@@ -41,7 +47,7 @@ class Steady:
 
 
 def dense_cost(full: FullAttention, ids: Tensor) -> Steady:
-    """Measure the cost of steps with full attention that read ids int64 `[T]`."""
+    """Measure decode steps of full attention that read tokens with ids int64 `[T]`."""
     before = full.checkpoint()
     forget_peak()
     step_s = _timed(full, ids)
@@ -51,7 +57,10 @@ def dense_cost(full: FullAttention, ids: Tensor) -> Steady:
 
 
 def cost(indexed: Indexed, ids: Tensor, *, k: int) -> Steady:
-    """Measure the cost of steps with an index that read ids int64 `[T]`, and restore the index."""
+    """Measure decode steps with an index that read tokens with ids int64 `[T]`.
+
+    Each step retrieves `k` tokens per KV head. The index is restored afterwards.
+    """
     with indexed.branch(k):
         forget_peak()
         step_s, report = _timed(indexed, ids), indexed.cache.report()
@@ -66,8 +75,10 @@ def cost(indexed: Indexed, ids: Tensor, *, k: int) -> Steady:
 
 
 def dense_logits(full: FullAttention, ids: Tensor) -> Tensor:
-    """Return full attention's logits `[T, V]` after each of ids int64 `[T]`. The cache is
-    restored."""
+    """Return the logits of full attention, `[T, V]`, after each token of ids int64 `[T]`.
+
+    The KV cache is restored afterwards.
+    """
     before = full.checkpoint()
     logits = torch.cat([full.step(block) for block in torch.split(ids, BLOCK)])
     full.rollback(before)
@@ -75,19 +86,19 @@ def dense_logits(full: FullAttention, ids: Tensor) -> Tensor:
 
 
 def divergence(indexed: Indexed, ids: Tensor, full: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
-    """Compare the predictions of an index with full attention's after each of ids int64 `[T]`.
+    """Compare the predictions of a model with an index and with full attention on a text.
 
     The index is restored afterwards.
 
     Args:
         indexed: The model with the index.
-        ids: Int64 `[T]`.
-        full: Full attention's logits `[T, V]`.
-        k: Rows to retrieve.
+        ids: Token ids of the text, int64 `[T]`.
+        full: Logits of full attention after each token, `[T, V]`.
+        k: Number of tokens to retrieve per KV head in each step.
 
     Returns:
-        KL divergence in nats, float64 `[T]`, and bool `[T]`, True if the most likely token is the
-        same.
+        KL divergence of the prediction with the index from that of full attention, in nats, float64
+        `[T]`; and bool `[T]`, True where both have the same most likely token.
     """
     found = []
     with indexed.branch(k):
@@ -106,7 +117,7 @@ def _differ(full: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _timed(steps: Steps, ids: Tensor) -> float:
-    """Return the median time in seconds of steps that run one by one."""
+    """Return the median time in seconds of decode steps that run one after another."""
     times = []
     for token in ids[: UNTIMED + TIMED, None]:
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Accuracy by depth: the position in the context at which the answer is hidden."""
+"""Accuracy of answers by depth, the position in the context at which the answer is hidden."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 from kvindex_adapters.evaluate.compare.records import ANSWERS, Records
 
 PARTS = 10
-"""Number of equal parts into which a context is divided."""
+"""Number of equal parts into which a context is divided. Each part has one accuracy."""
 
 
 def depth_rows(records: Records) -> Iterator[dict[str, Any]]:
-    """Yield the accuracy for each index, `k`, length and part of the context.
+    """Yield a row with the accuracy for each index, `k`, prompt length and tenth of the context.
 
-    Only tasks with a single answer are included. `depth` is where the part begins, from 0 to 1.
+    Only tasks with a single answer count, because the place of several answers is not defined. The
+    field `depth` is the position at which the tenth begins, from 0 to 0.9.
     """
     found: dict[Any, list[float]] = {}
     for key, record in records.of(ANSWERS):

@@ -1,4 +1,8 @@
-"""The lines of the report's picture: one per index, over prompt lengths or over `k`."""
+"""The data of the line plots in a comparison's report.
+
+Each index has a line in each plot. The horizontal axis is the prompt length or `k`, the number of
+tokens that a search retrieves.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,16 @@ from typing import Any, NamedTuple
 from kvindex_adapters.evaluate.compare.records import FULL
 
 NAMED = 6
-"""Largest number of lines in a panel that are labeled with a name."""
+"""Maximum number of lines in a plot that have a label. The other lines are gray."""
 
 LEAST = 1e-6
-"""Lower end of a logarithmic scale."""
+"""Lower end of the logarithmic axis. Smaller values are plotted at this value."""
 
 Row = dict[str, Any]
 
 
 class Point(NamedTuple):
-    """A value at `x`, and the ends of its interval."""
+    """A point `(x, y)` of a line, with the ends of the confidence interval of `y`."""
 
     x: int
     y: float
@@ -28,12 +32,12 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel of the picture.
+    """The data of one line plot.
 
     Args:
-        title: Heading.
-        along: Quantity of the horizontal axis, "tokens" or "k".
-        lines: Name of a line -> its points from left to right.
+        title: Heading of the plot.
+        along: Quantity on the horizontal axis: "tokens" (prompt length) or "k".
+        lines: Name of each line -> points of the line from left to right.
         logarithmic: Whether the vertical axis is logarithmic.
     """
 
@@ -44,7 +48,10 @@ class Panel:
 
 
 def panels(summary: dict[str, Any]) -> list[Panel]:
-    """Make the panels for accuracy of all tasks and for divergence on the text, if measured."""
+    """Make a plot of the accuracy over all tasks, and a plot of the divergence on the text.
+
+    A plot without measurements is left out.
+    """
     measured = [*summary["text"], *summary["accuracy"]]
     ks, lengths = ({row[name] for row in measured} - {None} for name in ("k", "tokens"))
     one_length = len(lengths) < 2
@@ -63,11 +70,10 @@ def panels(summary: dict[str, Any]) -> list[Panel]:
 
 
 def named(panels: Sequence[Panel]) -> list[str]:
-    """Choose the lines to label with a name: full attention, exact, the first index, and the best
-    by mean.
+    """Choose at most `NAMED` lines that get a label.
 
-    If one of these indexes has a line for each `k`, the line of the last `k` is chosen. Lines of
-    its other `k` are only chosen if they are among the best.
+    These are the lines of full attention, of the index "exact" and of the first index (each with
+    its last `k`), then the lines with the best mean.
     """
     lines = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     last = {name.partition(", k = ")[0]: name for name in lines}
@@ -78,8 +84,10 @@ def named(panels: Sequence[Panel]) -> list[str]:
 
 
 def _mean(panel: Panel, name: str) -> float:
-    """Return a line's mean, negated if larger values are better, so that the smallest is the
-    best."""
+    """Return the mean of a line, with its sign changed if larger values are better.
+
+    So the best line has the smallest result.
+    """
     values = [point.y for point in panel.lines[name]]
     mean = sum(values) / len(values)
     return mean if panel.logarithmic else -mean
@@ -91,11 +99,11 @@ def _lines(
     """Return the points of each line.
 
     Args:
-        rows: Rows of a summary's table.
-        along: "tokens" or "k".
-        several: Whether an index has a line for each `k`.
-        names: Fields of the value and of the ends of its interval.
-        least: Smaller values are replaced by this one.
+        rows: Rows of a table of the summary.
+        along: Quantity on the horizontal axis: "tokens" (prompt length) or "k".
+        several: Whether an index has a separate line for each `k`.
+        names: Names of the fields with the value and the two ends of its confidence interval.
+        least: Lower limit. Smaller values are replaced by it.
     """
     xs = sorted({row[along] for row in rows} - {None})
     lines: dict[str, list[Point]] = {}

@@ -1,4 +1,8 @@
-"""Measure one text or task instance: read it once with full attention, then with every index."""
+"""Measure full attention and all indexes on one text, or on one prompt of a task.
+
+The model reads the text or prompt once, with full attention. Its keys and values are then copied to
+every index.
+"""
 
 from __future__ import annotations
 
@@ -24,32 +28,37 @@ from kvindex_adapters.hf.model import load_model
 from kvindex_adapters.hf.unsupported import check_model
 
 Measured = tuple[Key, Record]
-"""A record and its key. If an index or a task fails, the key's kind is "failure", and the record
-contains the message."""
+"""A measured result and its key.
+
+If an index or a task fails, the kind of the key is "failure", and the result is the error message.
+"""
 
 Loaded = tuple[PreTrainedModel, Any, Tensor]
-"""A model, its tokenizer, and the ids int64 `[N]` of the text for comparing predictions."""
+"""A model, its tokenizer, and the token ids int64 `[N]` of the text for comparing predictions."""
 
 
 def load(model: str, text: str, **options: Any) -> Loaded:
-    """Load a model, and encode a text. Options and errors are those of `load_model.load`."""
+    """Load a model and its tokenizer, and encode a text.
+
+    `options` are passed to `load_model.load`.
+    """
     loaded, tokenizer = load_model.load(model, **options)
     return loaded, tokenizer, torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int64)
 
 
 @dataclass(eq=False, repr=False)
 class Measuring:
-    """A model that measures the units of work of a plan.
+    """A loaded model that makes the measurements of a comparison.
 
     Args:
         model: The transformers model.
-        tokenizer: Its tokenizer.
-        text: Ids int64 `[N]` of the text for comparing predictions.
-        settings: Settings of the comparison.
-        plan: Plan of the comparison.
+        tokenizer: The tokenizer of the model.
+        text: Token ids int64 `[N]` of the text for comparing predictions.
+        settings: Settings that all results of the comparison share.
+        plan: The indexes, tasks and prompt lengths to measure.
 
     Raises:
-        ValueError: The model or a length is not supported, or the text is too short.
+        ValueError: The model or a prompt length is not supported, or the text is too short.
     """
 
     model: PreTrainedModel
@@ -63,11 +72,13 @@ class Measuring:
         check_model(self.model)
         _check_lengths(self.model, self.text, self.settings, self.plan)
         options = functools.partial(_attach_options, self.tokenizer, self.settings)
-        self._options = functools.cache(options)  # not on the method: that makes a reference cycle
+        self._options = functools.cache(options)  # a cached method would make a reference cycle
 
     def measure(self, work: Work) -> Iterator[Measured]:
-        """Yield the records of a unit of work. If an index fails, its last record is the
-        failure."""
+        """Measure a text or a prompt with every index, and yield each result.
+
+        If an index fails, its last result is the error message.
+        """
         reading = self._reading(work.reading)
         if not isinstance(reading, InstanceReading | TextReading):
             yield _failure(replace(work.reading, index=None), reading)
@@ -79,8 +90,10 @@ class Measuring:
                 yield from self._through(reading, list(keys))
 
     def _reading(self, key: Key) -> InstanceReading | TextReading | ValueError:
-        """Read a text or an instance with full attention. Return an error if a task cannot be that
-        short."""
+        """Read a text or a prompt of a task with full attention.
+
+        Return an error if the task has no prompt as short as `key.tokens`.
+        """
         if key.task is None:
             return TextReading(self.model, self.text[: key.tokens], self.settings.steps)
         assert key.seed is not None
@@ -93,7 +106,7 @@ class Measuring:
     def _through(
         self, reading: InstanceReading | TextReading, keys: list[Key]
     ) -> Iterator[Measured]:
-        """Yield the records of one index, one for each `k`."""
+        """Measure one index, and yield one result for each `k`."""
         index, left = keys[0].index, list(keys)
         assert index is not None
         try:
@@ -108,7 +121,7 @@ class Measuring:
 
 
 def _attach_options(tokenizer: Any, settings: Settings, index: str) -> dict[str, Any]:
-    """Return the options of `attach` for an index."""
+    """Return the keyword arguments of `attach` for an index."""
     options: dict[str, Any] = dict(settings.regions)
     if settings.store is not None and "store" not in parse_spec(index.partition("+")[0])[1]:
         options["index_options"] = {"store": settings.store}
@@ -116,7 +129,7 @@ def _attach_options(tokenizer: Any, settings: Settings, index: str) -> dict[str,
 
 
 def in_words(error: Exception) -> str:
-    """Return an error's message, preceded by the name of its type unless that is ValueError."""
+    """Return the message of an error, with the type's name before it unless it is a ValueError."""
     words = str(error) or type(error).__name__
     return words if isinstance(error, ValueError) else f"{type(error).__name__}: {words}"
 
@@ -126,13 +139,21 @@ def _failure(key: Key, error: Exception) -> Measured:
 
 
 def _check_lengths(model: PreTrainedModel, text: Tensor, settings: Settings, plan: Plan) -> None:
-    """Raise ValueError if the model, the text or the steps do not allow the plan's lengths."""
+    """Raise ValueError if a prompt length of the plan does not fit the model, text or settings."""
     shortest, longest = min(plan.tokens), max(plan.tokens)
     config = model.config.get_text_config(decoder=True).to_dict()
     most = config.get("max_position_embeddings")
     if most is not None and longest > most:
-        raise ValueError(f"tokens: got {longest}, allowed is up to {most}, as the model was made")
+        raise ValueError(
+            f"tokens: got {longest}, allowed is at most {most}, the model's maximum length"
+        )
     if longest > len(text):
-        raise ValueError(f"text: got {len(text)} tokens, allowed is {longest} or more")
+        raise ValueError(
+            f"text: got {len(text)} tokens, allowed is at least {longest}, the largest value of "
+            "tokens"
+        )
     if settings.steps > shortest // 2:
-        raise ValueError(f"steps: got {settings.steps}, allowed is up to half of {shortest} tokens")
+        raise ValueError(
+            f"steps: got {settings.steps}, allowed is at most half of the shortest prompt, which "
+            f"has {shortest} tokens"
+        )

@@ -1,4 +1,4 @@
-"""Peak memory of this process, on the host and on its GPU."""
+"""Measure the peak memory of this process, in host memory and on the GPU."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import torch
 
 
 def forget_peak() -> None:
-    """Reset the peak memory. If that is not supported, the host's peak is that since the process
-    began."""
+    """Reset the peak memory of this process, so that `peak` measures from now on.
+
+    Where the operating system does not support this, the peak of host memory is that since the
+    process began.
+    """
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     with suppress(OSError):
@@ -20,7 +23,7 @@ def forget_peak() -> None:
 
 
 def peak() -> dict[str, int]:
-    """Return the peak memory since `forget_peak` in bytes: `host`, and on a GPU also `device`."""
+    """Return the peak memory since `forget_peak` in bytes, as "host", and as "device" on a GPU."""
     found = {"host": _host()}
     if torch.cuda.is_available():
         found["device"] = torch.cuda.max_memory_allocated()

@@ -1,7 +1,8 @@
-"""Draw the picture of a comparison: a few lines with names at their ends, the others in gray.
+"""Draw the line plots of a comparison's report.
 
-Named lines differ in color and in the shape of their marks. The colors can be told apart with all
-kinds of color vision (Okabe and Ito, 2008).
+A few lines have a name at their right end; the others are gray. Named lines differ in color and in
+the shape of their markers. People with color blindness can tell the colors apart (Okabe and Ito,
+2008).
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from kvindex_adapters.evaluate.compare.lines import Panel, Point, named, panels
 
 MARKS = "osD^vP"
 SIZE, GAP = (5.8, 4.2), 0.055
-"""SIZE: width and height of a panel in inches. GAP: smallest distance between two names, as a
-fraction of the height."""
+"""`SIZE`: width and height of a plot in inches.
+
+`GAP`: smallest vertical distance between two names, as a fraction of the plot's height.
+"""
 
 
 @dataclass(frozen=True)
 class Theme:
-    """Colors of text, background, lines without a name and lines with a name."""
+    """Colors of a plot: text, background, lines without a name, and lines with a name."""
 
     ink: str
     paper: str
@@ -46,7 +49,7 @@ DARK = Theme(
 
 
 def picture(summary: dict[str, Any], theme: Theme = LIGHT) -> Figure:
-    """Draw the panels of accuracy and divergence next to each other."""
+    """Draw the plots of accuracy and of divergence side by side in one figure."""
     drawn = panels(summary)
     look: Any = {name: theme.ink for name in ("text.color", "axes.labelcolor", "axes.edgecolor")}
     look |= {"xtick.color": theme.ink, "ytick.color": theme.ink, "svg.hashsalt": "kvindex"}
@@ -59,7 +62,7 @@ def picture(summary: dict[str, Any], theme: Theme = LIGHT) -> Figure:
 
 
 def as_address(figure: Figure) -> str:
-    """Return the picture as SVG in a `data:` address."""
+    """Return a figure as an SVG image in a `data:` URL."""
     file = io.BytesIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
     return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
@@ -80,7 +83,7 @@ def _draw(ax: Axes, panel: Panel, names: Sequence[str], theme: Theme) -> None:
 
 
 def _line(ax: Axes, line: Sequence[Point], look: Any, place: float) -> None:
-    """Draw a line with intervals. `place` shifts it sideways, so that intervals do not overlap."""
+    """Draw a line with error bars, shifted sideways by `place` so that the bars do not overlap."""
     xs = [p.x * 1.012**place for p in line]
     ys = [p.y for p in line]
     reach = [[max(p.y - p.low, 0) for p in line], [max(p.high - p.y, 0) for p in line]]
@@ -104,7 +107,7 @@ def _axes(ax: Axes, panel: Panel) -> None:
 
 
 def _names(ax: Axes, ends: Sequence[Point], names: Sequence[str], colors: Sequence[str]) -> None:
-    """Write each name to the right of its line's end, as close to the end as there is room."""
+    """Write the name of each line to the right of its end, moved up or down to avoid overlaps."""
     to_fraction = (ax.transData + ax.transAxes.inverted()).transform
     heights = [float(to_fraction((end.x, end.y))[1]) for end in ends]
     for height, i in zip(
@@ -122,7 +125,7 @@ def _names(ax: Axes, ends: Sequence[Point], names: Sequence[str], colors: Sequen
 
 
 def _apart(heights: Sequence[float]) -> list[float]:
-    """Move ascending heights in [0, 1] so that they are at least `GAP` apart."""
+    """Return ascending heights in [0, 1] moved so that neighbors are at least `GAP` apart."""
     placed: list[float] = []
     for height in heights:
         placed.append(max(height, placed[-1] + GAP) if placed else max(height, 0.0))

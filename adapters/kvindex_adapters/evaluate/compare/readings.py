@@ -1,4 +1,4 @@
-"""An instance or a text that full attention has read, so that all indexes can read it."""
+"""Read a text or a prompt of a task once with full attention, then measure all indexes on it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvindex_adapters.evaluate.compare.replay import Chunk, FullAttention, Index
 from kvindex_adapters.evaluate.tasks import Instance
 
 DIGITS = 6
-"""Significant digits of a divergence in a record."""
+"""Number of significant digits to which a divergence is rounded before it is stored."""
 
 
 class InstanceReading:
-    """A task instance that full attention has read and answered.
+    """A prompt of a task that a model with full attention has read and answered.
 
-    `context` is the part of the prompt that indexes read first, and `own` is the record of full
-    attention.
+    `context` is the part of the prompt before the questions, which is copied to each index. `own`
+    is the result of full attention.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, instance: Instance) -> None:
@@ -44,7 +44,7 @@ class InstanceReading:
         self.own = self._record([draft for _, draft, _ in self._asked])
 
     def through(self, indexed: Indexed, k: int) -> Record:
-        """Measure an index that has read the context, and return the record."""
+        """Let a model with an index, which has read the context, answer; return the result."""
         answers = []
         for chunk, draft, limit in self._asked:
             with indexed.branch(k):
@@ -60,7 +60,7 @@ class InstanceReading:
 
 
 class TextReading:
-    """A text that full attention has read, with its logits at the last `steps` tokens."""
+    """A text that full attention has read, with the logits at the last `steps` tokens."""
 
     def __init__(self, model: PreTrainedModel, ids: Tensor, steps: int) -> None:
         full, ids = FullAttention(model), ids.to(model.device)
@@ -71,7 +71,7 @@ class TextReading:
         self.own = self._record(torch.zeros(steps), torch.ones(steps), cost)
 
     def through(self, indexed: Indexed, k: int) -> Record:
-        """Measure an index that has read the text, and return the record."""
+        """Compare a model with an index, which has read the text before the last `steps` tokens."""
         cost = continuation.cost(indexed, self._steps, k=k)
         found = continuation.divergence(indexed, self._steps, self._logits, k=k)
         return self._record(*found, cost)
@@ -86,7 +86,7 @@ def _settled(instance: Instance, tokenizer: Any, number: int, answer: list[int])
 
 
 def _as_ids(tokenizer: Any, answers: tuple[str, ...]) -> list[list[int]]:
-    """Encode right answers, each both as at the beginning of a line and as after another word."""
+    """Encode each right answer twice: with and without a space before it."""
     texts = [space + answer for answer in answers for space in ("", " ")]
     return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 

@@ -1,4 +1,4 @@
-"""Records of measurements. Each is a line of JSON, which is appended as soon as it is measured."""
+"""Store measured results in a file. Each result is appended as a line of JSON immediately."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from typing import Any
 Record = dict[str, Any]
 
 TEXT, ANSWERS, FAILURE = "text", "answers", "failure"
-"""Kinds of records."""
+"""Kinds of stored results: measured on a text, measured on a prompt of a task, or an error."""
 
 FULL = "full attention"
-"""The name under which records store full attention, instead of an index's name."""
+"""The name of full attention in stored results, where other results have the name of an index."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """The measurement that a record belongs to.
+    """The key of a stored result: what was measured.
 
     Args:
         kind: `TEXT`, `ANSWERS` or `FAILURE`.
-        tokens: Length of the prompt.
-        index: Name and options of the index, `FULL`, or None if the record is not about an index.
-        k: Rows that a step retrieves; 0 for full attention.
-        task: Task of the instance, or None.
-        seed: Seed of the instance, or None.
+        tokens: Length of the prompt in tokens.
+        index: Name and options of the index, or `FULL` for full attention. None if the result
+            concerns no index.
+        k: Number of tokens that each decode step retrieves per KV head; 0 for full attention.
+        task: Name of the task, or None for a text.
+        seed: Seed from which the task's prompt was made, or None for a text.
     """
 
     kind: str
@@ -40,9 +41,10 @@ class Key:
 
 
 class Records:
-    """The records in a folder's file `results.jsonl`, by key. Later records replace earlier ones.
+    """The measured results in the file `results.jsonl` of a folder, by key.
 
-    A last line that an interruption has cut off is removed.
+    A later result with the same key replaces an earlier one. If an interruption has cut off the
+    last line of the file, that line is removed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -62,20 +64,20 @@ class Records:
         return key in self._found
 
     def of(self, kind: str) -> Iterator[tuple[Key, Record]]:
-        """Return keys and records of a kind, oldest first."""
+        """Return the keys and results of one kind, oldest first."""
         return ((key, record) for key, record in self._found.items() if key.kind == kind)
 
     def add(self, key: Key, record: Record) -> None:
-        """Write a record. It is on disk when this returns."""
+        """Append a result to the file. It is on disk when this method returns."""
         self._write({**asdict(key), **record})
 
     def forget(self, key: Key) -> None:
-        """Remove a record, for example a failure that is tried again."""
+        """Remove a result, for example an error whose measurement is to be repeated."""
         if key in self._found:
             self._write({**asdict(key), "gone": True})
 
     def run_on(self, machine: Any) -> None:
-        """Record the machine on which the following records are measured (`machine.describe`)."""
+        """Store a description of the machine on which later results are measured."""
         if machine not in self.machines:
             self._write({"kind": "machine", "machine": machine})
 

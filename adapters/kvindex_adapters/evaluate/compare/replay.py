@@ -1,7 +1,7 @@
-"""Copy a prompt's keys and values, which full attention computed once, into the cache of any index.
+"""Let a model read a prompt once, and copy the keys and values into the cache of every index.
 
-With every index, attention is exact while a prompt is read, so all indexes get the same keys and
-values. Therefore the model reads a prompt once, and the result is copied into every index.
+This saves time when several indexes are compared. It is possible because attention is exact while a
+prompt is read, so that every index would get the same keys and values.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from kvindex_adapters.hf.generation.prefill import prefill
 from kvindex_adapters.hf.unsupported import has_full_attention
 
 CHUNK = 1024
-"""Number of tokens of a prompt that the model reads at a time, and that are copied into an index at
-a time, as in `kvhf.generate`."""
+"""Number of tokens that the model reads in one forward pass, and that are copied into an index
+together. `kvhf.generate` uses the same number."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some tokens of a prompt, and what full attention's cache stores for them.
+    """Successive tokens of a prompt, with the keys and values that a model computed for them.
 
     Args:
-        ids: Int64 `[T]`.
-        layers: For each full-attention layer `keys` `[1, G, T, D]` and `values` `[1, G, T, Dv]`;
-            for any other layer, its attributes after these tokens.
+        ids: Token ids, int64 `[T]`.
+        layers: A dictionary for each layer. For a full-attention layer it contains `keys`
+            `[1, G, T, D]` and `values` `[1, G, T, Dv]`. For any other layer it contains all
+            attributes of the cache layer after these tokens.
     """
 
     ids: Tensor
@@ -48,23 +49,25 @@ class Chunk:
 
 
 class FullAttention:
-    """A model with transformers' own cache, which reads prompts in parts and can be restored.
+    """A model with full attention, whose KV cache can be restored to an earlier state.
 
     Raises:
-        UnsupportedError: The model has linear attention.
+        UnsupportedError: The model has linear attention, whose state cannot be restored.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.cache = model, DynamicCache(config=model.config)
         if any(isinstance(layer, LinearAttentionLayer) for layer in self.cache.layers):
             raise UnsupportedError(
-                f"model: got {type(model).__name__}, whose linear attention cannot go back to the "
-                "end of a prompt; allowed are models without linear attention"
+                f"model: got {type(model).__name__}, which has linear attention. Its state cannot "
+                "be restored to the end of a prompt; pass a model without linear attention"
             )
 
     def read(self, ids: Tensor) -> tuple[Chunk, Tensor]:
-        """Read ids int64 `[T]`. Return what the cache stores for them, and the logits `[V]` after
-        them."""
+        """Read tokens with ids int64 `[T]`.
+
+        Return their keys and values, and the logits `[V]` after the last token.
+        """
         start, ids = self.cache.get_seq_length(), ids.to(self.model.device)
         with torch.no_grad():
             prefill(self.model, ids, self.cache, stop=len(ids) - 1, chunk=CHUNK)
@@ -72,30 +75,33 @@ class FullAttention:
         return Chunk(ids, [_stored(layer, start) for layer in self.cache.layers]), logits
 
     def step(self, ids: Tensor) -> Tensor:
-        """Read ids int64 `[T]`, and return the logits `[T, V]` after each of them."""
+        """Read tokens with ids int64 `[T]`, and return the logits `[T, V]` after each token."""
         return _step(self.model, self.cache, ids)
 
     def checkpoint(self) -> list[dict[str, Any]]:
-        """Return the state of the cache, for `rollback`. No copy is needed, because steps make new
-        tensors."""
+        """Return the state of the KV cache, for a later call of `rollback`.
+
+        Nothing is copied, because the cache replaces its tensors and never changes them in place.
+        """
         return [dict(vars(layer)) for layer in self.cache.layers]
 
     def rollback(self, checkpoint: list[dict[str, Any]]) -> None:
-        """Restore the state that `checkpoint` returned."""
+        """Restore the state of the KV cache that `checkpoint` returned."""
         for layer, before in zip(self.cache.layers, checkpoint, strict=True):
             vars(layer).update(before)
 
     def nbytes(self) -> int:
-        """Return the bytes of keys and values."""
+        """Return the size of the KV cache in bytes."""
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
 
 
 class ReplayLayer(ParallelLayer):
-    """A layer that copies the keys and values of a prompt.
+    """An attention layer with an index that can copy the keys and values of a prompt.
 
-    Unlike its base class it accepts any index. Steps run in parallel if the index supports it
-    (`parallel`). Tokens are appended to every index at the same times: when a block is full, and
-    when the buffer of the window is full. So all indexes search the same rows.
+    It accepts any index. Decode steps run in parallel if the index supports it (see `parallel`).
+    Tokens are appended to the index when a block of tokens or the buffer of the local window is
+    full. This happens after the same tokens for every index, so that all indexes search the same
+    tokens.
     """
 
     def __init__(self, index: KVIndex, **options: Any) -> None:
@@ -106,16 +112,18 @@ class ReplayLayer(ParallelLayer):
 
     @property
     def parallel(self) -> bool:
-        """True if the steps between `begin` and `pause` may run in parallel."""
+        """True if the index supports parallel decode steps between `begin` and `pause`."""
         return capability(self.index, ExpandsBatch) is not None
 
     def fill(self, keys: Tensor, values: Tensor, ids: Tensor) -> None:
-        """Store rows as `step` would, for an index that observes no queries.
+        """Store the keys and values of tokens as `step` would, without computing attention.
+
+        This is only correct for an index that does not use the queries of a prompt.
 
         Args:
-            keys: `[1, G, T, D]`.
-            values: `[1, G, T, Dv]`.
-            ids: Int64 `[T]`.
+            keys: Keys `[1, G, T, D]`.
+            values: Values `[1, G, T, Dv]`.
+            ids: Token ids, int64 `[T]`.
         """
         for start, end in chunks(len(ids), CHUNK):
             first, some = len(self), (keys[:, :, start:end], values[:, :, start:end])
@@ -125,13 +133,13 @@ class ReplayLayer(ParallelLayer):
 
 
 class Indexed:
-    """An attached model and its cache, which gets a prompt that full attention has read.
+    """A model with an index, and its KV cache, into which prompts are copied.
 
     Args:
         model: The attached model.
-        cache: Its cache.
-        first: Ids int64 `[T]` of the prompt's first tokens, at least two. The model reads them once
-            to create its layers.
+        cache: The KV cache of the model.
+        first: Token ids of the beginning of a prompt, int64 `[T]`, at least two. The model reads
+            two tokens once, so that the layers of the cache are created.
     """
 
     def __init__(self, model: PreTrainedModel, cache: IndexCache, first: Tensor) -> None:
@@ -148,18 +156,21 @@ class Indexed:
 
     @property
     def layers(self) -> list[ReplayLayer]:
-        """The layers with an index; none before the first part of the prompt."""
+        """The attention layers with an index. Empty before the model has read its first tokens."""
         layers = self.cache.attention_layers()
         return [layer for layer in layers if isinstance(layer, ReplayLayer)]
 
     @property
     def parallel(self) -> bool:
-        """True if steps may run in parallel."""
+        """True if all indexes support parallel decode steps."""
         return all(layer.parallel for layer in self.layers)
 
     def read(self, chunk: Chunk) -> None:
-        """Store the next part of the prompt. If the index observes queries, the model reads that
-        part again."""
+        """Append successive tokens of a prompt to the cache.
+
+        Their keys and values are copied. Only if the index uses the queries of a prompt, the model
+        reads the tokens again.
+        """
         if self._observes:
             with torch.no_grad():
                 prefill(self.model, chunk.ids, self.cache, stop=len(chunk.ids), chunk=CHUNK)
@@ -172,20 +183,23 @@ class Indexed:
                 vars(layer).update(stored)
 
     def step(self, ids: Tensor) -> Tensor:
-        """Read ids int64 `[T]`, and return the logits `[T, V]` after each of them."""
+        """Read tokens with ids int64 `[T]`, and return the logits `[T, V]` after each token."""
         return _step(self.model, self.cache, ids)
 
     def checkpoint(self) -> Any:
-        """Return the state of the cache, for `rollback`."""
+        """Return the state of the KV cache, for a later call of `rollback`."""
         return self.cache.checkpoint()
 
     def rollback(self, checkpoint: Any) -> None:
-        """Restore the state that `checkpoint` returned."""
+        """Restore the state of the KV cache that `checkpoint` returned."""
         self.cache.rollback(checkpoint)
 
     @contextmanager
     def branch(self, k: int) -> Iterator[None]:
-        """Retrieve `k` rows per step in this context, and restore the state at its end."""
+        """Let decode steps in a `with` block retrieve `k` tokens per KV head.
+
+        The end of the block restores the state of the KV cache at its beginning.
+        """
         before = self.checkpoint()
         for layer in self.layers:
             layer.k = k
@@ -196,14 +210,17 @@ class Indexed:
             self.rollback(before)
 
     def begin(self) -> None:
-        """Run the following steps in parallel, if supported."""
+        """Run the tokens of later calls of `step` as parallel decode steps, where supported."""
         for layer in self.layers:
             if layer.parallel:
                 layer.begin()
 
     def pause(self) -> None:
-        """Run the following steps one by one. A step of several tokens then counts as a part of a
-        prompt."""
+        """End what `begin` started.
+
+        From now on, a call of `step` with one token is a decode step, and a call with several
+        tokens reads a part of a prompt.
+        """
         for layer in self.layers:
             layer.pause()
 
@@ -212,9 +229,9 @@ class Indexed:
 def indexed(
     model: PreTrainedModel, first: Tensor, *, index: str, **options: Any
 ) -> Iterator[Indexed]:
-    """Open an empty cache for prompts that begin with `first`. Options are those of `attach`.
+    """Open an empty KV cache with an index, for prompts that begin with the tokens `first`.
 
-    Every step searches, however short the sequence is. The errors are those of `attach`.
+    `options` are passed to `attach`. Every decode step searches, even in a short sequence.
     """
     options = {"dense_below": 0, **options}
     with attach(model, index=index, layer=ReplayLayer, **options) as cache:
@@ -228,7 +245,10 @@ def _step(model: PreTrainedModel, cache: Any, ids: Tensor) -> Tensor:
 
 
 def _stored(layer: Any, start: int) -> dict[str, Any]:
-    """Return what a cache layer stores for the tokens from `start` on (see `Chunk.layers`)."""
+    """Return what a cache layer stores for all tokens after the first `start`.
+
+    The result is an element of `Chunk.layers`.
+    """
     if not has_full_attention(layer):
         return dict(vars(layer))
     if not start:

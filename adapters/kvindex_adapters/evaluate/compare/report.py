@@ -1,4 +1,4 @@
-"""Write the report of a comparison: an HTML page, a picture, CSV and JSON."""
+"""Write the report of a comparison as an HTML page, a picture, a CSV file and a JSON file."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ COLUMNS = (
     *("table", "index", "k", "base", "task", "tokens", "measure"),
     *("value", "low", "high", "count", "not_inferior", "p", "p_corrected"),
 )
-"""Columns of `results.csv`, which has a row for each measured value."""
+"""Columns of the file `results.csv`, in which each measured value has a row of its own."""
 
 
 def write_report(folder: Path, settings: Settings, records: Records) -> Row:
-    """Write report.html, answers.png, results.csv and results.json.
+    """Write the files report.html, answers.png, results.csv and results.json to a folder.
 
     Returns:
         The content of results.json.
@@ -67,7 +67,7 @@ def _page(summary: Row) -> str:
 
 
 def _facts(summary: Row) -> Iterator[tuple[str, str]]:
-    """Yield settings, tasks and machines as text."""
+    """Yield the settings, tasks and machines of the comparison as pairs of a name and a text."""
     for name, value in summary["settings"].items():
         if value is not None:
             parts = value.items() if isinstance(value, dict) else ()
@@ -88,13 +88,13 @@ def _csv(summary: Row) -> str:
 
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
-"""First characters by which spreadsheets recognize a formula."""
+"""Characters at the beginning of a cell by which spreadsheets recognize a formula."""
 
 
 def _plain(cell: object) -> object:
     """Put an apostrophe before a text that a spreadsheet would evaluate as a formula.
 
-    Numbers stay unchanged, including negative ones.
+    Numbers are not changed, not even negative numbers.
     """
     return f"'{cell}" if isinstance(cell, str) and cell.startswith(FORMULA) else cell
 

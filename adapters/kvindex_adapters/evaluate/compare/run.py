@@ -1,4 +1,4 @@
-"""Run a plan in this process, one unit of work after another."""
+"""Run the measurements of a comparison in this process, one after another."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from kvindex_adapters.evaluate.compare.schedule import Progress, Schedule
 
 @dataclass(eq=False, repr=False)
 class Comparison(Measuring):
-    """A plan for one model, and the records that it fills.
+    """A comparison of indexes whose measurements run in this process.
 
     Args:
         model: The transformers model.
-        tokenizer: Its tokenizer.
-        text: Ids int64 `[N]` of the text for comparing predictions.
-        settings: Settings of the comparison.
-        plan: Plan of the comparison.
-        records: Records of the comparison.
+        tokenizer: The tokenizer of the model.
+        text: Token ids int64 `[N]` of the text for comparing predictions.
+        settings: Settings that all results of the comparison share.
+        plan: The indexes, tasks and prompt lengths to measure.
+        records: The file of results. New results are appended.
 
     Raises:
-        ValueError: The model or a length is not supported, or the text is too short.
+        ValueError: The model or a prompt length is not supported, or the text is too short.
     """
 
     _: KW_ONLY
     records: Records
 
     def run(self, on_progress: Progress = lambda done, total, what: None) -> None:
-        """Run the measurements that the records lack.
+        """Run the measurements of the plan that have no result yet, and store the results.
 
-        If an index fails, its message becomes a record of kind "failure". The next run repeats the
-        measurement.
+        If an index fails, the error message is stored as a result of kind "failure". The next run
+        repeats that measurement.
         """
         schedule = Schedule(self.settings, self.plan, self.records, on_progress)
         for work in schedule.begin([*schedule.texts, *schedule.instances]):

@@ -1,4 +1,4 @@
-"""Schedule the units of work of a plan whose records are missing, and report progress."""
+"""Find the measurements of a plan that have no result yet, order them, and report progress."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from kvindex_adapters.evaluate.compare.settings import Plan, Settings
 from kvindex_adapters.evaluate.machine import describe
 
 Progress = Callable[[int, int, str], None]
-"""Function that is called with the work done, the total work, and the name of the current unit of
-work."""
+"""Function that is called with the work done, the total work, and the name of the current
+measurement."""
 
 READING, STEPPING = 4, 8
-"""Estimated times, in units of the time in which an index answers an instance. READING: full
-attention reads and answers. STEPPING: an index is measured on a text, where some steps run one by
-one. They only affect the estimated time left."""
+"""Estimated times, as multiples of the time in which an index answers a prompt.
+
+`READING`: full attention reads and answers a prompt. `STEPPING`: an index is measured on a text,
+where some decode steps run one after another. These numbers only affect the progress bar.
+"""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A unit of work: a text or a task instance to measure.
+    """A text, or a prompt of a task, on which full attention and indexes are to be measured.
 
     Args:
-        reading: Key of full attention's record.
-        keys: Keys of the missing records, index by index.
+        reading: Key of the result of full attention, which names the text or prompt.
+        keys: Keys of the missing results. Keys of the same index are adjacent.
     """
 
     reading: Key
@@ -41,16 +43,19 @@ class Work:
 
 
 class Schedule:
-    """The units of work in a plan that have missing records. Texts come first, and are not measured
-    in parallel with other work.
+    """The texts and prompts of a plan for which results are missing.
+
+    `texts` are to be measured one at a time, because their decode steps are timed. `instances`, the
+    prompts of tasks, can be measured in parallel.
 
     Args:
-        settings: Settings of the comparison.
-        plan: Plan of the comparison.
-        records: Records of the comparison.
-        on_progress: See `Progress`.
-        jobs: Number of units that are measured in parallel. If there are several, the longest units
-            come first.
+        settings: Settings that all results of the comparison share.
+        plan: The indexes, tasks and prompt lengths to measure.
+        records: The file of results. New results are appended.
+        on_progress: Function that is called with the work done, the total work, and the name of the
+            current measurement.
+        jobs: Number of processes that measure in parallel. If there are several, long prompts come
+            first.
     """
 
     def __init__(
@@ -76,9 +81,9 @@ class Schedule:
         self._done, self._total = 0, sum(self._size(key) for work in works for key in work.keys)
 
     def begin(self, works: list[Work]) -> Iterator[Work]:
-        """Yield the units of work that remain. Each is chosen when it is requested.
+        """Yield the texts or prompts of `works` one by one.
 
-        An index that failed gets no further work of the same length.
+        Once an index has failed, its other measurements at the same prompt length are left out.
         """
         for work in works:
             failed = {key for key in work.keys if (key.index, key.tokens) in self._failed}
@@ -87,7 +92,7 @@ class Schedule:
                 yield Work(work.reading, keys)
 
     def take(self, key: Key, record: Record) -> None:
-        """Store a record, either a measurement of a unit of work or a failure."""
+        """Store a measured result, or the error of an index that has failed."""
         self._records.add(key, record)
         if key.kind == FAILURE:
             self._failed.add((key.index, key.tokens))
@@ -95,7 +100,7 @@ class Schedule:
             self._progress(key, key)
 
     def end(self, work: Work) -> None:
-        """Mark a unit of work as done."""
+        """Report to the progress bar that the measurements on a text or prompt are complete."""
         self._progress(work.reading, *(key for key in work.keys if key not in self._records))
 
     def _progress(self, what: Key, *done: Key) -> None:
@@ -116,8 +121,10 @@ class Schedule:
         return tuple(key for key in keys if key not in self._records)
 
     def _size(self, key: Key) -> int:
-        """Return the approximate time for a record, in the units of the total work over all
-        jobs."""
+        """Estimate the time for one result, in arbitrary units that are the same for all results.
+
+        A text counts once for each process, because the other processes are idle in the meantime.
+        """
         effort = READING if key.index == FULL else STEPPING if key.kind == TEXT else 1
         return effort * key.tokens * (self._jobs if key.kind == TEXT else 1)
 

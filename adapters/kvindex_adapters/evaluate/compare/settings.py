@@ -1,4 +1,4 @@
-"""The settings that all results of a comparison share, and its plan, which may be extended."""
+"""The settings of a comparison, which all results share, and the plan of what is measured."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from kvindex_adapters.evaluate.output_files import write_json
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that are equal for all results in a folder.
+    """Settings of a comparison. All results in a folder have the same settings.
 
     Args:
         model: Name of the model's file or folder.
-        text: Name and hash of the text for comparing predictions.
-        lora: Name of the LoRA file, or None.
-        dtype: As in `load_model.load`.
-        device: As in `load_model.load`.
-        steps: Tokens of the text for comparing predictions, or 0 to measure only answers.
-        regions: Sizes of the regions, as keywords of `attach`.
-        store: Where rows are stored, unless an index's options set it; None for the device's
-            default.
+        text: Name and hash of the text on which predictions are compared.
+        lora: Name of the file with a LoRA adapter, or None.
+        dtype: Data type in which the model computes.
+        device: Device on which the model runs.
+        steps: Number of tokens of the text at which predictions are compared. With 0, only answers
+            to tasks are measured.
+        regions: Sizes of the sink, the local window and so on, as keyword arguments of `attach`.
+        store: Memory that stores keys and values ("device", "host" or "auto"), unless the options
+            of an index set it. None for the default of the device.
     """
 
     model: str
@@ -39,10 +40,10 @@ class Settings:
     store: str | None = None
 
     def claim(self, folder: Path) -> None:
-        """Store these settings in a new folder, or check that the folder has the same settings.
+        """Store these settings in a folder, or check that the folder contains the same settings.
 
         Raises:
-            ValueError: The folder has results of other settings.
+            ValueError: The folder contains results with other settings.
             OSError: The folder cannot be created.
         """
         path, own = folder / "settings.json", dataclasses.asdict(self)
@@ -50,7 +51,7 @@ class Settings:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OSError(
-                f"out: got {str(folder)!r}, allowed is a folder that exists or can be made "
+                f"out: got {str(folder)!r}, allowed is a folder that exists or can be created "
                 f"({error.strerror})"
             ) from error
         if not path.exists():
@@ -59,24 +60,24 @@ class Settings:
         for name, before in json.loads(path.read_text(encoding="utf-8")).items():
             if own.get(name) != before:
                 raise ValueError(
-                    f"{name}: got {own.get(name)!r}, allowed is {before!r}, the setting of the "
-                    f"results in {str(folder)!r}, or another --out"
+                    f"{name}: got {own.get(name)!r}, but the results in {str(folder)!r} were "
+                    f"measured with {before!r}; pass that value or another --out"
                 )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The measurements to run. A later plan can add more measurements to the same folder.
+    """The measurements of a comparison. A later plan can add measurements to the same folder.
 
     Args:
         indexes: Names and options of indexes and wrappers, as `name:option=value+wrapper`.
-        ks: Numbers of rows that a step retrieves per KV head.
+        ks: Numbers of tokens that a decode step retrieves per KV head.
         tasks: Names of tasks.
-        tokens: Lengths of prompts.
-        tries: Number of instances of each task and length. Their seeds begin at 0.
+        tokens: Lengths of prompts in tokens.
+        tries: Number of prompts of each task and length. Their seeds are 0 to `tries - 1`.
 
     Raises:
-        ValueError: A list is empty or repeats an entry, or a number is below 1.
+        ValueError: A list is empty or contains a value twice, or a number is below 1.
     """
 
     indexes: tuple[str, ...]
@@ -90,10 +91,10 @@ class Plan:
         lists: dict[str, tuple[Any, ...]] = dict(index=self.indexes, k=self.ks, tokens=self.tokens)
         for name, values in {**lists, "tasks": self.tasks}.items():
             if len(set(values)) < len(values):
-                raise ValueError(f"{name}: got {list(values)}, allowed is each once")
+                raise ValueError(f"{name}: got {list(values)}, allowed are different values")
         for name, values in lists.items():
             if not values:
-                raise ValueError(f"{name}: got none, allowed is one or more")
+                raise ValueError(f"{name}: got no value, allowed is one value or more")
         for name in ("k", "tokens"):
             for value in lists[name]:
                 check.at_least(name, value, 1)

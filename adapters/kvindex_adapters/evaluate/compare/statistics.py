@@ -1,5 +1,4 @@
-"""Confidence intervals and tests: Wilson's interval, the bootstrap, the sign test, Holm's
-correction."""
+"""Statistics: Wilson's interval, bootstrap intervals, the sign test, and Holm's correction."""
 
 from __future__ import annotations
 
@@ -11,19 +10,19 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Z = 1.959964
-"""Number of standard deviations around the mean that contain 95% of a normal distribution."""
+"""95% of a normal distribution lie within this number of standard deviations of the mean."""
 
 RESAMPLES, SEED = 4000, 0
-"""Number of resamples of the bootstrap, and their seed."""
+"""Number of resamples that the bootstrap draws, and the seed of its random numbers."""
 
 Interval = tuple[float, float]
 
 
 def wilson(scores: Sequence[float]) -> Interval:
-    """Return the 95% interval of the mean of scores in [0, 1] (Wilson, 1927).
+    """Return the 95% confidence interval of the mean of scores in [0, 1] (Wilson, 1927).
 
-    Fractional scores vary less than scores of 0 and 1 with the same mean, so their interval is
-    wider than necessary.
+    The formula assumes that each score is 0 or 1. For fractional scores, which vary less, the
+    interval is wider than necessary.
     """
     n, mean, square = len(scores), float(np.mean(scores)), Z * Z
     half = Z * math.sqrt(mean * (1 - mean) / n + square / (4 * n * n))
@@ -32,27 +31,33 @@ def wilson(scores: Sequence[float]) -> Interval:
 
 
 def bootstrap(values: Sequence[float]) -> Interval:
-    """Return the 95% interval of a mean: percentiles over resamples (Efron, 1979)."""
+    """Return the 95% confidence interval of the mean by the percentile bootstrap (Efron, 1979)."""
     return _percentiles(_means(values))
 
 
 def bootstrap_ratio(above: Sequence[float], below: Sequence[float]) -> Interval:
-    """Return the 95% interval of the ratio of two means of paired values (`below` is positive)."""
+    """Return the 95% confidence interval of `mean(above) / mean(below)` by the bootstrap.
+
+    The values are paired: `above[i]` and `below[i]` are resampled together. `below` is positive.
+    """
     means = _means(np.stack([above, below], axis=1))
     return _percentiles(means[:, 0] / means[:, 1])
 
 
 def in_blocks(values: Sequence[float], size: int) -> list[float]:
-    """Return means over blocks of about `size` successive values. The bootstrap then resamples
-    blocks, because successive values are correlated."""
+    """Return the means of blocks of about `size` successive values.
+
+    Successive values are correlated, so the bootstrap must resample blocks instead of values.
+    """
     parts = np.array_split(np.asarray(values, dtype=float), max(len(values) // size, 1))
     return [float(part.mean()) for part in parts]
 
 
 def sign_test(differences: Sequence[float]) -> float:
-    """Return the p-value of the sign test: how likely signs are at least this uneven by chance.
+    """Return the two-sided p-value of the sign test.
 
-    Zeros do not count. For right and wrong answers, this is McNemar's exact test.
+    This is the probability that the signs of the differences are at least this uneven by chance.
+    Differences of zero do not count. For right and wrong answers, it is McNemar's exact test.
     """
     signs = np.sign(differences)
     fewer, n = int(min((signs > 0).sum(), (signs < 0).sum())), int((signs != 0).sum())
@@ -60,9 +65,10 @@ def sign_test(differences: Sequence[float]) -> float:
 
 
 def holm(probabilities: Sequence[float]) -> list[float]:
-    """Correct p-values for multiple comparisons (Holm, 1979). The order stays the same.
+    """Return p-values corrected for multiple comparisons (Holm, 1979), in the same order.
 
-    The probability that any corrected p-value below 5% is a coincidence is at most 5%.
+    If no comparison has a real difference, the probability that any corrected p-value is below 5%
+    is at most 5%.
     """
     n, least = len(probabilities), 0.0
     corrected = [0.0] * n
@@ -73,14 +79,17 @@ def holm(probabilities: Sequence[float]) -> list[float]:
 
 
 def _means(values: ArrayLike) -> NDArray[np.float64]:
-    """Return means of resamples, `[RESAMPLES]` for values `[n]`, `[RESAMPLES, C]` for `[n, C]`."""
+    """Draw resamples of `n` values, and return the mean of each resample.
+
+    The shape is `[RESAMPLES]` for values `[n]`, and `[RESAMPLES, C]` for values `[n, C]`.
+    """
     values = np.asarray(values, dtype=float)
     return _counts(len(values)) @ values / len(values)
 
 
 @functools.lru_cache(maxsize=4)
 def _counts(n: int) -> NDArray[np.float64]:
-    """Return how often each of `n` values is in a resample, `[RESAMPLES, n]`."""
+    """Return how often each resample contains each of the `n` values, `[RESAMPLES, n]`."""
     return np.random.default_rng(SEED).multinomial(n, [1 / n] * n, RESAMPLES).astype(float)
 
 

@@ -1,4 +1,4 @@
-"""Summarize the records of a comparison as tables: accuracy, differences, divergence and costs."""
+"""Summarize the results of a comparison as tables: accuracy, differences, divergence and costs."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from kvindex_adapters.evaluate.compare.statistics import (
 SCHEMA = "kvindex.compare/1"
 
 BLOCK = 16
-"""Number of successive steps of a text that the bootstrap resamples together."""
+"""Number of successive tokens of a text that the bootstrap resamples together."""
 
 MARGIN = 0.02
-"""Largest loss of accuracy at which an index still counts as equal to full attention."""
+"""Largest loss of accuracy with which an index still counts as equal to full attention."""
 
 Row = dict[str, Any]
 Who = tuple[str, int]
-"""An index and its `k`, 0 for full attention."""
+"""Name of an index with its `k`, or `FULL` (full attention) with 0."""
 Instances = dict[tuple[Any, int, Any], float]
-"""(task, tokens, seed) of an instance -> fraction of its questions that were answered right."""
+"""(task, tokens, seed) of a prompt -> fraction of its questions that were answered right."""
 
 
 def summarize(settings: Settings, records: Records) -> dict[str, Any]:
-    """Make the content of `results.json` (docs/adapters/compare.md)."""
+    """Make the content of the file `results.json`, which docs/adapters/compare.md describes."""
     answers = _answers(records)
     bases = _bases(list(answers))
     differences = [row for base in bases for row in _differences(answers, base)]
@@ -60,7 +60,7 @@ def summarize(settings: Settings, records: Records) -> dict[str, Any]:
 
 
 def _answers(records: Records) -> dict[Who, Instances]:
-    """Return the instances of each index and `k`, full attention first."""
+    """Return the scores of all prompts for full attention, then for each index and `k`."""
     found: dict[Who, Instances] = {(FULL, 0): {}}
     for key, record in records.of(ANSWERS):
         fraction = sum(record["scores"]) / len(record["scores"])
@@ -69,7 +69,7 @@ def _answers(records: Records) -> dict[Who, Instances]:
 
 
 def _asks(task: str) -> str:
-    """Return the description of a task, or "" if the task no longer exists."""
+    """Return the description of a task, or "" if no task has this name any more."""
     try:
         return tasks.describe(task)
     except ValueError:
@@ -77,13 +77,15 @@ def _asks(task: str) -> str:
 
 
 def _sorted(answers: dict[Who, Instances], place: int) -> list[Any]:
-    """Return the tasks (`place` 0) or the lengths (`place` 1) of all instances."""
+    """Return the names of all tasks (`place` 0) or all prompt lengths (`place` 1), sorted."""
     return sorted({of[place] for instances in answers.values() for of in instances})
 
 
 def _scopes(instances: Instances) -> Iterator[tuple[str | None, int | None, list[Any]]]:
-    """Yield each scope, a task or all tasks (None) with a length or all lengths (None), and its
-    instances."""
+    """Yield each combination of a task and a prompt length, with the prompts that belong to it.
+
+    The task None stands for all tasks, and the length None for all lengths.
+    """
     names: list[str | None] = [None, *sorted({task for task, _, _ in instances})]
     lengths: list[int | None] = [None, *sorted({tokens for _, tokens, _ in instances})]
     for task, tokens in product(names, lengths):
@@ -100,14 +102,16 @@ def _accuracy(who: Who, instances: Instances) -> Iterator[Row]:
 
 
 def _bases(all_of: list[Who]) -> list[str]:
-    """Return the bases of comparison: full attention, `exact`, and the first index."""
+    """Return what each index is compared with: full attention, `exact` and the first index."""
     named = [index for index, _ in all_of if index != FULL]
     return list(dict.fromkeys([FULL, *(i for i in named if i == "exact"), *named[:1]]))
 
 
 def _differences(answers: dict[Who, Instances], base: str) -> Iterator[Row]:
-    """Yield the differences of each index from a base at the same `k`, over instances that both
-    answered."""
+    """Yield the difference in accuracy between each index and `base` with the same `k`.
+
+    Only prompts that both have answered count.
+    """
     for who, instances in answers.items():
         other = answers.get((base, 0 if base == FULL else who[1]))
         if other is None or who[0] in (base, FULL):
@@ -121,8 +125,11 @@ def _differences(answers: dict[Who, Instances], base: str) -> Iterator[Row]:
 
 
 def _corrected(rows: list[Row]) -> list[Row]:
-    """Add corrected p-values, where rows with the same base and kind of scope count as one
-    family."""
+    """Add corrected p-values to the rows (Holm's correction for multiple comparisons).
+
+    Rows are corrected together if they have the same base and the same kind of scope: one task or
+    all tasks, and one prompt length or all lengths.
+    """
     families: dict[Any, list[Row]] = {}
     for row in rows:
         family = row["base"], row["task"] is None, row["tokens"] is None
@@ -134,7 +141,10 @@ def _corrected(rows: list[Row]) -> list[Row]:
 
 
 def _rows_needed(differences: list[Row]) -> list[Row]:
-    """Return the smallest `k` from which an index stays within the margin, for each scope."""
+    """Return the smallest `k` with which each index is as accurate as full attention.
+
+    There is a row for each index, task and prompt length.
+    """
     losses: dict[Any, dict[int, float]] = {}
     for row in differences:
         if row["base"] == FULL:
@@ -148,8 +158,10 @@ def _rows_needed(differences: list[Row]) -> list[Row]:
 
 
 def _least(losses: dict[int, float]) -> int | None:
-    """Return the smallest `k` such that this and all larger values of `k` lose at most the
-    margin."""
+    """Return the smallest `k` at which, and above which, the loss of accuracy is at most `MARGIN`.
+
+    Return None if there is no such `k`.
+    """
     least = None
     for k in sorted(losses, reverse=True):
         if losses[k] > MARGIN + 1e-9:  # a loss equal to the margin is allowed despite rounding
@@ -159,8 +171,10 @@ def _least(losses: dict[int, float]) -> int | None:
 
 
 def _over(losses: dict[int, float], exact: dict[int, float]) -> float | None:
-    """Return the `k` that an index needs, divided by that of `exact`, if both have the same `k`
-    values."""
+    """Return the `k` that an index needs, divided by the `k` that the index `exact` needs.
+
+    Return None unless both were measured with the same values of `k`.
+    """
     ends = _least(losses), _least(exact)
     if losses.keys() != exact.keys() or ends[0] is None or ends[1] is None:
         return None
@@ -168,7 +182,7 @@ def _over(losses: dict[int, float], exact: dict[int, float]) -> float | None:
 
 
 def _texts(records: Records) -> list[Row]:
-    """Return divergence and costs by index, `k` and length."""
+    """Return a row with divergence and costs for each index, `k` and length of the text."""
     texts = {(key.tokens, key.index, key.k): record for key, record in records.of(TEXT)}
     rows = []
     for (tokens, index, k), record in texts.items():
@@ -179,11 +193,15 @@ def _texts(records: Records) -> list[Row]:
 
 
 COSTS = ("step_s", "rows_read", "rows_full", "step_bytes", "nbytes", "peak_bytes")
-"""Fields of a text's record that the summary copies."""
+"""Fields that the summary copies from each result on a text."""
 
 
 def _divergence(record: Record, exact: Record | None) -> Row:
-    """Return mean divergence, agreement and the divergence relative to exact's, with intervals."""
+    """Return the mean KL divergence of an index and its agreement with full attention.
+
+    If the index `exact` was measured, its divergence is the base of a third value: the ratio of
+    both divergences. Each value comes with a 95% confidence interval.
+    """
     kl, same = in_blocks(record["kl"], BLOCK), record["same"]
     row: Row = {"steps": len(same), "kl": sum(record["kl"]) / len(same)}
     row |= _ends(bootstrap(kl), "kl_") | {"agreement": sum(same) / len(same)}

@@ -1,4 +1,4 @@
-"""The tables of a report: cells of text, each with a number to sort by."""
+"""Make the tables of a comparison's report. Each cell has a text, and a number to sort by."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Cell:
 
     Args:
         text: Text to show.
-        number: Number to sort by, or None to sort by the text.
+        number: Number by which the column is sorted, or None to sort by `text`.
         note: Text in small letters after `text`.
-        shade: Strength of the background color, in [0, 1].
+        shade: Strength of the background color in [0, 1], or None for no color.
     """
 
     text: str
@@ -33,7 +33,7 @@ EMPTY = Cell("")
 
 @dataclass(frozen=True)
 class Table:
-    """A table, with a text `about` that explains its figures."""
+    """A table of the report. `about` is a text that explains the figures."""
 
     title: str
     about: str
@@ -42,7 +42,7 @@ class Table:
 
 
 def tables(summary: dict[str, Any]) -> list[Table]:
-    """Return all tables that have a row."""
+    """Make all tables of the report, except those that would have no row."""
     by_task = [_by_task(summary, tokens) for tokens in summary["tokens"]]
     found = [_overview(summary), _failures(summary), *by_task]
     found += [_rows_needed(summary), _differences(summary), _texts(summary)]
@@ -81,7 +81,7 @@ COSTS = (
 
 
 def _means(rows: Sequence[Row]) -> list[Cell]:
-    """Return cells of divergence and costs, as means over the lengths of a text."""
+    """Return cells with the divergence and costs of one index, as means over the text lengths."""
     if not rows:
         return [EMPTY] * len(COSTS)
 
@@ -117,12 +117,18 @@ def _by_task(summary: dict[str, Any], tokens: int) -> Table:
 KEEPS = "above \N{MINUS SIGN}2 points"
 
 FEW = 183
-"""With fewer pairs of answers, a loss of one answer in 50 may not occur in any pair: 0.98^183 <
-0.025."""
+"""Number of pairs of answers that are enough to detect a loss of 2 points.
+
+If an index loses one answer in 50, it loses at least one of 183 answers with a probability of more
+than 97.5%: 1 - 0.98^183 > 0.975.
+"""
 
 
 def _rows_needed(summary: dict[str, Any]) -> Table:
-    """Make a row for each index and length that were measured with several values of `k`."""
+    """Make the table of the `k` that each index needs to be as accurate as full attention.
+
+    Only indexes and prompt lengths that were measured with several values of `k` have a row.
+    """
     tasks = [*([None] if len(summary["tasks"]) > 1 else []), *summary["tasks"]]
     some = [row for row in summary["rows_needed"] if len(row["ks"]) > 1]
     cells = {(row["index"], row["tokens"], row["task"]): _need(row) for row in some}
@@ -219,8 +225,11 @@ def _failures(summary: dict[str, Any]) -> Table:
 
 
 def _repeats(summary: dict[str, Any], row: Row) -> bool:
-    """Return True if a row equals that of all tasks or all lengths, because there is only one of
-    them."""
+    """Return True if another row has the same content.
+
+    The row of a single task equals that of all tasks, and the row of a single prompt length equals
+    that of all lengths.
+    """
     one_task, one_length = len(summary["tasks"]) < 2, len(summary["tokens"]) < 2
     return (one_task and row["task"] is not None) or (one_length and row["tokens"] is not None)
 

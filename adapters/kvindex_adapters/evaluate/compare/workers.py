@@ -1,5 +1,8 @@
-"""Run a plan in several processes, each of which loads the model. Instances are measured in
-parallel, texts one at a time."""
+"""Run the measurements of a comparison in several processes, each of which loads the model.
+
+Answers to prompts are measured in parallel. Texts, whose decode steps are timed, are measured one
+at a time.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +29,29 @@ from kvindex_adapters.evaluate.compare.schedule import Progress, Schedule, Work
 from kvindex_adapters.evaluate.compare.settings import Plan, Settings
 
 Load = Callable[[], Loaded]
-"""Loads the model in every worker. It must be possible to pickle it, so it is a function of a
-module or a `functools.partial`."""
+"""Function that loads the model in each process.
+
+It must support pickling: use a function at the top level of a module, or a `functools.partial` of
+such a function.
+"""
 
 PATIENCE_S = 5
-"""Seconds to wait for processes that are stopped, before they are killed."""
+"""Time in seconds that processes have to end after SIGTERM, before they are killed."""
 
 
 @dataclass(eq=False, repr=False)
 class ParallelComparison:
-    """A plan for a model that each of `jobs` processes loads, and the records that it fills.
+    """A comparison of indexes whose measurements run in several processes.
 
-    A script must use this under `if __name__ == "__main__"`, because the processes import the
+    A script must use this class under `if __name__ == "__main__"`, because the processes import the
     script.
+
+    Args:
+        load: Function that loads the model in each process.
+        settings: Settings that all results of the comparison share.
+        plan: The indexes, tasks and prompt lengths to measure.
+        records: The file of results. New results are appended.
+        jobs: Number of processes.
     """
 
     load: Load
@@ -52,14 +65,14 @@ class ParallelComparison:
         check.at_least("jobs", self.jobs, 1)
 
     def run(self, on_progress: Progress = lambda done, total, what: None) -> None:
-        """Run the measurements that the records lack, as `Comparison.run` does.
+        """Run the measurements of the plan that have no result yet, and store the results.
 
-        Texts come first, in one process while the others are idle, so that times are those of an
-        idle machine.
+        Texts come first. One process measures them while all others are idle, so that the others do
+        not slow down the timed decode steps.
 
         Raises:
-            ChildProcessError: A process failed. The message is that of the process. Records so far
-                are kept.
+            ChildProcessError: A process failed. The message is that of the process. Results that
+                were measured before are kept.
         """
         settings, plan = self.settings, self.plan
         schedule = Schedule(settings, plan, self.records, on_progress, jobs=self.jobs)
@@ -75,7 +88,7 @@ class ParallelComparison:
 
 
 def _distribute(schedule: Schedule, works: list[Work], workers: list[_Worker]) -> None:
-    """Give each worker one unit of work at a time, and store the records that workers send."""
+    """Let each process measure one text or prompt at a time, and store the results it sends."""
     left = schedule.begin(works)
     threads = max(torch.get_num_threads() // max(len(workers), 1), 1)
     for worker in workers:
@@ -93,7 +106,7 @@ def _distribute(schedule: Schedule, works: list[Work], workers: list[_Worker]) -
 
 
 def _stop(processes: list[BaseProcess]) -> None:
-    """Stop all processes, even in the middle of their work."""
+    """Stop all processes, even if they are measuring."""
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + PATIENCE_S
@@ -104,8 +117,10 @@ def _stop(processes: list[BaseProcess]) -> None:
 
 
 def _context() -> Any:
-    """Return the multiprocessing context: new processes are forks of a server process that has
-    imported modules but not used a GPU."""
+    """Return the multiprocessing context "forkserver", or "spawn" on Windows.
+
+    New processes are forks of a server process, which has imported torch but has not used a GPU.
+    """
     if "forkserver" not in get_all_start_methods():  # Windows
         return get_context("spawn")
     context = get_context("forkserver")
@@ -114,7 +129,8 @@ def _context() -> Any:
 
 
 class _Worker:
-    """A process that measures units of work, its current unit, and a pipe to it."""
+    """A process that makes measurements, a pipe to the process, and the text or prompt that it
+    measures at present."""
 
     def __init__(self, number: int, load: Load, settings: Settings, plan: Plan) -> None:
         context = _context()
@@ -127,22 +143,25 @@ class _Worker:
         end.close()
 
     def give(self, work: Work | None, threads: int) -> None:
-        """Let the process measure a unit of work with a number of threads; None does nothing."""
+        """Let the process measure `work` with this number of threads. None: do nothing."""
         self.work = work
         if work is not None:
             with suppress(BrokenPipeError):  # `take` reports the reason
                 self.pipe.send((work, threads))
 
     def take(self) -> Measured | None:
-        """Return the next record of the current unit, or None after the last. Raises
-        ChildProcessError."""
+        """Wait for the next result of the process. Return it, or None after the last result.
+
+        Raises:
+            ChildProcessError: The process failed.
+        """
         try:
             message: Measured | str | None = self.pipe.recv()
         except (EOFError, ConnectionResetError) as error:
             self.process.join()
             raise ChildProcessError(
-                f"jobs: a worker ended with exit code {self.process.exitcode} (a negative code is "
-                "a signal; -9 often means that memory ran out); fewer jobs need less memory"
+                f"jobs: a worker process ended with exit code {self.process.exitcode} (a negative "
+                "code is a signal; -9 often means that memory ran out); fewer jobs need less memory"
             ) from error
         if isinstance(message, str):
             raise ChildProcessError(message)
@@ -150,9 +169,12 @@ class _Worker:
 
 
 def _serve(pipe: Connection, number: int, load: Load, settings: Settings, plan: Plan) -> None:
-    """Measure units of work that come through a pipe, until its other end is closed."""
+    """Run in a worker process: measure the texts and prompts that arrive through a pipe.
+
+    The function returns when the other end of the pipe is closed.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that libraries free resources
-    if settings.device == "cuda":  # workers take the GPUs in turn
+    if settings.device == "cuda":  # distribute the processes over all GPUs
         torch.cuda.set_device(number % torch.cuda.device_count())
     measuring = functools.cache(lambda: _loaded(load, settings, plan))
     with suppress(EOFError, BrokenPipeError):
@@ -177,7 +199,10 @@ def _loaded(load: Load, settings: Settings, plan: Plan) -> Measuring:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Start processes in this context that ignore Ctrl-C. This process stops them."""
+    """Let processes that start in a `with` block ignore Ctrl-C.
+
+    Only the main process reacts to Ctrl-C, and then stops the others.
+    """
     if sys.platform == "win32":  # signal masks do not exist on Windows
         yield
         return

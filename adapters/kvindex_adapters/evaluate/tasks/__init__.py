@@ -1,5 +1,7 @@
-"""Tasks: long texts with questions whose answers are known. A task's name, a length and a seed
-determine an instance."""
+"""Tasks for language models: questions about long texts, with known answers.
+
+The name of a task, a length in tokens and a seed determine a prompt.
+"""
 
 from kvindex_adapters.evaluate.tasks.hidden import Needle, hide
 from kvindex_adapters.evaluate.tasks.instance import Instance, Question

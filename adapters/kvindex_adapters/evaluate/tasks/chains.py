@@ -1,4 +1,7 @@
-"""Variable chains (after RULER): find all variables that get the same value from one another."""
+"""Variable tracking (after RULER): find all variables of a chain of assignments.
+
+The first variable gets a number, and each other variable gets the value of the one before.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ from kvindex_adapters.evaluate.tasks.registry import task
 from kvindex_adapters.evaluate.tasks.vocabulary import variables
 
 VARIABLES = 5
-"""Number of variables in a chain. Five variables are four hops, as in RULER."""
+"""Number of variables in a chain. Five variables make four hops, as in RULER."""
 
 
 @task("chain", "all five variables of a chain that passes on one value")
 def chain(rng: random.Random, parts: int) -> Draft:
-    """Hide five assignments in order, and ask for all variables with one value."""
+    """Hide five assignments in a text, and ask for all variables that have the given value."""
     names, value = tuple(variables(rng, VARIABLES)), str(rng.randint(10**4, 10**5 - 1))
     links = zip(names[1:], names, strict=False)
     facts = [f"VAR {names[0]} = {value}.", *(f"VAR {new} = VAR {old}." for new, old in links)]

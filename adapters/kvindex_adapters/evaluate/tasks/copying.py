@@ -1,4 +1,4 @@
-"""Copying: continue a passage from far back in the text, word for word."""
+"""Copying: the model must continue a quotation from a long text, word for word."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from kvindex_adapters.evaluate.tasks.registry import task
 from kvindex_adapters.evaluate.tasks.scoring import begins_with
 
 OPENING, COPIED = 8, 24
-"""OPENING: number of words of the passage in the question. COPIED: number of words to continue
-with."""
+"""`OPENING`: number of words of the passage that the question quotes.
+
+`COPIED`: number of words after these that the answer must contain.
+"""
 
 
 @task("copy", "the next 24 words of a passage whose first 8 are given")
 def copy(rng: random.Random, parts: int) -> Draft:
-    """Hide a passage among others, and ask the model to continue a quotation of it."""
+    """Hide a passage in a text, quote its first words, and ask for the words that follow them."""
     passage = rng.choice(_passages())
     words = passage.split()
     opening, answer = " ".join(words[:OPENING]), " ".join(words[OPENING : OPENING + COPIED])

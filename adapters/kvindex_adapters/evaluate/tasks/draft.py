@@ -1,4 +1,4 @@
-"""Drafts of instances: their texts, before these are encoded and adjusted to a length."""
+"""Write a prompt of a task as text, choose its length, and encode it as token ids."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kvindex_adapters.evaluate.tasks.scoring import contains
 
 @dataclass(frozen=True)
 class Asked:
-    """A question as text, which follows the context's text directly.
+    """A question as text, before it is encoded as token ids.
 
     Args:
-        text: The question.
-        answers: As in `Question`.
-        max_new_tokens: As in `Question`.
-        metric: As in `Question`.
-        begin: Beginning of the answer, which is part of the prompt.
-        cue: Text before the answer if there is no chat template.
+        text: The question. It is appended to the context without a separator.
+        answers: Right answers, which the metric compares with the answer of the model.
+        max_new_tokens: Maximum length of the answer in tokens.
+        metric: Function that computes the score of an answer.
+        begin: First words of the answer. They are a part of the prompt.
+        cue: Text between question and answer, for a model without a chat template.
     """
 
     text: str
@@ -38,15 +38,15 @@ class Asked:
 
 @dataclass(frozen=True)
 class Draft:
-    """A context as text, and the questions about it."""
+    """A prompt of a task as text: a context, and one or more questions about the context."""
 
     context: str
     questions: tuple[Asked, ...]
 
     def depth(self) -> float | None:
-        """Return the fraction of the context's characters before the answer.
+        """Return the position of the answer in the context, from 0 (beginning) to 1 (end).
 
-        The result is None unless one question asks for one text that occurs once in the context.
+        Return None unless the draft has one answer in total, which occurs once in the context.
         """
         wanted = [text for asked in self.questions for text in asked.answers]
         exact = self.questions[0].metric is contains and len(wanted) == 1
@@ -56,9 +56,10 @@ class Draft:
 
 
 def encode(tokenizer: Any, draft: Draft, *, task: str, seed: int) -> Instance:
-    """Encode a draft. The ids of the context are the common prefix of all prompts.
+    """Encode a draft as token ids.
 
-    One of these prompts has no question, so that the context contains no part of a question.
+    The ids of the context are the common prefix of the prompts with each question. A prompt without
+    a question is compared, too, so that the context contains no part of a question.
     """
     prompts = [_prompt(tokenizer, draft, asked) for asked in draft.questions]
     shared = _shared_length([_prompt(tokenizer, draft, Asked("", ())), *prompts])
@@ -70,7 +71,7 @@ def encode(tokenizer: Any, draft: Draft, *, task: str, seed: int) -> Instance:
 
 
 def longest(tokenizer: Any, draft: Draft) -> int:
-    """Return the number of tokens of the prompt with the longest question."""
+    """Return the length in tokens of the context with the longest question."""
     alone = Draft("", draft.questions)
     asked = max(draft.questions, key=lambda asked: len(_prompt(tokenizer, alone, asked)))
     return len(_prompt(tokenizer, draft, asked))
@@ -79,22 +80,25 @@ def longest(tokenizer: Any, draft: Draft) -> int:
 def most_parts(
     length: Callable[[int], int], tokens: int, *, least: int = 1, most: int | None = None
 ) -> int:
-    """Return the largest number of parts of text for which `length` is at most `tokens`.
+    """Return how many parts (such as paragraphs) a prompt of at most `tokens` tokens can have.
 
     Args:
-        length: Function from a number of parts to a length in tokens.
-        tokens: Largest length.
-        least: Smallest number to return.
-        most: Largest number to return, or None.
+        length: Function that takes a number of parts, and returns the prompt's length in tokens.
+        tokens: Maximum length of the prompt in tokens.
+        least: Smallest allowed number of parts.
+        most: Largest allowed number of parts, or None for no limit.
 
     Raises:
-        ValueError: Even the smallest number makes a text that is too long.
+        ValueError: Even a prompt with `least` parts is too long.
     """
     low, size, high = least, length(least), None if most is None else most + 1
     if size > tokens:
-        raise ValueError(f"tokens: got {tokens}, allowed is at least {size} here")
+        raise ValueError(
+            f"tokens: got {tokens}, allowed is at least {size}, the length of the task's shortest "
+            "prompt"
+        )
     while high is None or high - low > 1:
-        guess = max(low + 1, low * tokens // size)  # assumes that length grows proportionally
+        guess = max(low + 1, low * tokens // size)  # assume that length grows proportionally
         if high is not None and guess >= high:
             guess = (low + high) // 2
         if (now := length(guess)) <= tokens:
@@ -105,7 +109,10 @@ def most_parts(
 
 
 def _prompt(tokenizer: Any, draft: Draft, asked: Asked) -> Tensor:
-    """Encode a text as a user message, or as plain text without a chat template: int64 `[N]`."""
+    """Return the token ids of context and question, int64 `[N]`.
+
+    They are encoded as a user message, or as plain text if the tokenizer has no chat template.
+    """
     text = draft.context + asked.text
     if not tokenizer.chat_template:
         cued = text + asked.cue
@@ -115,6 +122,6 @@ def _prompt(tokenizer: Any, draft: Draft, asked: Asked) -> Tensor:
 
 
 def _shared_length(prompts: list[Tensor]) -> int:
-    """Return the length of the common prefix of all prompts `[N]`."""
+    """Return the number of tokens at the beginning that are the same in all prompts."""
     columns = zip(*(prompt.tolist() for prompt in prompts), strict=False)
     return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))

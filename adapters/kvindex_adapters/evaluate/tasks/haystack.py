@@ -1,4 +1,4 @@
-"""Haystacks: paragraphs of prose in random order, with facts hidden between them."""
+"""Make long texts (haystacks): paragraphs in random order, with facts hidden between them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from kvindex_adapters.evaluate import texts
 
 @cache
 def paragraphs() -> tuple[str, ...]:
-    """Return the paragraphs of the Python reference."""
+    """Return the paragraphs of the Python language reference."""
     return tuple(texts.python_reference())
 
 
 def prose(rng: random.Random, count: int) -> list[str]:
-    """Return `count` paragraphs of the Python reference in random order, repeated if necessary."""
+    """Return `count` paragraphs of the Python language reference in random order.
+
+    Paragraphs are repeated if there are fewer.
+    """
     found: list[str] = []
     while len(found) < count:
         found += rng.sample(paragraphs(), len(paragraphs()))
@@ -24,7 +27,7 @@ def prose(rng: random.Random, count: int) -> list[str]:
 
 
 def hidden(rng: random.Random, parts: Sequence[str], facts: Sequence[str]) -> list[str]:
-    """Insert facts between parts of a text, each at a random depth. Their order stays the same."""
+    """Insert facts at random positions between the parts of a text. The facts keep their order."""
     places = sorted(round(rng.random() * len(parts)) for _ in facts)
     found: list[str] = []
     for start, end, fact in zip([0, *places], places, facts, strict=False):

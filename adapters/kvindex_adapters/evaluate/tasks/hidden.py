@@ -1,7 +1,7 @@
-"""The demo's needle: one fact hidden in a long text, and a question about it.
+"""The task of `kvindex demo`: a fact (needle) is hidden in a long text, and a question asks for it.
 
-The task follows the single-needle task of RULER (Hsieh et al., 2024), with a wording to which
-SmolLM2-135M finds the answer with full attention. The caller provides the text.
+The task follows the single-needle task of RULER (Hsieh et al., 2024), in words with which the model
+SmolLM2-135M answers correctly with full attention.
 """
 
 from __future__ import annotations
@@ -20,24 +20,34 @@ KEYS = ("harbor", "lantern", "meadow", "copper", "violin", "orchard", "glacier",
 
 @dataclass(frozen=True)
 class Needle:
-    """A prompt with a needle: ids int64 `[N]`, the word to ask for, and its value."""
+    """A prompt with a hidden fact: the number of a word.
+
+    Args:
+        ids: Token ids of the prompt, int64 `[N]`.
+        key: The word that the question names.
+        value: The number of the word, which is the right answer.
+    """
 
     ids: Tensor
     key: str
     value: str
 
     def found(self, answer: str) -> bool:
-        """Return True if the answer contains the value."""
+        """Return True if a model's answer contains the right number."""
         return self.value in answer
 
 
 def hide(tokenizer: Any, text: Sequence[str], *, tokens: int, seed: int) -> Needle:
-    """Make a prompt of at most `tokens` tokens: paragraphs in random order, and a needle.
+    """Make a prompt of at most `tokens` tokens from paragraphs in random order and a hidden fact.
 
-    A short text gives a shorter prompt.
+    Args:
+        tokenizer: The tokenizer of the model.
+        text: The paragraphs. If they are few, the prompt is shorter than `tokens`.
+        tokens: Maximum length of the prompt in tokens.
+        seed: Random seed that chooses the fact, its position and the order of the paragraphs.
 
     Raises:
-        ValueError: There is no room for any paragraph.
+        ValueError: `tokens` is too small for the fact and a paragraph.
     """
     rng = random.Random(seed)
     key, value = rng.choice(KEYS), str(rng.randint(10**6, 10**7 - 1))
@@ -53,10 +63,13 @@ def hide(tokenizer: Any, text: Sequence[str], *, tokens: int, seed: int) -> Need
     while chosen:
         at = round(depth * len(chosen))
         ids = _prompt(tokenizer, [*chosen[:at], needle, *chosen[at:]], key)
-        if len(ids) <= tokens:  # joined paragraphs may have a few more tokens
+        if len(ids) <= tokens:  # joined paragraphs may have more tokens than separate ones
             return Needle(ids, key, value)
         chosen.pop()
-    raise ValueError(f"tokens: got {tokens}, allowed is enough for a paragraph of the text")
+    raise ValueError(
+        f"tokens: got {tokens}, which is too small for the question and a paragraph of the text; "
+        "pass more tokens"
+    )
 
 
 def _prompt(tokenizer: Any, body: list[str], key: str) -> Tensor:

@@ -1,8 +1,8 @@
-"""InfiniteBench (Zhang et al., 2024): reads its published files, and uses its metrics, but
-questions in our own words.
+"""Tasks from the published files of InfiniteBench (Zhang et al., 2024), with its metrics.
 
-The name of a file says which task it contains. One-word answers may be as long as a sentence,
-because chat models answer in sentences. Summaries are compared by ROUGE-L.
+The wording of the questions differs from InfiniteBench. The name of a file determines the task. An
+answer of one word may be as long as a sentence, because chat models answer in sentences. Summaries
+are scored with ROUGE-L.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ LETTERS, NUMBER = "ABCDEFGHIJ", r"-?\d+(?:\.\d+)?"
 
 
 def named(answer: str, answers: tuple[str, ...]) -> float:
-    """Return 1 if a reference is among the answer's words, otherwise 0."""
+    """Return 1 if one of the right answers is a word of the model's answer, otherwise 0."""
     return float(bool(set(re.split(r"[\s:\"'.,?!{}]+", answer)) & set(answers)))
 
 
 def first_number(answer: str, answers: tuple[str, ...]) -> float:
-    """Return 1 if the answer's first number is the reference, otherwise 0."""
+    """Return 1 if the first number in the model's answer is right, otherwise 0."""
     found = re.search(NUMBER, answer)
     return float(found is not None and found[0] in answers)
 
 
 def last_number(answer: str, answers: tuple[str, ...]) -> float:
-    """Return 1 if the answer's last number is the reference, otherwise 0."""
+    """Return 1 if the last number in the model's answer is right, otherwise 0."""
     found = re.findall(NUMBER, answer)
     return float(bool(found) and found[-1] in answers)
 
 
 def leading_numbers(answer: str, answers: tuple[str, ...]) -> float:
-    """Return the fraction of references that the answer gives in order before its first error."""
+    """Return the fraction of the right numbers that the answer gives before its first error."""
     given = re.findall(NUMBER, answer)
     right = 0
     while right < min(len(given), len(answers)) and given[right] == answers[right]:
@@ -48,10 +48,10 @@ def leading_numbers(answer: str, answers: tuple[str, ...]) -> float:
 
 
 def chosen(answer: str, answers: tuple[str, ...]) -> float:
-    """Return 1 if the answer chooses the right option, otherwise 0.
+    """Return 1 if the answer to a multiple-choice question names the right option, otherwise 0.
 
-    The chosen option is the letter at the beginning or after "answer". If there is no such letter,
-    the text of the right option must occur.
+    The chosen option is the letter at the beginning of the answer, or after a word like "option".
+    Without such a letter, the answer must contain the text of the right option.
     """
     text, letter = answers
     begins = re.match(rf"\W*([{LETTERS}])(?!\w| \w)", answer)
@@ -75,13 +75,14 @@ FORMS: dict[str, tuple[str, Metric, int]] = {
     "math_find": ("Answer with the number.", first_number, 40),
     "math_calc": ("Write the value after each step of the calculation.", leading_numbers, 4096),
 }
-"""File name -> instruction after its questions, metric, and longest answer in tokens."""
+"""Name of a file -> instruction that follows its questions, metric, and maximum length of an answer
+in tokens."""
 
 
 def draft(record: dict[str, Any], stem: str) -> Draft:
-    """Make the draft for a line of a file. Raise ValueError for a file name that is unknown."""
+    """Make a prompt from a line of the file `stem`. Raise ValueError if no task has this name."""
     if stem not in FORMS:
-        raise ValueError(f"file: got {stem!r}, allowed is one of {sorted(FORMS)}")
+        raise ValueError(f"file name: got {stem!r}, allowed is one of {sorted(FORMS)}")
     ending, metric, most = FORMS[stem]
     options = record.get("options") or []
     lines = [f"{letter}. {text}" for letter, text in zip(LETTERS, options, strict=False)]
@@ -91,7 +92,10 @@ def draft(record: dict[str, Any], stem: str) -> Draft:
 
 
 def _answers(answer: Any, options: list[str]) -> tuple[str, ...]:
-    """Return the references as texts. For a choice they are the option's text and its letter."""
+    """Return the right answers as texts.
+
+    For a multiple-choice question, these are the text and the letter of the right option.
+    """
     found = tuple(map(str, answer)) if isinstance(answer, list) else (str(answer),)
     if not options or len(found) == 2:
         return found

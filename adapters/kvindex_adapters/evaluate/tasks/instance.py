@@ -1,4 +1,4 @@
-"""Task instances: a context that is read once, questions that follow it, and their scores."""
+"""A prompt of a task as token ids: a context, questions that follow it, and scores of answers."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor
 from kvindex_adapters.evaluate.tasks.scoring import contains, is_settled
 
 Metric = Callable[[str, tuple[str, ...]], float]
-"""Function of an answer and its references that returns which fraction of the answer is right, in
-[0, 1]."""
+"""Function that takes a model's answer and the right answers, and returns a score in [0, 1]."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question that follows a context.
+    """A question that follows a context, as token ids.
 
     Args:
-        ids: Int64 `[n]`: the question, the end of the user's message, and the generation prompt.
-        answers: References that the metric compares an answer with.
-        max_new_tokens: Longest answer, in tokens.
-        metric: The metric.
+        ids: Token ids of everything after the context, int64 `[n]`: the question, the end of the
+            user's message, and the beginning of the answer.
+        answers: Right answers, which the metric compares with the answer of the model.
+        max_new_tokens: Maximum length of the answer in tokens.
+        metric: Function that computes the score of an answer.
     """
 
     ids: Tensor
@@ -33,15 +33,15 @@ class Question:
 
 @dataclass(frozen=True)
 class Instance:
-    """One random instance of a task.
+    """One prompt of a task, made from a random seed.
 
     Args:
         task: Name of the task.
         seed: Seed of the random numbers.
-        context: Ids int64 `[N]` of the context.
-        questions: Questions about it.
-        depth: Position of the answer in the context, from 0 to 1, or None if it has no single
-            position.
+        context: Token ids of the context, int64 `[N]`.
+        questions: Questions about the context.
+        depth: Position of the answer in the context, from 0 (beginning) to 1 (end). None if the
+            answer has several positions or none.
     """
 
     task: str
@@ -51,15 +51,15 @@ class Instance:
     depth: float | None = None
 
     def tokens(self) -> int:
-        """Return the tokens of the context and the longest question."""
+        """Return the number of tokens of the context and the longest question together."""
         return len(self.context) + max(len(question.ids) for question in self.questions)
 
     def score(self, number: int, answer: str) -> float:
-        """Return the fraction of question `number` that an answer has right, in [0, 1]."""
+        """Return the score of a model's answer to question `number`, in [0, 1]."""
         question = self.questions[number]
         return question.metric(answer, question.answers)
 
     def settled(self, number: int, answer: str) -> bool:
-        """Return True if no further text can change the answer's score."""
+        """Return True if more text cannot change the score of an answer to question `number`."""
         question = self.questions[number]
         return is_settled(question.metric, answer, question.answers)

@@ -1,6 +1,7 @@
-"""Local files of LongBench, InfiniteBench, AIME and MATH: JSON lines in their published formats.
+"""Tasks from local files of LongBench, InfiniteBench, AIME and MATH, in their published formats.
 
-Texts that are too long are cut in the middle, as LongBench does.
+A file contains one JSON object per line. From a text that is too long, the middle is removed, as in
+LongBench.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from kvindex_adapters.evaluate.tasks.registry import Task, family
 FORMATS: tuple[tuple[frozenset[str], Callable[[dict[str, Any], str], Draft]], ...] = tuple(
     (module.FIELDS, module.draft) for module in (longbench, infinitebench, mathematics)
 )
-"""Each format: the fields that its lines have, and the function that makes a draft from a line."""
+"""For each format, the fields that its lines have, and the function that makes a prompt of a line.
+"""
 
 
 @family("file")
 def from_file(path: str) -> Task:
-    """Make the task of a file. Seed n uses line n, counted from 0, modulo the number of lines."""
+    """Make the task of a file. Seed `n` selects line `n % lines`, counted from 0."""
     name = f"file:{path}"
 
     def make(tokenizer: Any, tokens: int, seed: int) -> Instance:
@@ -43,40 +45,40 @@ def _missing(path: str) -> str | None:
 
 @lru_cache(maxsize=1)
 def _lines(path: str, changed: int) -> list[str]:
-    """Return the lines of a file. The file is read again only if it has changed."""
+    """Return the lines of a file. `changed`, the time of its last change, is a key of the cache."""
     found = [line for line in Path(path).read_text("utf-8-sig").split("\n") if line.strip()]
     if not found:
-        raise ValueError(f"file: got {path!r}, which is empty; allowed is a JSON object a line")
+        raise ValueError(f"file: got {path!r}, which is empty; pass a file of JSON lines")
     return found
 
 
 def _read(line: str, stem: str) -> Draft:
-    """Make the draft of a line. Raise ValueError for an unknown format."""
+    """Make a prompt from a line. Raise ValueError if the line has none of the known formats."""
     record = _record(line)
     for fields, draft in FORMATS:
         if fields <= record.keys():
             return draft(record, stem)
     allowed = " or ".join(str(sorted(fields)) for fields, _ in FORMATS)
-    raise ValueError(f"file: got a line with {sorted(record)}, allowed is {allowed}")
+    raise ValueError(f"file: got a line with the fields {sorted(record)}, allowed is {allowed}")
 
 
 def _record(line: str) -> dict[str, Any]:
-    """Parse a line, and check the types of its fields."""
+    """Parse a line of JSON, and check the types of its fields."""
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"file: got {line[:40]!r}, allowed is JSON ({error})") from error
+        raise ValueError(f"file: got the line {line[:40]!r}, allowed is JSON ({error})") from error
     if not isinstance(record, dict):
-        raise ValueError(f"file: got {line[:40]!r}, allowed is an object of JSON")
+        raise ValueError(f"file: got the line {line[:40]!r}, allowed is a JSON object")
     for name in {"context", "input", "problem", "solution"} & record.keys():
         check.text(name, record[name])
     if not record.get("answers", ["one"]):
-        raise ValueError("answers: got none, allowed is at least one")
+        raise ValueError("answers: got an empty list, allowed is at least one answer")
     return record
 
 
 def _cut(tokenizer: Any, draft: Draft, tokens: int) -> Draft:
-    """Cut the draft's context in the middle, so that the prompt fits into the tokens."""
+    """Remove the middle of the context, so that the prompt has at most `tokens` tokens."""
     if longest(tokenizer, draft) <= tokens:
         return draft
     ids = tokenizer(draft.context, add_special_tokens=False)["input_ids"]

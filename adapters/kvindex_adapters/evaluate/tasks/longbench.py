@@ -1,8 +1,8 @@
-"""LongBench (Bai et al., 2024): reads its published files, and uses its metrics and answer lengths,
-but questions in our own words.
+"""Tasks from the published files of LongBench (Bai et al., 2024).
 
-Differences from LongBench: each question uses the chat template, ROUGE-L compares one sequence of
-words, and Chinese is compared character by character.
+Metrics and maximum answer lengths are those of LongBench. Four things differ: the wording of the
+questions, the chat template for every question, ROUGE-L over the whole answer as one sequence of
+words, and the comparison of Chinese texts by character.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ CODE = "\n{input}\n\nWrite the next line of this code, and nothing else."
 
 
 def first_line(answer: str, answers: tuple[str, ...], metric: Metric) -> float:
-    """Apply a metric to the answer's first line, because a model may invent examples after it."""
+    """Score only the first line of the answer, after which a model may invent more examples."""
     return metric(answer.lstrip("\n").split("\n")[0], answers)
 
 
 def classified(answer: str, answers: tuple[str, ...], classes: tuple[str, ...]) -> float:
-    """Return 1 divided by the number of classes that the answer names; 0 if the right one is
-    missing.
+    """Score an answer that should name one of several classes.
 
-    A class whose name is a part of the right class's name is not counted.
+    The score is 1 divided by the number of classes that the answer names, or 0 if it does not name
+    the right class. A class whose name is a part of the right class's name does not count.
     """
 
     def one(right: str) -> float:
@@ -48,14 +48,14 @@ def classified(answer: str, answers: tuple[str, ...], classes: tuple[str, ...]) 
 
 
 def numbers(answer: str, answers: tuple[str, ...]) -> float:
-    """Return the fraction of the numbers in the answer that equal the reference."""
+    """Return the fraction of the numbers in the model's answer that are right."""
     wanted = {number for text in answers for number in re.findall(r"\d+", text)}
     given = re.findall(r"\d+", answer)
     return sum(number in wanted for number in given) / len(given) if given else 0.0
 
 
 Form = tuple[str, Metric, int]
-"""A question, its metric, and the longest answer in tokens."""
+"""Template of a question, its metric, and the maximum length of the answer in tokens."""
 
 IN_CHINESE: Metric = partial(f1, words=characters)
 SUMMARY_IN_CHINESE: Metric = partial(rouge_l, words=characters)
@@ -74,11 +74,14 @@ FORMS: dict[str, Form] = {
     **dict.fromkeys(("passage_retrieval_en", "passage_retrieval_zh"), (RETRIEVE, numbers, 32)),
     **dict.fromkeys(("lcc", "repobench-p"), (CODE, edit_similarity, 64)),
 }
-"""Data set -> its question and metric. `trec` and `lsht` list their classes in each line."""
+"""Name of a data set -> its question, metric and maximum length of an answer.
+
+The data sets `trec` and `lsht` are not included, because each of their lines has its own classes.
+"""
 
 
 def draft(record: dict[str, Any], stem: str) -> Draft:
-    """Make the draft for a line of a file. Raise ValueError for a data set that is unknown."""
+    """Make a prompt from a line of a file. Raise ValueError if its data set is unknown."""
     name = str(record["dataset"]).removesuffix("_e")
     if name in ("trec", "lsht"):
         classes = partial(classified, classes=tuple(record["all_classes"]))

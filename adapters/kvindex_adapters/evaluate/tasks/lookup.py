@@ -1,4 +1,4 @@
-"""Key-value lookup: find the value of one key in a long JSON object of UUIDs."""
+"""Key-value lookup: the model must find the value of a key in a long JSON object of UUIDs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvindex_adapters.evaluate.tasks.vocabulary import uuids
 
 @task("lookup", "the value of one key in a JSON object of UUIDs")
 def lookup(rng: random.Random, parts: int) -> Draft:
-    """Make a JSON object with `parts` keys, and ask for the value of one."""
+    """Make a JSON object with `parts` keys, and ask for the value of one key."""
     depth = rng.random()
     found = uuids(rng, 2 * parts)
     pairs = dict(zip(found[::2], found[1::2], strict=True))

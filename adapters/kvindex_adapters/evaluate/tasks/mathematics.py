@@ -1,4 +1,4 @@
-r"""AIME and MATH (Hendrycks et al., 2021) from files: problems whose answers are in \boxed{}."""
+r"""Tasks from files of AIME and MATH (Hendrycks et al., 2021), with answers in \boxed{}."""
 
 from __future__ import annotations
 
@@ -10,27 +10,31 @@ from kvindex_adapters.evaluate.tasks.draft import Asked, Draft
 FIELDS = frozenset(("problem",))
 
 TOKENS = 4096
-"""Longest answer in tokens. MATH's solutions are shorter, and so are most of AIME's."""
+"""Maximum length of an answer in tokens. All solutions of MATH and most of AIME are shorter."""
 
 
 def draft(record: dict[str, Any], stem: str) -> Draft:
-    """Make the draft for a line of a file. Raise ValueError for a line without an answer."""
+    """Make a prompt from a line of a file. Raise ValueError if the line has no right answer."""
     answer = record.get("answer", boxed_text(record.get("solution", "")))
     if answer is None:
-        raise ValueError(r"solution: got one without \boxed{}, allowed is one with it, or answer")
+        raise ValueError(
+            r"solution: got a text without \boxed{}; pass a solution with \boxed{}, or an answer"
+        )
     text = "\n\nSolve the problem step by step, and write the result as \\boxed{result}."
     return Draft(record["problem"], (Asked(text, (str(answer),), TOKENS, boxed),))
 
 
 def boxed(answer: str, answers: tuple[str, ...]) -> float:
-    r"""Return 1 if the answer's last \boxed{} contains a reference, compared as numbers or as
-    TeX."""
+    r"""Return 1 if the last \boxed{} of the model's answer contains a right answer, otherwise 0.
+
+    Answers are compared as numbers, or as TeX without commands that do not change the value.
+    """
     given = boxed_text(answer)
     return float(given is not None and any(_plain(given) == _plain(text) for text in answers))
 
 
 def boxed_text(text: str) -> str | None:
-    r"""Return the content of the last \boxed{}, including inner braces, or None."""
+    r"""Return the content of the last \boxed{} in a text, or None if there is no \boxed{}."""
     _, found, rest = text.rpartition(r"\boxed{")
     depth = 1
     for place, character in enumerate(rest):

@@ -1,6 +1,7 @@
-"""Needles: facts hidden in a long text, and questions about them, after RULER (Hsieh et al., 2024).
+"""Needle tasks, after RULER (Hsieh et al., 2024): facts (needles) are hidden in a long text.
 
-With this wording, SmolLM2-135M finds the answers with full attention.
+Each needle says that a word, its key, has a number. The question asks for numbers. With this
+wording, the small model SmolLM2-135M answers correctly with full attention.
 """
 
 from __future__ import annotations
@@ -15,26 +16,29 @@ from kvindex_adapters.evaluate.tasks.registry import task
 KEYS = ("harbor", "lantern", "meadow", "copper", "violin", "orchard", "glacier", "compass")
 
 SEVERAL = 4
-"""Number of values per key, or of keys per question, as in RULER."""
+"""Number of values per key (`needle-multivalue`), or of keys per question (`needle-multiquery`).
+
+Both are as in RULER.
+"""
 
 
 @task("needle", "the number that one sentence gives for a word")
 def needle(rng: random.Random, parts: int) -> Draft:
-    """Hide one needle, and ask for it."""
+    """Hide one needle, and ask for its number."""
     (key, value), *_ = _pairs(rng)
     return _draft(rng, parts, [fact(key, value)], [ask(key, value)])
 
 
 @task("needle-multikey", "the number of one word among eight words with numbers")
 def multikey(rng: random.Random, parts: int) -> Draft:
-    """Hide eight needles with different keys, and ask for one."""
+    """Hide eight needles with different keys, and ask for the number of one key."""
     pairs = _pairs(rng)
     return _draft(rng, parts, [fact(*pair) for pair in pairs], [ask(*rng.choice(pairs))])
 
 
 @task("needle-multivalue", "all four numbers of a word")
 def multivalue(rng: random.Random, parts: int) -> Draft:
-    """Hide four needles with the same key, and ask for all."""
+    """Hide four needles with the same key, and ask for all four numbers."""
     key, values = rng.choice(KEYS), tuple(number(rng) for _ in range(SEVERAL))
     begin = f"The {SEVERAL} special magic numbers for {key} that the text mentions are:"
     asked = _ask_all(key, values, begin)
@@ -43,7 +47,7 @@ def multivalue(rng: random.Random, parts: int) -> Draft:
 
 @task("needle-multiquery", "the numbers of four words, in one question")
 def multiquery(rng: random.Random, parts: int) -> Draft:
-    """Hide four needles with different keys, and ask for all."""
+    """Hide four needles with different keys, and ask for all four numbers in one question."""
     pairs = _pairs(rng)[:SEVERAL]
     keys, values = zip(*pairs, strict=True)
     begin = f"The {SEVERAL} special magic numbers are:\n\n{keys[0]}:"
@@ -53,7 +57,7 @@ def multiquery(rng: random.Random, parts: int) -> Draft:
 
 @task("needle-haystack", "the number of one name in a text of such sentences only")
 def haystack(rng: random.Random, parts: int) -> Draft:
-    """Make a text that consists of needles only, and ask for one."""
+    """Make a text that consists of needles only, and ask for the number of one key."""
     depth = rng.random()
     pairs = [(key, number(rng)) for key in vocabulary.names(rng, parts)]
     body = "\n".join(fact(*pair) for pair in pairs)
@@ -62,24 +66,24 @@ def haystack(rng: random.Random, parts: int) -> Draft:
 
 @task("questions", "the numbers of eight words, a question for each, about a context read once")
 def questions(rng: random.Random, parts: int) -> Draft:
-    """Hide eight needles with different keys, and ask a question for each."""
+    """Hide eight needles with different keys, and ask eight questions, one for each number."""
     pairs = _pairs(rng)
     asked = [ask(*pair) for pair in rng.sample(pairs, len(pairs))]
     return _draft(rng, parts, [fact(*pair) for pair in pairs], asked)
 
 
 def number(rng: random.Random) -> str:
-    """Return a random number of seven digits."""
+    """Return a random number of seven digits as text."""
     return str(rng.randint(10**6, 10**7 - 1))
 
 
 def fact(key: str, value: str) -> str:
-    """Return the sentence of a needle."""
+    """Return the sentence that is hidden as a needle."""
     return f"The special magic number for {key} is {value}."
 
 
 def ask(key: str, value: str) -> Asked:
-    """Return the question about one needle, and the beginning of the answer."""
+    """Make the question for the number of one key, with the first words of the answer."""
     about = f"special magic number for {key} that the text mentions"
     return Asked(f"\n\nWhat is the {about}?", (value,), 16, begin=f"The {about} is")
 

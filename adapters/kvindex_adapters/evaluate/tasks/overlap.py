@@ -1,6 +1,7 @@
-"""Metrics of published benchmarks that measure overlap: F1 of words, ROUGE-L, edit similarity.
+"""Metrics that measure the overlap of two texts: F1 of words, ROUGE-L and edit similarity.
 
-If there are several references, the best score counts.
+Each function compares a model's answer with one or more right answers (references), and returns the
+best score.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Words = Callable[[str], list[str]]
 
 
 def plain_words(text: str) -> list[str]:
-    """Return words in lower case, without punctuation and articles (as SQuAD compares them)."""
+    """Split a text into lower-case words without punctuation and articles, as SQuAD does."""
     text_only = "".join(
         character for character in text.lower() if character not in string.punctuation
     )
@@ -24,12 +25,12 @@ def plain_words(text: str) -> list[str]:
 
 
 def characters(text: str) -> list[str]:
-    """Return letters and digits in lower case, for languages without spaces."""
+    """Split a text into lower-case letters and digits, for languages without spaces."""
     return re.findall(r"[^\W_]", text.lower())
 
 
 def f1(answer: str, answers: tuple[str, ...], words: Words = plain_words) -> float:
-    """Return the F1 score of the words that an answer shares with a reference."""
+    """Return the F1 score of the words that an answer has in common with a reference."""
 
     def one(reference: str) -> float:
         given, wanted = words(answer), words(reference)
@@ -39,7 +40,10 @@ def f1(answer: str, answers: tuple[str, ...], words: Words = plain_words) -> flo
 
 
 def rouge_l(answer: str, answers: tuple[str, ...], words: Words = str.split) -> float:
-    """Return F1 of the longest common subsequence of words, ignoring case (ROUGE-L, Lin 2004)."""
+    """Return the F1 score of the longest common subsequence of words (ROUGE-L, Lin 2004).
+
+    Upper and lower case count as equal.
+    """
 
     def one(reference: str) -> float:
         given, wanted = words(answer.lower()), words(reference.lower())
@@ -49,10 +53,10 @@ def rouge_l(answer: str, answers: tuple[str, ...], words: Words = str.split) -> 
 
 
 def edit_similarity(answer: str, answers: tuple[str, ...]) -> float:
-    """Return how similar the first line of code in the answer is to a reference.
+    """Return the similarity of the first line of code in an answer to a reference, in [0, 1].
 
-    The similarity is twice the length of the longest common subsequence of characters, divided by
-    the total length of both lines.
+    The similarity is `2 * c / (a + b)`, where `a` and `b` are the lengths of the two lines, and `c`
+    is the length of their longest common subsequence of characters.
     """
     lines = [line for line in answer.lstrip("\n").split("\n") if not re.search("`|#|//", line)]
     line = lines[0] if lines else ""
@@ -60,6 +64,8 @@ def edit_similarity(answer: str, answers: tuple[str, ...]) -> float:
 
 
 def _f(shared: int, given: Sequence[str], wanted: Sequence[str]) -> float:
-    """Return the harmonic mean of `shared / len(given)` and `shared / len(wanted)`; 1 if both are
-    empty."""
+    """Return the harmonic mean (F1) of `shared / len(given)` and `shared / len(wanted)`.
+
+    Return 1 if both sequences are empty.
+    """
     return 2 * shared / (len(given) + len(wanted)) if given or wanted else 1.0

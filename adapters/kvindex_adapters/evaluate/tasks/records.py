@@ -1,4 +1,4 @@
-"""Records scattered in prose, which the answer must list as a JSON table."""
+"""A task with sentences about persons in a long text, to be listed as JSON objects."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ SENTENCE = "{name} is {age} years old, lives in {city} and works as a {job}."
 
 @task("table", "age, city and job of seven persons whom a text describes, as a table in JSON")
 def table(rng: random.Random, parts: int) -> Draft:
-    """Hide eight records as sentences in prose, and ask for a table of them. Its first record is
-    given."""
+    """Hide sentences about eight persons in a text, and ask for a JSON array of the persons.
+
+    The prompt ends with the beginning of the array, which contains the first person.
+    """
     records = _records(rng)
     facts = [SENTENCE.format(**record) for record in records]
     *others, last = (str(record["name"]) for record in records)
@@ -40,16 +42,16 @@ def table(rng: random.Random, parts: int) -> Draft:
 
 
 def cells(answer: str, answers: tuple[str, ...], *, begin: str = "") -> float:
-    """Return the fraction of a table's cells that are right.
+    """Return the fraction of fields in a list of JSON objects that are right.
 
-    The answer lists records as JSON. The first field of a record is its name, for which there is no
-    score. Objects that are not valid JSON count as empty. A record that was not asked for counts as
-    wrong. If several records have the same name, the first one counts.
+    The first field is the name of a person, and gives no score. Objects that are not valid JSON are
+    ignored. All fields of an object that was not asked for count as wrong. If several objects have
+    the same name, the first one counts.
 
     Args:
         answer: The model's answer.
-        answers: The right records as JSON.
-        begin: Beginning of the answer, which was part of the prompt.
+        answers: The right objects as JSON.
+        begin: Beginning of the list, which was a part of the prompt.
     """
     wanted, given = [json.loads(text) for text in answers], _objects(begin + answer)
     key, *fields = wanted[0]
@@ -75,7 +77,7 @@ def _traits(rng: random.Random) -> dict[str, str | int]:
 
 
 def _objects(answer: str) -> list[dict[str, Any]]:
-    """Return the JSON objects, without nested ones, of an answer's first array."""
+    """Return the JSON objects of the first array in an answer. Nested objects are not supported."""
     found = []
     for text in re.findall(r"\{[^{}]*\}", answer.partition("]")[0]):
         try:

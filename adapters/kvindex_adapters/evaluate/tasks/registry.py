@@ -1,4 +1,4 @@
-"""Tasks by name. Each file of this folder registers its own tasks."""
+"""Register tasks by name, and make their prompts. The modules of this folder register tasks."""
 
 from __future__ import annotations
 
@@ -16,22 +16,28 @@ from kvindex_adapters.evaluate.tasks.draft import Draft, encode, longest, most_p
 from kvindex_adapters.evaluate.tasks.instance import Instance
 
 Write = Callable[[random.Random, int], Draft]
-"""Function of a random generator and a number of parts of filler text. With the same seed, a
-larger number gives a longer text. Questions and answers may change with the number."""
+"""Function that writes a prompt from a random generator and a number of parts of filler text.
+
+A part is, for example, a paragraph. With the same seed, more parts give a longer text. The question
+and its answer may depend on the number of parts.
+"""
 
 Missing = Callable[[], str | None]
-"""Returns why a task cannot be made, for example a package that is not installed, or None."""
+"""Function that returns the reason why a task is not available, or None if it is available.
+
+A reason is, for example, a package that is not installed.
+"""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task.
+    """A task for a language model, from which prompts of any length can be made.
 
     Args:
         name: Name of the task.
-        asks: What the task asks for, in one line.
-        make: Function of a tokenizer, a number of tokens and a seed that makes an instance.
-        missing: See `Missing`.
+        asks: Description of what the task asks for, in one line.
+        make: Function that makes a prompt from a tokenizer, a number of tokens and a seed.
+        missing: Function that returns the reason why the task is not available, or None.
     """
 
     name: str
@@ -45,20 +51,22 @@ _FAMILIES: dict[str, Callable[[str], Task]] = {}
 
 
 def register(task: Task) -> None:
-    """Register a task by its name. Raise ValueError if the name is taken."""
+    """Register a task by its name. Raise ValueError if another task has the same name."""
     if task.name in _TASKS:
-        raise ValueError(f"task: got {task.name!r} twice, allowed is a name of its own")
+        raise ValueError(f"task: got the name {task.name!r} twice, allowed are different names")
     _TASKS[task.name] = task
 
 
 def task(name: str, asks: str, *, least: int = 1) -> Callable[[Write], Write]:
-    """Register a function that writes drafts. Texts are made as long as the number of tokens
-    allows.
+    """Return a decorator that registers a function as a task.
+
+    The function writes a prompt from a random generator and a number of parts. The task calls it
+    with the largest number of parts whose prompt is not too long.
 
     Args:
         name: Name of the task.
-        asks: What the task asks for, in one line.
-        least: Number of parts of the shortest text.
+        asks: Description of what the task asks for, in one line.
+        least: Smallest number of parts.
     """
 
     def decorate(write: Write) -> Write:
@@ -79,7 +87,10 @@ def task(name: str, asks: str, *, least: int = 1) -> Callable[[Write], Write]:
 
 
 def family(prefix: str) -> Callable[[Callable[[str], Task]], Callable[[str], Task]]:
-    """Register a function that makes the tasks named `prefix:rest` from `rest`."""
+    """Return a decorator that registers a function for all task names `prefix:rest`.
+
+    The function takes `rest`, and returns the task.
+    """
 
     def decorate(find: Callable[[str], Task]) -> Callable[[str], Task]:
         _FAMILIES[prefix] = find
@@ -89,18 +100,18 @@ def family(prefix: str) -> Callable[[Callable[[str], Task]], Callable[[str], Tas
 
 
 def names() -> list[str]:
-    """Return the names of all tasks, sorted, including those whose package is missing.
+    """Return the names of all tasks, sorted. Tasks whose package is not installed are included.
 
-    Local files can be used as tasks, too, with the name `file:PATH`.
+    In addition, `file:PATH` is the name of a task whose prompts are in a local file.
     """
     return sorted(_known())
 
 
 def available(name: str) -> str | None:
-    """Return None, or why the task cannot be made here.
+    """Return the reason why a task is not available, or None if it is available.
 
     Args:
-        name: Name of a task.
+        name: Name of the task.
 
     Raises:
         ValueError: The name is unknown.
@@ -109,10 +120,10 @@ def available(name: str) -> str | None:
 
 
 def describe(name: str) -> str:
-    """Return what a task asks for, in one line.
+    """Return a description of what a task asks for, in one line.
 
     Args:
-        name: Name of a task.
+        name: Name of the task.
 
     Raises:
         ValueError: The name is unknown.
@@ -121,21 +132,19 @@ def describe(name: str) -> str:
 
 
 def make(name: str, tokenizer: Any, *, tokens: int, seed: int) -> Instance:
-    """Make an instance of at most `tokens` tokens, not counting answers.
-
-    The same arguments give the same instance.
+    """Make a prompt of a task. The same arguments give the same prompt.
 
     Args:
         name: Name of the task.
         tokenizer: A tokenizer of transformers.
-        tokens: Largest length of the prompt.
+        tokens: Maximum length of the prompt in tokens, without the answer.
         seed: Seed of the random numbers.
 
     Returns:
-        The instance.
+        The prompt as token ids, with its questions and right answers.
 
     Raises:
-        ValueError: The name is unknown, or there are too few tokens.
+        ValueError: There is no such task, or `tokens` is too small for its shortest prompt.
         ModuleNotFoundError: The task needs a package that is not installed.
     """
     found = _get(name)

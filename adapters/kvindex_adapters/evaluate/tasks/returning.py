@@ -1,4 +1,4 @@
-"""A long answer that returns to its beginning: a list, and its first items again."""
+"""A task with a long answer: repeat a list of words, then its first words once more."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvindex_adapters.evaluate.tasks.scoring import common_length
 from kvindex_adapters.evaluate.tasks.vocabulary import NOUNS
 
 ITEMS, AGAIN = 24, 8
-"""ITEMS: number of items of the list. AGAIN: number of items that are repeated at the end."""
+"""`ITEMS`: number of words in the list. `AGAIN`: number of words that the answer repeats."""
 
 TITLE = "The list of words:"
 
 
 @task("return", "a list of 24 words that begins the text, and then its first 8 words again")
 def returning(rng: random.Random, parts: int) -> Draft:
-    """Write a numbered list, then prose, and ask for the list."""
+    """Make a text that begins with a numbered list of words, and ask for the list."""
     items = rng.sample(NOUNS.split(), ITEMS)
     listed = "\n".join(f"{i}. {item}" for i, item in enumerate(items, 1))
     body = "\n\n".join([f"{TITLE}\n{listed}", *prose(rng, parts)])
@@ -32,9 +32,9 @@ def returning(rng: random.Random, parts: int) -> Draft:
 
 
 def in_order(answer: str, answers: tuple[str, ...]) -> float:
-    """Return the fraction of the wanted words that the answer gives in their order.
+    """Return the fraction of the right words that the answer gives in the right order.
 
-    Other words than those of the list are ignored, and so are words beyond the wanted number. An
+    Words that are not in the list are ignored, and so are words after the right number of words. An
     omitted or additional word does not make the words after it wrong.
     """
     given = [word for word in re.findall(r"\w+", answer.lower()) if word in set(answers)]

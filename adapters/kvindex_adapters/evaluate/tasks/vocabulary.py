@@ -1,4 +1,4 @@
-"""Random words for tasks: names of two words, invented words, variables, UUIDs."""
+"""Random words for tasks: names of an adjective and a noun, invented words, variables, UUIDs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ humble hungry icy idle jolly keen kind late lazy little lonely loud lucky mellow
 narrow noble odd pale patient plain polite proud quick quiet rapid rare rough rusty secret sharp
 shy silent small
 """
-"""64 words. With 64 nouns they give 4,096 names."""
+"""The 64 adjectives of names. With the 64 nouns they give 4,096 names."""
 
 NOUNS = """
 anchor apple arrow badge barn basket beacon bell bottle branch bridge bucket button cabin candle
@@ -23,12 +23,14 @@ flute forest fountain garden hammer island jacket kettle ladder lake lemon marke
 needle ocean oven paper pencil pepper planet pocket river rocket saddle school shadow spoon stable
 statue temple tunnel valley wagon window
 """
-"""64 words."""
+"""The 64 nouns of names."""
 
 
 def names(rng: random.Random, count: int) -> list[str]:
-    """Return different names of an adjective and a noun. Names after the first 4,096 have two
-    adjectives."""
+    """Return `count` different names of an adjective and a noun, such as "brave lemon".
+
+    All names after the first 4,096 have two adjectives.
+    """
     adjectives = ADJECTIVES.split()
     pairs = [f"{adjective} {noun}" for adjective in adjectives for noun in NOUNS.split()]
     rng.shuffle(pairs)
@@ -37,18 +39,18 @@ def names(rng: random.Random, count: int) -> list[str]:
 
 
 def coined(rng: random.Random, count: int) -> list[str]:
-    """Return different invented words of three syllables (421,875 exist)."""
+    """Return `count` different invented words of three syllables. At most 421,875 exist."""
     return _different(_coined(rng), count)
 
 
 def variables(rng: random.Random, count: int) -> list[str]:
-    """Return different names of five capital letters."""
+    """Return `count` different variable names of five capital letters."""
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
     return _different(("".join(rng.choices(letters, k=5)) for _ in iter(int, 1)), count)
 
 
 def uuids(rng: random.Random, count: int) -> list[str]:
-    """Return random UUIDs of version 4."""
+    """Return `count` random UUIDs (version 4)."""
     return [str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(count)]
 
 

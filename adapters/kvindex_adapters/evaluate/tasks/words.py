@@ -1,4 +1,4 @@
-"""Aggregation: find the words that appear most often in a long list, after RULER."""
+"""Aggregation tasks, after RULER: find the words that appear most often in a long list."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from kvindex_adapters.evaluate.tasks.registry import task
 from kvindex_adapters.evaluate.tasks.vocabulary import coined
 
 COMMON, COMMON_TIMES, OTHER_TIMES = 5, 20, 2
-"""COMMON: number of words asked for. COMMON_TIMES: how often each of these appears. OTHER_TIMES:
-how often each other word appears. All are as in RULER."""
+"""Numbers of the task `common-words`, as in RULER.
+
+`COMMON` words appear `COMMON_TIMES` times each, and the question asks for them. Every other word
+appears `OTHER_TIMES` times.
+"""
 
 RANKS = 3
-"""Number of frequent words to ask for (as in RULER)."""
+"""Number of words that the task `frequent-words` asks for, as in RULER."""
 
 ENOUGH = 64
-"""Smallest number of words for which Zipf's law gives the first ranks different counts."""
+"""Smallest number of words in a list in which the most frequent words have different counts."""
 
 
 @task("common-words", "the five words of a list that appear twenty times; all others appear twice")
 def common(rng: random.Random, parts: int) -> Draft:
-    """Make a list in which a few words are common. Each part is one of the uncommon words."""
+    """Make a list in which five words appear 20 times, and `parts` other words twice."""
     found = coined(rng, COMMON + parts)
     counts = [COMMON_TIMES] * COMMON + [OTHER_TIMES] * parts
     return _draft(rng, found, counts, COMMON)
@@ -30,8 +33,8 @@ def common(rng: random.Random, parts: int) -> Draft:
 
 @task("frequent-words", "the three words that appear most often, by Zipf's law", least=ENOUGH)
 def frequent(rng: random.Random, parts: int) -> Draft:
-    """Make a list of `parts` words. The word of rank r makes up the fraction `6 / (π r)²` of the
-    list."""
+    """Make a list of `parts` words in which the `r`-th most frequent word has the fraction
+    `6 / (π r)²` of all entries (Zipf's law)."""
     counts: list[int] = []
     for rank in count(1):
         counts.append(int(parts * 0.608 / rank**2))  # 6 / π²
@@ -42,7 +45,10 @@ def frequent(rng: random.Random, parts: int) -> Draft:
 
 
 def _draft(rng: random.Random, found: list[str], counts: list[int], asked: int) -> Draft:
-    """Shuffle words with their counts into a list, and ask for the first `asked` of them."""
+    """Make a shuffled list in which each word appears as often as its count says.
+
+    The question asks for the first `asked` words of `found`, which are the most frequent ones.
+    """
     listed = [word for word, times in zip(found, counts, strict=True) for _ in range(times)]
     rng.shuffle(listed)
     text = f"\n\nWhich {asked} words appear most often in the list above?"

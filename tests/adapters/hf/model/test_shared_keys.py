@@ -109,6 +109,6 @@ def test_steps_at_once_are_refused(model):
         model(input_ids=ids[:, :50], past_key_values=cache)
         for layer in cache.attention_layers():
             layer.begin()
-        with pytest.raises(ValueError, match="queries: got those of a layer that shares the keys"):
+        with pytest.raises(ValueError, match="queries: got the queries of a layer that shares"):
             model(input_ids=ids[:, 50:], past_key_values=cache)
         assert cache.lengths() == [50, 50]
