@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from kvindex.bases.index import BaseIndex
 from kvindex.core.protocol import UNUSED, Codes, Rows
 from kvindex.ops import group, kmeans
-from kvindex.storage.layout import Held, Layout, TensorSpec, distinct
+from kvindex.storage.layout import Layout, StateSizes, TensorSpec, distinct
 from kvindex.storage.state import below
 
 PER_CLUSTER = {"members", "sizes", "centroids", "means"}
@@ -258,9 +258,9 @@ class ClusteredIndex(BaseIndex):
             rows.append(_Row(prompt, unchanged, ids[unchanged[-1].stop if unchanged else 0 :]))
         return self._extended(self._learned, rows, length, self._store.gather)
 
-    def _layout(self, held: Held) -> Layout:
-        layout, n = super()._layout(held), held.length
-        if not n and not held.has("learned"):
+    def _layout(self, sizes: StateSizes) -> Layout:
+        layout, n = super()._layout(sizes), sizes.length
+        if not n and not sizes.has("learned"):
             return layout
         g, ids = self.geometry, dict[str, Any](least=UNUSED, most=n - 1)
         learned = {
@@ -282,7 +282,7 @@ class ClusteredIndex(BaseIndex):
                 most=n,
                 allowed="sizes for which learned.members and learned.waiting contain each valid "
                 "token once",
-                rule=lambda state: _once_each(below("learned", state), held.counts),
+                rule=lambda state: _once_each(below("learned", state), sizes.counts),
             ),
             "centroids": TensorSpec("B G S D", g.dtype),
         }

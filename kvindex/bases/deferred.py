@@ -8,10 +8,10 @@ from torch import Tensor
 from kvindex.core import check
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import UNUSED, Hits
-from kvindex.core.transaction import Guarded
+from kvindex.core.transaction import Transactional
 
 
-class DeferredChecks(Guarded):
+class DeferredChecks(Transactional):
     """Checks argument tensors for an index.
 
     A failed check raises a ValueError or TypeError that names the argument, the received value and

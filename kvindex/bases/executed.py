@@ -107,10 +107,10 @@ class ExecutedIndex(BaseIndex):
             self._captures = self._attends and isinstance(self._executor, CapturingExecutor)
             self._joins = self._attends and isinstance(self._executor, JoiningExecutor)
 
-    def _alone(self, name: str) -> bool:
+    def _runs_alone(self, name: str) -> bool:
         executor = self._executor
         exclusive = executor is not None and not executor.searches_at_once
-        return exclusive or super()._alone(name)
+        return exclusive or super()._runs_alone(name)
 
     def _offers(self, wanted: type) -> bool:
         if wanted is DecodesStep or wanted is Attends:

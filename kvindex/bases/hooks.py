@@ -31,10 +31,10 @@ from kvindex.core.protocol import (
 )
 from kvindex.ops.coverage import check_policy
 from kvindex.storage.columns import Columns
-from kvindex.storage.layout import Held, Layout
+from kvindex.storage.layout import Layout, StateSizes
 
 
-class Hooks(Capable, DeferredChecks, ABC, guarded=False):
+class Hooks(Capable, DeferredChecks, ABC, transactional=False):
     """The methods that a subclass of `BaseIndex` may override, with their defaults."""
 
     config: Any
@@ -177,7 +177,7 @@ class Hooks(Capable, DeferredChecks, ABC, guarded=False):
         returned.
         """
 
-    def _layout(self, held: Held) -> Layout:
+    def _layout(self, sizes: StateSizes) -> Layout:
         """Declare shapes, dtypes and ranges of the tensors in a saved state, to reject damaged or
         forged states.
 
@@ -187,7 +187,7 @@ class Hooks(Capable, DeferredChecks, ABC, guarded=False):
         `statistics.` must fit the annotation of the attribute.
 
         Args:
-            held: Sizes that the state declares.
+            sizes: Sizes that the state declares.
 
         Returns:
             Name -> `TensorSpec`. Axes are named `B`, `G`, `H`, `D`, `N`, `Dv` (value dimension) and
@@ -195,7 +195,7 @@ class Hooks(Capable, DeferredChecks, ABC, guarded=False):
         """
         return {}
 
-    def _held(self) -> list[Tensor]:
+    def _other_tensors(self) -> list[Tensor]:
         """Return the tensors on the device that `nbytes` counts in addition to the codes."""
         return []
 

@@ -366,7 +366,7 @@ class BaseIndex(ReadingIndex):
             instead of `rows`.
         """
         codes = self._codes.nbytes() + self._valid.nbytes()
-        codes += sum(tensor.nbytes for tensor in [*self._learned.values(), *self._held()])
+        codes += sum(tensor.nbytes for tensor in [*self._learned.values(), *self._other_tensors()])
         return {"codes": codes, **self._rows_nbytes()}
 
     def memory(self) -> dict[int, int]:

@@ -22,7 +22,7 @@ from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import UNUSED, Codes, Hits
 from kvindex.ops import group
 from kvindex.storage.columns import Columns
-from kvindex.storage.layout import Held, Layout, TensorSpec
+from kvindex.storage.layout import Layout, StateSizes, TensorSpec
 from kvindex.storage.sharing import Sharing
 
 
@@ -112,9 +112,9 @@ class PagedIndex(BaseIndex):
         """
         return {}
 
-    def _layout(self, held: Held) -> Layout:
-        pages = self._page_layout(held.units(int(self.config.page))) if held.length else {}
-        return super()._layout(held) | pages
+    def _layout(self, sizes: StateSizes) -> Layout:
+        pages = self._page_layout(sizes.units(int(self.config.page))) if sizes.length else {}
+        return super()._layout(sizes) | pages
 
     # Encoding
 

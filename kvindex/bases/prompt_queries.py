@@ -12,7 +12,7 @@ from kvindex.bases.index import BaseIndex
 from kvindex.core import check
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Codes
-from kvindex.storage.layout import Held, Layout, TensorSpec, below
+from kvindex.storage.layout import Layout, StateSizes, TensorSpec, below
 
 CHOICES = ("last", "first", "random", "evenly")
 
@@ -105,12 +105,12 @@ def are_real(queries: Tensor) -> Tensor:
     return (queries != 0).any(3).any(1)
 
 
-def layout_of_queries(name: str, held: Held, geometry: Geometry) -> Layout:
+def layout_of_queries(name: str, sizes: StateSizes, geometry: Geometry) -> Layout:
     """Return a `TensorSpec` for each tensor of a `PromptQueries` in a saved state.
 
     name: name of the `PromptQueries` in the state.
     """
-    if not held.has(name):
+    if not sizes.has(name):
         return {}
     return {
         f"{name}.queries": TensorSpec("B H R D", geometry.dtype),
@@ -209,9 +209,11 @@ class PromptQueriesIndex(BaseIndex):
     def _cleared(self) -> None:
         self._observed, self._prompt_ended = None, False
 
-    def _layout(self, held: Held) -> Layout:
-        return super()._layout(held) | layout_of_queries("statistics.observed", held, self.geometry)
+    def _layout(self, sizes: StateSizes) -> Layout:
+        return super()._layout(sizes) | layout_of_queries(
+            "statistics.observed", sizes, self.geometry
+        )
 
-    def _held(self) -> list[Tensor]:
+    def _other_tensors(self) -> list[Tensor]:
         observed = self._observed
         return observed.tensors() if observed else []

@@ -31,7 +31,7 @@ from kvindex.core.protocol import Codes
 from kvindex.storage.centers import is_centered
 from kvindex.storage.codecs import check_rows
 from kvindex.storage.columns import Columns, Valid
-from kvindex.storage.layout import Held, Layout, TensorSpec, check_layout, scalar
+from kvindex.storage.layout import Layout, StateSizes, TensorSpec, check_layout, scalar
 from kvindex.storage.recipe import Recipe, as_json, class_name
 from kvindex.storage.saved import save_folder
 from kvindex.storage.state import ABOUT, NamedState, State, above, below, check_signed, signed
@@ -157,8 +157,8 @@ class StatefulIndex(NamedState, Hooks):
         counts = None if batch is None else torch.full((batch,), length)
         if counts is not None and "valid" in own:
             counts = None if own["valid"].is_meta else own["valid"].sum(1).cpu()
-        held = Held(batch, length, counts, own)
-        check_layout(layout | self._layout_of_rest(own) | self._layout(held), own, sizes)
+        stored = StateSizes(batch, length, counts, own)
+        check_layout(layout | self._layout_of_rest(own) | self._layout(stored), own, sizes)
         if length and self._check is not False and not own["rows"].is_meta:
             check_rows(self.row_codec, g, own["rows"], own.get("valid"))
 

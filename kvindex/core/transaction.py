@@ -1,6 +1,6 @@
 """Transactions around public calls.
 
-`Guarded` wraps public methods, which gives every call three properties:
+`Transactional` wraps public methods, which gives every call three properties:
 
 - Undo: if a call raises, its changes are undone. If undoing fails, every later call raises
   RuntimeError until `reset`.
@@ -181,11 +181,11 @@ def _refusal(name: str, alone: bool) -> str:
     )
 
 
-_objects: WeakSet[Guarded] = WeakSet()
+_objects: WeakSet[Transactional] = WeakSet()
 """All existing objects, for the child of a fork."""
 
 
-class Guarded(Restorable):
+class Transactional(Restorable):
     """Base of classes whose public methods are transactions.
 
     The methods named in `READS`, `ALONE` and `CHANGES` are wrapped when a subclass is defined.
@@ -205,7 +205,7 @@ class Guarded(Restorable):
         _objects.add(made)
         return made
 
-    def __init_subclass__(cls, *, guarded: bool = True, **options: Any) -> None:
+    def __init_subclass__(cls, *, transactional: bool = True, **options: Any) -> None:
         """Wrap the public methods of a subclass in transactions.
 
         guarded: False for a class whose methods need no transaction.
@@ -213,10 +213,10 @@ class Guarded(Restorable):
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
             cls.__init__ = in_plain_torch(cls.__init__)  # type: ignore[method-assign]
-        for name in READS | ALONE | CHANGES if guarded else ():
-            owner = next((base for base in cls.__mro__ if name in vars(base)), Guarded)
+        for name in READS | ALONE | CHANGES if transactional else ():
+            owner = next((base for base in cls.__mro__ if name in vars(base)), Transactional)
             if owner is cls or not issubclass(owner, Restorable):  # defined here, or in a mixin
-                setattr(cls, name, _guarded(vars(owner)[name]))
+                setattr(cls, name, _in_transaction(vars(owner)[name]))
 
     @property
     def calls_begun(self) -> int:
@@ -248,7 +248,7 @@ class Guarded(Restorable):
         """Return True if a failed call of this name is undone."""
         return name in CHANGES
 
-    def _alone(self, name: str) -> bool:
+    def _runs_alone(self, name: str) -> bool:
         """Return True if a call of this name needs exclusive access."""
         return name not in READS or self._undone(name)
 
@@ -267,13 +267,13 @@ class Guarded(Restorable):
             raise
 
 
-def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+def _in_transaction(method: Callable[..., Any]) -> Callable[..., Any]:
     name, reads = method.__name__, method.__name__ in READS
 
     @functools.wraps(method)
-    def call(self: Guarded, *args: Any, **options: Any) -> Any:
+    def call(self: Transactional, *args: Any, **options: Any) -> Any:
         access, before, change = self._access, None, None
-        alone = not reads or self._alone(name)
+        alone = not reads or self._runs_alone(name)
         try:
             try:
                 access.enter(name, alone=alone)
@@ -393,7 +393,7 @@ def plain_torch() -> Iterator[None]:
 
 
 # `copy.deepcopy` of an object is a read
-Guarded.__deepcopy__ = _guarded(Restorable.__deepcopy__)  # type: ignore[method-assign]
+Transactional.__deepcopy__ = _in_transaction(Restorable.__deepcopy__)  # type: ignore[method-assign]
 
 
 def _forget_threads() -> None:

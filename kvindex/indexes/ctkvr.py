@@ -21,7 +21,7 @@ from kvindex.bases.query_lists import Blocks, QueryLists, recall, replace_oldest
 from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes, Hits
 from kvindex.ops import group
-from kvindex.storage.layout import Held, Layout, TensorSpec, below
+from kvindex.storage.layout import Layout, StateSizes, TensorSpec, below
 
 BLOCK = 16_384
 """Tokens inserted into the lists at a time; bounds what is copied at once from the host."""
@@ -211,16 +211,16 @@ class CTkvr(BaseIndex):
     def _oldest_after(self, count: int) -> int:
         return (self._state.oldest + count) % self._learned["known"].shape[1]
 
-    def _layout(self, held: Held) -> Layout:
-        g, layout, state = self.geometry, super()._layout(held), "statistics.state"
-        ids = dict[str, Any](least=UNUSED, most=held.length - 1)
-        layout |= layout_of_queries(f"{state}.observed", held, g)
+    def _layout(self, sizes: StateSizes) -> Layout:
+        g, layout, state = self.geometry, super()._layout(sizes), "statistics.state"
+        ids = dict[str, Any](least=UNUSED, most=sizes.length - 1)
+        layout |= layout_of_queries(f"{state}.observed", sizes, g)
         layout[f"{state}.oldest"] = TensorSpec("", torch.int64, least=0)
-        if held.has(f"{state}.pending"):
+        if sizes.has(f"{state}.pending"):
             layout[f"{state}.pending.0"] = TensorSpec("B H D", g.dtype)
             layout[f"{state}.pending.1"] = TensorSpec("B G n", torch.int64, **ids)
             layout[f"{state}.pending.2"] = TensorSpec("B G g n", torch.float32, infinite=True)
-        if held.has("learned"):
+        if sizes.has("learned"):
             rows = self.config.rho
             learned = {
                 "centroids": TensorSpec("B G g C D", g.dtype),
@@ -301,7 +301,7 @@ class CTkvr(BaseIndex):
     def _cleared(self) -> None:
         self._state, self._prompt_ended = _State(), False
 
-    def _held(self) -> list[Tensor]:
+    def _other_tensors(self) -> list[Tensor]:
         observed, pending = self._state.observed, self._state.pending
         return [*(observed.tensors() if observed else []), *(pending or ())]
 

@@ -18,7 +18,7 @@ from kvindex.bases.prompt_queries import PromptQueries, PromptQueriesIndex
 from kvindex.core import check
 from kvindex.core.protocol import Codes, Hits
 from kvindex.ops import group
-from kvindex.storage.layout import Held, Layout, TensorSpec
+from kvindex.storage.layout import Layout, StateSizes, TensorSpec
 from kvindex.storage.quantize import BITS, code_bytes, dequantize, groups, quantize
 
 
@@ -114,15 +114,15 @@ class DoubleSparsity(PromptQueriesIndex):
         total = sizes.sum(2).reshape(batch, g.kv_heads, -1, g.head_dim).sum(2)
         return torch.where(total.any(-1, keepdim=True), total, ones)
 
-    def _layout(self, held: Held) -> Layout:
-        layout, g, bits = super()._layout(held), self.geometry, self.config.bits
+    def _layout(self, sizes: StateSizes) -> Layout:
+        layout, g, bits = super()._layout(sizes), self.geometry, self.config.bits
         count = min(self.config.channels, g.head_dim)
-        if held.length and bits is None:
+        if sizes.length and bits is None:
             layout["codes.labels"] = TensorSpec(f"B G N {count}", g.dtype)
-        elif held.length and bits is not None:
+        elif sizes.length and bits is not None:
             layout["codes.labels"] = TensorSpec(f"B G N {code_bytes(count, bits)}", torch.uint8)
             layout["codes.scales"] = TensorSpec(f"B G N {groups(count)[0]} 2", torch.bfloat16)
-        if held.length or held.has("learned"):
+        if sizes.length or sizes.has("learned"):
             channels = TensorSpec(f"B G {count}", torch.int64, least=0, most=g.head_dim - 1)
             layout["learned.channels"] = channels
             layout["learned.known"] = TensorSpec("B", torch.bool)

@@ -18,7 +18,7 @@ from kvindex.core import check
 from kvindex.core.protocol import Codes, Hits
 from kvindex.ops import group
 from kvindex.storage.codecs import CODES, rotated, scaled
-from kvindex.storage.layout import Held, Layout, TensorSpec
+from kvindex.storage.layout import Layout, StateSizes, TensorSpec
 
 BLOCK = 16_384
 """Tokens scored at a time; bounds the memory for float32 keys, not the result."""
@@ -61,8 +61,8 @@ class DSA(BaseIndex):
         codes, scales = scaled(rotated(keys.float()), self.config.key_codec)
         return {"keys": codes, "scales": scales}
 
-    def _layout(self, held: Held) -> Layout:
-        if not held.length:
+    def _layout(self, sizes: StateSizes) -> Layout:
+        if not sizes.length:
             return {}
         if self.config.key_codec == "plain":
             return {"codes.keys": TensorSpec("B G N D", self.geometry.dtype)}

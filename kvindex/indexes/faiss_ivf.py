@@ -17,7 +17,7 @@ from kvindex.bases.faiss import FaissConfig, FaissIndex
 from kvindex.bases.faiss_library import in_threads
 from kvindex.core import check
 from kvindex.core.protocol import Codes
-from kvindex.storage.layout import Held, Layout, TensorSpec
+from kvindex.storage.layout import Layout, StateSizes, TensorSpec
 
 PER_LIST = 39
 """Minimum keys per list if `lists` is None: FAISS's k-means warns below this number."""
@@ -127,15 +127,15 @@ class FaissIVF(FaissIndex):
                 batch[name].append(tensor.to(device))
         return {name: torch.stack(tensors) for name, tensors in batch.items()}
 
-    def _layout(self, held: Held) -> Layout:
-        layout = super()._layout(held)
-        if held.has("learned"):
+    def _layout(self, sizes: StateSizes) -> Layout:
+        layout = super()._layout(sizes)
+        if sizes.has("learned"):
             layout["learned.lists"] = TensorSpec(
                 "B",
                 torch.int64,
                 least=0,
                 allowed="at most the number of learned.centroids, and 0 only without a valid token",
-                rule=lambda state: _in_lists(state, held.counts),
+                rule=lambda state: _in_lists(state, sizes.counts),
             )
             layout["learned.centroids"] = TensorSpec("B G L D", torch.float32)
         return layout

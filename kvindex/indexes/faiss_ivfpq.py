@@ -18,7 +18,7 @@ from kvindex.bases.faiss_library import in_threads
 from kvindex.core import check
 from kvindex.indexes.faiss_ivf import FaissIVF, FaissIVFConfig
 from kvindex.ops.kmeans import assign
-from kvindex.storage.layout import Held, Layout, TensorSpec
+from kvindex.storage.layout import Layout, StateSizes, TensorSpec
 
 BLOCK = 1024
 """Candidates quantized at a time, where FAISS cannot reconstruct them."""
@@ -98,9 +98,9 @@ class FaissIVFPQ(FaissIVF):
         means.train(part.numpy(), self._faiss.IndexFlatL2(m))
         return torch.from_numpy(self._faiss.vector_to_array(means.centroids)).view(size, m)
 
-    def _layout(self, held: Held) -> Layout:
-        layout = super()._layout(held)
-        if held.has("learned"):
+    def _layout(self, sizes: StateSizes) -> Layout:
+        layout = super()._layout(sizes)
+        if sizes.has("learned"):
             M = self._subspaces
             axes = f"B G {M} {2**self.config.bits} {self.geometry.head_dim // M}"
             layout["learned.codebooks"] = TensorSpec(axes, torch.float32)

@@ -16,7 +16,7 @@ from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes
 from kvindex.ops import group
 from kvindex.ops.coarse import ceil_fraction
-from kvindex.storage.layout import Held, Layout, TensorSpec, below, distinct
+from kvindex.storage.layout import Layout, StateSizes, TensorSpec, below, distinct
 
 
 @dataclass(frozen=True)
@@ -141,10 +141,10 @@ class H2O(ObservingEvictionIndex):
         ids, scores = self._rows()
         return self._evict(ids, scores)[0] if "ids" in self._learned else ids
 
-    def _layout(self, held: Held) -> Layout:
-        layout, last = super()._layout(held), held.length - 1
-        layout["statistics.scored"] = TensorSpec("", torch.int64, least=0, most=held.length)
-        if held.has("learned"):
+    def _layout(self, sizes: StateSizes) -> Layout:
+        layout, last = super()._layout(sizes), sizes.length - 1
+        layout["statistics.scored"] = TensorSpec("", torch.int64, least=0, most=sizes.length)
+        if sizes.has("learned"):
             layout["learned.ids"] = TensorSpec(
                 f"B G C<={self.config.budget}",
                 torch.int64,

@@ -23,7 +23,7 @@ from kvindex.core.protocol import UNUSED, Codes, Hits
 from kvindex.ops import group
 from kvindex.ops.select import compact
 from kvindex.ops.units import at
-from kvindex.storage.layout import Held, Layout, TensorSpec
+from kvindex.storage.layout import Layout, StateSizes, TensorSpec
 from kvindex.storage.state import below
 
 LIKENESSES = 2**24
@@ -204,9 +204,9 @@ class IceCache(BaseIndex):
         projections: Tensor = keys.float() @ self._line[:-1] + _lift(keys, radius) * self._line[-1]
         return projections
 
-    def _layout(self, held: Held) -> Layout:
-        n, dtype = held.length, self.geometry.dtype
-        if not n and not held.has("learned"):
+    def _layout(self, sizes: StateSizes) -> Layout:
+        n, dtype = sizes.length, self.geometry.dtype
+        if not n and not sizes.has("learned"):
             return {}
         learned = {
             "first": TensorSpec("B", torch.int64, least=0),
@@ -218,7 +218,7 @@ class IceCache(BaseIndex):
                 torch.int32,
                 least=UNUSED,
                 allowed="an anchor for each valid token, with their pages in members and sizes",
-                rule=lambda state: _is_paged(below("learned", state), held.counts),
+                rule=lambda state: _is_paged(below("learned", state), sizes.counts),
             ),
             "likeness": TensorSpec("B G N", torch.float32, infinite=True),
             "places": TensorSpec("B G N", torch.float32),

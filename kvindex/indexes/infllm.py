@@ -22,7 +22,7 @@ from kvindex.core import check
 from kvindex.core.protocol import Codes
 from kvindex.ops import group
 from kvindex.storage.columns import Columns
-from kvindex.storage.layout import Held, Layout, TensorSpec, ascending
+from kvindex.storage.layout import Layout, StateSizes, TensorSpec, ascending
 from kvindex.storage.state import OnHost
 
 CHUNK = 4096
@@ -125,7 +125,7 @@ class InfLLM(PagedIndex):
             self._queries = statistics
         super()._commit(statistics)
 
-    def _held(self) -> list[Tensor]:
+    def _other_tensors(self) -> list[Tensor]:
         queries = self._queries
         return [queries["queries"]] if len(queries) else []
 
@@ -186,8 +186,8 @@ class InfLLM(PagedIndex):
             "codes.marks": TensorSpec(f"B G {pages} {P} g", torch.float32, infinite=True),
         }
 
-    def _layout(self, held: Held) -> Layout:
-        layout = super()._layout(held)
+    def _layout(self, sizes: StateSizes) -> Layout:
+        layout = super()._layout(sizes)
         layout["statistics.positions"] = TensorSpec(
             "R",
             torch.int64,
@@ -195,7 +195,7 @@ class InfLLM(PagedIndex):
             allowed="ascending",
             rule=lambda state: ascending(state["statistics.positions"]),
         )
-        if held.has("statistics.queries"):
+        if sizes.has("statistics.queries"):
             layout["statistics.queries.queries"] = TensorSpec("B H R D", self.geometry.dtype)
         else:
             layout["statistics.positions"] = TensorSpec("0", torch.int64)

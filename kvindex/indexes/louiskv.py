@@ -21,7 +21,7 @@ from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes, Hits
 from kvindex.ops import group, kmeans
 from kvindex.ops.select import compact
-from kvindex.storage.layout import Held, Layout, TensorSpec, distinct
+from kvindex.storage.layout import Layout, StateSizes, TensorSpec, distinct
 from kvindex.storage.state import below
 
 BLOCK = 16_384
@@ -157,13 +157,13 @@ class LouisKV(BaseIndex):
             return [rows.keys for _, rows in self._store.blocks(BLOCK)]
         return [self._learned[name] for name in ("centroids", "sizes", "means", "counts")]
 
-    def _layout(self, held: Held) -> Layout:
-        n, g, layout = held.length, self.geometry, super()._layout(held)
-        if held.has("statistics.sequence.prompt"):
+    def _layout(self, sizes: StateSizes) -> Layout:
+        n, g, layout = sizes.length, self.geometry, super()._layout(sizes)
+        if sizes.has("statistics.sequence.prompt"):
             layout["statistics.sequence.prompt"] = TensorSpec("", torch.int64, least=0, most=n)
-        if held.has("statistics.sequence.newest"):
+        if sizes.has("statistics.sequence.newest"):
             layout["statistics.sequence.newest"] = TensorSpec("1", torch.int64)
-        if not held.has("learned") and not (n and held.has("statistics.sequence.prompt")):
+        if not sizes.has("learned") and not (n and sizes.has("statistics.sequence.prompt")):
             return layout
         learned = {
             "members": TensorSpec(
@@ -172,7 +172,7 @@ class LouisKV(BaseIndex):
                 least=UNUSED,
                 most=n - 1,
                 allowed="each token once, as many as learned.sizes and learned.counts sum to",
-                rule=lambda state: _once_each(below("learned", state), held.counts),
+                rule=lambda state: _once_each(below("learned", state), sizes.counts),
             ),
             "sizes": TensorSpec(f"B G C<={n}", torch.int32, least=0, most=n),
             "centroids": TensorSpec("B G C D", g.dtype),

@@ -19,7 +19,7 @@ from kvindex.bases.index import BaseIndex
 from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes, Hits
 from kvindex.ops import group
-from kvindex.storage.layout import Held, Layout, TensorSpec
+from kvindex.storage.layout import Layout, StateSizes, TensorSpec
 
 LONGEST = 15
 """Maximum bits of a hash, which is stored as int16."""
@@ -232,17 +232,17 @@ class MagicPIG(BaseIndex):
         heads, rows = (normalize(x)[0].double() for x in (queries, centered))
         return log_chance(heads @ rows.mT, self.config.bits, self.config.tables)
 
-    def _layout(self, held: Held) -> Layout:
-        layout = super()._layout(held)
-        if held.length:
+    def _layout(self, sizes: StateSizes) -> Layout:
+        layout = super()._layout(sizes)
+        if sizes.length:
             tables, most = self.config.tables, 2**self.config.bits - 1
             hashes = TensorSpec(f"B G N {tables}", torch.int16, least=0, most=most)
             layout["codes.hashes"] = hashes
-        if held.length or held.has("learned"):
+        if sizes.length or sizes.has("learned"):
             layout["learned.center"] = TensorSpec("B G D", torch.float32)
             layout["learned.known"] = TensorSpec("B", torch.bool)
-        if held.has("statistics.prompt_ended"):
-            prompt_ended = TensorSpec("", torch.int64, least=0, most=held.length)
+        if sizes.has("statistics.prompt_ended"):
+            prompt_ended = TensorSpec("", torch.int64, least=0, most=sizes.length)
             layout["statistics.prompt_ended"] = prompt_ended
         return layout
 
@@ -268,7 +268,7 @@ class MagicPIG(BaseIndex):
     def _commit(self, statistics: int | None) -> None:
         self._prompt_ended = statistics
 
-    def _held(self) -> list[Tensor]:
+    def _other_tensors(self) -> list[Tensor]:
         return [self._directions]
 
 

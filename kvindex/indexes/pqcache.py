@@ -19,7 +19,7 @@ from kvindex.core import check
 from kvindex.core.protocol import Codes, Hits
 from kvindex.ops import group
 from kvindex.ops.kmeans import assign, kmeans
-from kvindex.storage.layout import Held, Layout, TensorSpec
+from kvindex.storage.layout import Layout, StateSizes, TensorSpec
 
 LARGEST = 8
 """Maximum bits of a code: one byte per subspace."""
@@ -129,12 +129,12 @@ class PQCache(BaseIndex):
             labels = flat.view(parts.shape[:4]).to(torch.uint8)
         return {"labels": labels.transpose(2, 3).contiguous()}  # [B, G, N, M]
 
-    def _layout(self, held: Held) -> Layout:
+    def _layout(self, sizes: StateSizes) -> Layout:
         layout: Layout = {}
         M, centroids = self.config.subspaces, 2**self.config.bits
-        if held.length:
+        if sizes.length:
             layout["codes.labels"] = TensorSpec(f"B G N {M}", torch.uint8, most=centroids - 1)
-        if held.has("learned"):
+        if sizes.has("learned"):
             axes = f"B G {M} {centroids} {self.geometry.head_dim // M}"
             layout["learned.codebooks"] = TensorSpec(axes, torch.float32)
             layout["learned.known"] = TensorSpec("B", torch.bool)

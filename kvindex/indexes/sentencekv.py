@@ -25,7 +25,7 @@ from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes, Hits
 from kvindex.ops import group
 from kvindex.ops.select import compact
-from kvindex.storage.layout import Held, Layout, TensorSpec, ascending
+from kvindex.storage.layout import Layout, StateSizes, TensorSpec, ascending
 
 BLOCK = 16_384
 """Token slots of sentences that are averaged at a time; bounds the memory for copies."""
@@ -172,24 +172,24 @@ class SentenceKV(BaseIndex):
         if self._batch is None:
             self._signals = self._signals.reordered(batch_indices.to(self.geometry.device))
 
-    def _layout(self, held: Held) -> Layout:
-        g, sizes = self.geometry, "codes.sizes"
-        layout = super()._layout(held)
-        if held.length:
-            layout["codes.means"] = TensorSpec(f"B G S<={held.length} D", g.dtype)
-            layout[sizes] = TensorSpec(
+    def _layout(self, sizes: StateSizes) -> Layout:
+        g, name = self.geometry, "codes.sizes"
+        layout = super()._layout(sizes)
+        if sizes.length:
+            layout["codes.means"] = TensorSpec(f"B G S<={sizes.length} D", g.dtype)
+            layout[name] = TensorSpec(
                 "B 1 S",
                 torch.int32,
                 least=0,
                 most=self.config.longest,
                 allowed="adding up to the number of valid tokens",
                 rule=lambda state: (
-                    held.counts is not None
-                    and (state[sizes].sum((1, 2)).cpu() == held.counts).all()
+                    sizes.counts is not None
+                    and (state[name].sum((1, 2)).cpu() == sizes.counts).all()
                 ),
             )
         alike = dict[str, Any](
-            allowed="of one sequence, or of the batch", rule=partial(_of_batch, held.batch)
+            allowed="of one sequence, or of the batch", rule=partial(_of_batch, sizes.batch)
         )
         signals = {
             "ends": TensorSpec("E X", torch.bool, **alike),
@@ -248,7 +248,7 @@ class SentenceKV(BaseIndex):
         if tail is not None:
             self._codes.append(tail)
 
-    def _held(self) -> list[Tensor]:
+    def _other_tensors(self) -> list[Tensor]:
         return [self._signals.ends, self._signals.queries]
 
     def _cleared(self) -> None:

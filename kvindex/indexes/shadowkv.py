@@ -19,7 +19,7 @@ from kvindex.core.protocol import Codes, Hits, Rows
 from kvindex.core.rope import rotate
 from kvindex.ops import group
 from kvindex.ops.units import at
-from kvindex.storage.layout import Held, Layout, TensorSpec
+from kvindex.storage.layout import Layout, StateSizes, TensorSpec
 
 BLOCK = 16_384
 """Tokens factorized at a time; bounds memory, not the result."""
@@ -117,16 +117,16 @@ class ShadowKV(PagedIndex):
             "codes.likeness": TensorSpec(f"B G {pages}", torch.float32),
         }
 
-    def _layout(self, held: Held) -> Layout:
-        layout = super()._layout(held)
-        if not held.has("statistics.prompt"):
+    def _layout(self, sizes: StateSizes) -> Layout:
+        layout = super()._layout(sizes)
+        if not sizes.has("statistics.prompt"):
             return layout
-        g, most = self.geometry, held.length // self.config.page
+        g, most = self.geometry, sizes.length // self.config.page
         rank = min(self.config.rank or 0, g.kv_heads * g.head_dim)
         parts = {
             "pages": TensorSpec("B", torch.int64, least=0, most=most),
             "tokens": TensorSpec(
-                f"B T<={held.length} R<={rank}",
+                f"B T<={sizes.length} R<={rank}",
                 g.dtype,
                 allowed="without tokens where the rank is 0",
                 rule=lambda state: bool(
@@ -269,7 +269,7 @@ class ShadowKV(PagedIndex):
         if isinstance(statistics, Tail):
             super()._commit(statistics)
 
-    def _held(self) -> list[Tensor]:
+    def _other_tensors(self) -> list[Tensor]:
         prompt = self._prompt
         return [] if prompt is None else [prompt.tokens, prompt.basis, prompt.exact]
 
@@ -277,4 +277,7 @@ class ShadowKV(PagedIndex):
         """Return the bytes per key by category, where `kept` includes the low-rank factors."""
         sizes = super().bytes_per_key()
         rows = len(self) * self.geometry.kv_heads * len(self.counts)
-        return {**sizes, "kept": sizes["kept"] + sum(t.nbytes for t in self._held()) / rows}
+        return {
+            **sizes,
+            "kept": sizes["kept"] + sum(t.nbytes for t in self._other_tensors()) / rows,
+        }

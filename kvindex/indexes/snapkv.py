@@ -24,7 +24,7 @@ from kvindex.bases.prompt_queries import PromptQueries
 from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes
 from kvindex.ops import group
-from kvindex.storage.layout import Held, Layout, TensorSpec, below, distinct
+from kvindex.storage.layout import Layout, StateSizes, TensorSpec, below, distinct
 
 POOLS: dict[str, Any] = {"mean": avg_pool1d, "max": max_pool1d}
 
@@ -134,15 +134,15 @@ class SnapKV(ObservingEvictionIndex):
             return self._ids_from(0)
         return torch.cat([self._learned["voted"], self._ids_from(_first(self._observed))], dim=-1)
 
-    def _layout(self, held: Held) -> Layout:
-        layout, voted = super()._layout(held), held.has("learned")
+    def _layout(self, sizes: StateSizes) -> Layout:
+        layout, voted = super()._layout(sizes), sizes.has("learned")
         layout["statistics.prompt_ended"] = TensorSpec(
             "",
             torch.bool,
             allowed="with learned.voted once the prompt has ended",
             rule=lambda state: bool(
                 voted
-                or not held.length
+                or not sizes.length
                 or "statistics.observed.end" not in state
                 or not state["statistics.prompt_ended"]
             ),
@@ -152,7 +152,7 @@ class SnapKV(ObservingEvictionIndex):
                 f"B G {self.config.budget - self.config.window}",
                 torch.int64,
                 least=UNUSED,
-                most=held.length - 1,
+                most=sizes.length - 1,
                 allowed="distinct, and before the queries in statistics.observed",
                 rule=_before_window,
             )

@@ -20,7 +20,7 @@ from kvindex.bases.index import BaseIndex
 from kvindex.core import check
 from kvindex.core.protocol import Codes, Hits
 from kvindex.ops import codes, group
-from kvindex.storage.layout import Held, Layout, TensorSpec
+from kvindex.storage.layout import Layout, StateSizes, TensorSpec
 
 BLOCK = 2**24
 """Projections computed at a time (64 MiB)."""
@@ -104,8 +104,8 @@ class Socket(BaseIndex):
         products: Tensor = vectors.float() @ self._planes
         return products.reshape(*vectors.shape[:-1], self.config.tables, self.config.bits)
 
-    def _layout(self, held: Held) -> Layout:
-        if not held.length:
+    def _layout(self, sizes: StateSizes) -> Layout:
+        if not sizes.length:
             return {}
         most = 2**self.config.bits - 1
         return {"codes.buckets": TensorSpec(f"B G N {self.config.tables}", torch.uint8, most=most)}
@@ -140,5 +140,5 @@ class Socket(BaseIndex):
         best, ids = self.ops.select.top_k(agreed, k)
         return Hits(ids, best)
 
-    def _held(self) -> list[Tensor]:
+    def _other_tensors(self) -> list[Tensor]:
         return [self._planes]

@@ -17,7 +17,7 @@ from kvindex.core import check
 from kvindex.core.protocol import Hits
 from kvindex.ops import group
 from kvindex.ops.attention import cap
-from kvindex.storage.layout import Held, Layout, TensorSpec
+from kvindex.storage.layout import Layout, StateSizes, TensorSpec
 
 BINS = 4096
 """Bins of the histogram of attention weights."""
@@ -109,9 +109,9 @@ class Squeezed(PromptQueriesIndex, ClusteredIndex):
         total = (logits + units.sizes[:, :, None].log()).logsumexp(-1, keepdim=True)
         return logits - total.masked_fill(total == float("-inf"), 0)
 
-    def _layout(self, held: Held) -> Layout:
+    def _layout(self, sizes: StateSizes) -> Layout:
         threshold = TensorSpec("B", torch.float32, optional=True)
-        return super()._layout(held) | {"learned.threshold": threshold}
+        return super()._layout(sizes) | {"learned.threshold": threshold}
 
     # Calibration
 

@@ -20,7 +20,7 @@ from kvindex.bases.eviction import NEVER, ObservingEvictionIndex, are_valid, joi
 from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes
 from kvindex.ops import group
-from kvindex.storage.layout import Held, Layout, TensorSpec, distinct
+from kvindex.storage.layout import Layout, StateSizes, TensorSpec, distinct
 
 BLOCK = 16_384
 """Keys scored at a time; bounds the memory for float32 copies, not the result."""
@@ -244,11 +244,11 @@ class TriAttention(ObservingEvictionIndex):
             scores.append(future @ block.mT + spread @ paired(block, g.rope).abs().mT)
         return torch.cat(scores, dim=-1)
 
-    def _layout(self, held: Held) -> Layout:
-        layout, pairs = super()._layout(held), f"B H {self.geometry.head_dim // 2}"
-        if held.has("statistics.next"):
+    def _layout(self, sizes: StateSizes) -> Layout:
+        layout, pairs = super()._layout(sizes), f"B H {self.geometry.head_dim // 2}"
+        if sizes.has("statistics.next"):
             layout["statistics.next"] = TensorSpec("", torch.int64, least=0)
-        if held.has("learned"):
+        if sizes.has("learned"):
             layout["learned.mean"] = TensorSpec(pairs, torch.complex64)
             layout["learned.size"] = TensorSpec(pairs, torch.float32, least=0)
             layout["learned.shift"] = TensorSpec("B", torch.int64, least=0)
@@ -256,9 +256,9 @@ class TriAttention(ObservingEvictionIndex):
                 f"B G C<={self.config.budget}",
                 torch.int64,
                 least=UNUSED,
-                most=held.length - 1,
+                most=sizes.length - 1,
                 allowed="distinct, and every valid token where the budget has room",
-                rule=lambda state: self._retains(state["learned.ids"], held.counts),
+                rule=lambda state: self._retains(state["learned.ids"], sizes.counts),
             )
         return layout
 

@@ -37,7 +37,7 @@ from kvindex.core.protocol import (
     Rows,
 )
 from kvindex.core.resident import ResidentRows
-from kvindex.core.transaction import Guarded
+from kvindex.core.transaction import Transactional
 from kvindex.layer.arguments import (
     check_bias,
     check_finite,
@@ -67,7 +67,7 @@ SETTLING = frozenset({"state_dict", "__deepcopy__"})
 changes the layer, so no other method may run at the same time."""
 
 
-class AttentionLayer(Guarded):
+class AttentionLayer(Transactional):
     """An attention layer that keeps recent tokens in a window and older ones in an index.
 
     Each call of `step` appends tokens and computes their attention. Tokens of a prompt attend to
@@ -720,8 +720,8 @@ class AttentionLayer(Guarded):
 
     # Transactions and copies
 
-    def _alone(self, name: str) -> bool:
-        return name in SETTLING or super()._alone(name)
+    def _runs_alone(self, name: str) -> bool:
+        return name in SETTLING or super()._runs_alone(name)
 
     def checkpoint(self) -> Any:
         """Return the layer's present state for `rollback`, without waiting for the GPU."""

@@ -26,7 +26,7 @@ from kvindex.pariskv.config import PRESETS, ParisKVConfig
 from kvindex.pariskv.encoding import Encoding
 from kvindex.pariskv.inputs import Queries, Tokens
 from kvindex.storage.columns import BlockColumns
-from kvindex.storage.layout import Held, Layout, TensorSpec
+from kvindex.storage.layout import Layout, StateSizes, TensorSpec
 
 _Fit = Callable[[], Tensor]
 _Statistics = tuple[Tensor, tuple[int, _Fit] | None]
@@ -170,10 +170,10 @@ class ParisKV(ExecutedIndex):
             self._open = self._encoded(self._learned["open_keys"], valid)
         return self._open or {}
 
-    def _layout(self, held: Held) -> Layout:
+    def _layout(self, sizes: StateSizes) -> Layout:
         g, config, tokens = self.geometry, self.config, self.block_tokens
-        opened = held.length % tokens
-        full, M = held.length - opened, g.head_dim // SUBSPACE
+        opened = sizes.length % tokens
+        full, M = sizes.length - opened, g.head_dim // SUBSPACE
         width = g.head_dim // self.encoding.block
         byte = config.weights == "log"
         codes = {
@@ -188,22 +188,22 @@ class ParisKV(ExecutedIndex):
         if config.center:
             codes["centers"] = TensorSpec(f"B G {full // config.center} D", torch.bfloat16)
         layout = {f"codes.{name}": spec for name, spec in codes.items()}
-        if not full and not held.has("codes"):
+        if not full and not sizes.has("codes"):
             layout = {}
-        if tokens > 1 and (opened or held.has("learned")):
+        if tokens > 1 and (opened or sizes.has("learned")):
             layout["learned.open_keys"] = TensorSpec(f"B G {opened} D", g.dtype)
         empty = TensorSpec("0", torch.float32)
         layout["statistics.histogram"] = empty
-        if self._appends_count and (held.length or held.has("batch")):
+        if self._appends_count and (sizes.length or sizes.has("batch")):
             layout["statistics.histogram"] = TensorSpec(
                 f"B G {M} 256",
                 torch.int64,
                 least=0,
                 allowed="the number of valid tokens in each sum",
                 rule=lambda state: (
-                    held.counts is not None
+                    sizes.counts is not None
                     and (
-                        state["statistics.histogram"].sum(-1).cpu() == held.counts[:, None, None]
+                        state["statistics.histogram"].sum(-1).cpu() == sizes.counts[:, None, None]
                     ).all()
                 ),
             )
@@ -431,7 +431,7 @@ class ParisKV(ExecutedIndex):
         self._histogram, self._fitted = statistics
         self._update()
 
-    def _held(self) -> list[Tensor]:
+    def _other_tensors(self) -> list[Tensor]:
         tensors = [self._histogram, *self.encoding.constants]
         if self.config.sign_decoder == "regression" and len(
             self

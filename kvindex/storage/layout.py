@@ -56,7 +56,7 @@ Layout: TypeAlias = dict[str, TensorSpec]
 
 
 @dataclass(frozen=True)
-class Held:
+class StateSizes:
     """Sizes and names of the tensors in a state, from which an index derives the expected tensors.
 
     Args:

@@ -40,7 +40,7 @@ from kvindex.core.protocol import (
 )
 from kvindex.core.resident import ResidentRows
 from kvindex.core.restore import Restorable, cut_back
-from kvindex.core.transaction import Guarded
+from kvindex.core.transaction import Transactional
 from kvindex.storage.layout import Layout, check_layout
 from kvindex.storage.recipe import Recipe, as_json, class_name
 from kvindex.storage.saved import save_folder
@@ -56,7 +56,7 @@ from kvindex.storage.state import (
 )
 
 
-class Wrapper(Capable, NamedState, Guarded):
+class Wrapper(Capable, NamedState, Transactional):
     """An index that wraps the index `inner` and passes every call to it.
 
     A wrapper offers a capability if its own class and the wrapped index both have it. No wrapper

@@ -56,7 +56,7 @@ class ShardedTokens(Wrapper):
     def _forget(self) -> None:
         self._length, self._batch, self._valid = 0, None, Valid()
 
-    def _alone(self, name: str) -> bool:
+    def _runs_alone(self, name: str) -> bool:
         return True  # so that collectives of two threads never interleave
 
     def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:

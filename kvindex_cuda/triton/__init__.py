@@ -5,7 +5,7 @@ which no other part of `kvindex_cuda` needs, so it must be imported by its full 
 """
 
 from kvindex_cuda.triton import reference
-from kvindex_cuda.triton.ends import begin_token, likeliest
+from kvindex_cuda.triton.ends import begin_token, most_likely
 from kvindex_cuda.triton.heads import project_heads
 from kvindex_cuda.triton.operands import Matrix, Norm, Tile, stack, to_fp8
 from kvindex_cuda.triton.products import (
@@ -25,8 +25,8 @@ __all__ = [
     "attend_prompt",
     "attend_token",
     "begin_token",
-    "likeliest",
     "linear_residual",
+    "most_likely",
     "norm_linear",
     "norm_swiglu",
     "project_heads",

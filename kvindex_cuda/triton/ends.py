@@ -86,7 +86,7 @@ def begin_token(
     return hidden, cos, sin
 
 
-def likeliest(
+def most_likely(
     logits: Tensor, scratch: Tensor, *, out: Tensor | None = None, overlap: bool = False
 ) -> Tensor:
     """Return the token with the highest logit of each sequence, int64 `[B]`, in one launch.
@@ -120,7 +120,7 @@ def likeliest(
     tokens = torch.empty(B, dtype=torch.int64, device=device) if out is None else out
     gapless("out", shaped("out", tokens, B), torch.int64, device)
     launch(
-        kernels.likeliest,
+        kernels.most_likely,
         (cdiv(V, LOGITS), B),
         Tile(overlap=overlap),
         device,

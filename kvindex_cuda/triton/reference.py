@@ -105,7 +105,7 @@ def begin_token(
     return hidden, (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
-def likeliest(logits: Tensor) -> Tensor:
+def most_likely(logits: Tensor) -> Tensor:
     """Return the token with the highest logit, int64 `[B]`. Of equal logits, the lowest id is
     returned; NaN counts as the highest logit."""
     return logits.argmax(-1)

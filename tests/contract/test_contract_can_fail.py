@@ -181,7 +181,7 @@ class ReordersRowsFirst(NotUndone):
         super().reorder(batch_indices)
 
 
-class ReadsTheDefaultDtype(Exact, guarded=False):
+class ReadsTheDefaultDtype(Exact, transactional=False):
     def search(self, queries, *, k, coverage=None):
         hits = super().search(queries, k=k, coverage=coverage)
         return Hits(hits.ids, hits.scores * float(torch.tensor(1 / 3)))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvindex
-from kvindex.core.transaction import Guarded
+from kvindex.core.transaction import Transactional
 from kvindex.indexes.exact import Exact
 from kvindex.layer import AttentionLayer
 from kvindex.layer.updates import LAG
@@ -191,7 +191,7 @@ def test_an_interrupt_leaves_no_lock_held():
 
 
 def test_the_check_of_layers_can_fail(monkeypatch):
-    monkeypatch.setattr(Guarded, "_undo", lambda *_: None)
+    monkeypatch.setattr(Transactional, "_undo", lambda *_: None)
     with pytest.raises(AssertionError):
         hold_to(update, operations_of, fail_at, "exact", 24)
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kvindex.core import forks, transaction
-from kvindex.core.transaction import Guarded
+from kvindex.core.transaction import Transactional
 from kvindex.storage import sharing
 from tests.support.helpers import Case, assert_same_hits
 from tests.support.processes import HANGS_S
@@ -25,7 +25,7 @@ from tests.support.sequences import SIZES, Sequence, layer_of
 ROUNDS = 60
 
 
-class Object(Guarded):
+class Object(Transactional):
     """Makes further calls inside its own calls."""
 
     def search(self, inside=lambda: None):

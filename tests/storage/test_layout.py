@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvindex.storage.layout import Held, TensorSpec, check_layout
+from kvindex.storage.layout import StateSizes, TensorSpec, check_layout
 
 LAYOUT = {"some": TensorSpec("B G ..."), "all": TensorSpec("B U<=4")}
 
@@ -27,6 +27,6 @@ def test_other_sizes_and_too_few_axes_are_refused(some, every, name):
 
 
 def test_units_are_as_many_as_the_longest_sequence_fills():
-    assert Held(2, 9, torch.tensor([9, 5]), {}).units(4) == "3"
-    assert Held(2, 9, None, {}).units(4) == "U<=3"
-    assert Held(0, 9, torch.tensor([]), {}).units(4) == "0"
+    assert StateSizes(2, 9, torch.tensor([9, 5]), {}).units(4) == "3"
+    assert StateSizes(2, 9, None, {}).units(4) == "U<=3"
+    assert StateSizes(0, 9, torch.tensor([]), {}).units(4) == "0"

@@ -13,7 +13,7 @@ def on_a_cpu(monkeypatch):
     for name in ("norm_linear", "norm_swiglu", "linear_residual", "swiglu_linear"):
         monkeypatch.setattr(kernels, name, _without_tiles(getattr(kernels.reference, name)))
     monkeypatch.setattr(kernels, "project_heads", _project_heads)
-    for name in ("begin_token", "likeliest"):
+    for name in ("begin_token", "most_likely"):
         monkeypatch.setattr(kernels, name, _alone(getattr(kernels.reference, name)))
     monkeypatch.setattr(fused_token, "device_refusal", lambda device: None)
 

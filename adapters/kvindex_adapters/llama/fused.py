@@ -243,4 +243,4 @@ class Fused(FusedBody):
         any CUDA graph that captured a call.
         """
         scratch = self._slots.new_zeros(BATCH, 2)
-        return partial(self._run.likeliest, scratch=scratch, overlap=self._after_sum)
+        return partial(self._run.most_likely, scratch=scratch, overlap=self._after_sum)

@@ -1,6 +1,6 @@
 """The first and the last kernel of a decode step of a model, before and after its layers.
 
-`begin_token` reads the token's embedding and computes its rotary angles. `likeliest` finds the
+`begin_token` reads the token's embedding and computes its rotary angles. `most_likely` finds the
 token with the highest logit. The references are the functions of the same names in
 `triton/reference.py`.
 """
@@ -49,7 +49,7 @@ def begin_token(
 
 
 @triton.jit
-def likeliest(logits, step, scratch, tokens, V, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def most_likely(logits, step, scratch, tokens, V, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """Find the token with the highest logit of each sequence.
 
     Grid: (V / BLOCK, sequences). Each program reduces `BLOCK` logits to one number that combines

@@ -481,12 +481,12 @@ def test_a_prompt_longer_than_the_model_knows_is_told(tiny, tmp_path):
 def test_how_to_sample_means_to_sample(tiny, tmp_path):
     text = words(50)
     greedy, _ = generated(tmp_path, "--prompt", text)
-    likeliest, _ = generated(tmp_path, "--prompt", text, "--top-k", 1)
+    most_likely, _ = generated(tmp_path, "--prompt", text, "--top-k", 1)
     drawn, _ = generated(tmp_path, "--prompt", text, "--temperature", 5, "--top-p", 1, "--seed", 3)
     again, _ = generated(tmp_path, "--prompt", text, "--temperature", 5, "--top-p", 1, "--seed", 3)
     assert greedy["options"] == {"do_sample": False}
-    assert likeliest["options"] == {"do_sample": True, "top_k": 1}
-    assert greedy["answer"] == likeliest["answer"] != drawn["answer"] == again["answer"]
+    assert most_likely["options"] == {"do_sample": True, "top_k": 1}
+    assert greedy["answer"] == most_likely["answer"] != drawn["answer"] == again["answer"]
 
 
 def test_bars_end_where_the_answer_does(tiny, tmp_path):

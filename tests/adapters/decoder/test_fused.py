@@ -65,13 +65,13 @@ def test_logits_are_those_of_the_plain_pass(device, name, weights):
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_greedy_run_goes_by_the_kernel_where_its_session_does(device, monkeypatch):
     decoder = Decoder.of(model_of("llama", num_hidden_layers=1).to(device))
-    asked, real = [], layers.likeliest
+    asked, real = [], layers.most_likely
 
     def recorded(logits, scratch, **how):
         asked.append(scratch)
         return real(logits, scratch, **how)
 
-    monkeypatch.setattr(layers, "likeliest", recorded)
+    monkeypatch.setattr(layers, "most_likely", recorded)
     made = []
     for fused in (None, Fused(decoder.weights)):
         prompts = [ids_of(30), ids_of(20)]

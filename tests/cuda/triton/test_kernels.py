@@ -217,13 +217,13 @@ def test_an_id_without_a_row_gives_nan(run):
 
 @weightless
 @pytest.mark.parametrize(("B", "V"), [(1, 75), (3, 2048), (8, 5000), (2, 2049)])
-def test_likeliest(run, B, V):
+def test_most_likely(run, B, V):
     """Launched twice, with the scratch memory that the first launch leaves."""
     scratch = torch.zeros(9, 2, dtype=torch.int64, device=run[0])
     for logits in (drawn(run, B, V + 1)[:, 1:], -drawn(run, B, V).abs() - 1):
         out = torch.full((B,), -7, device=run[0])
-        assert layers.likeliest(logits, scratch, out=out) is out
-        assert torch.equal(out, reference.likeliest(logits))
+        assert layers.most_likely(logits, scratch, out=out) is out
+        assert torch.equal(out, reference.most_likely(logits))
         assert not scratch.any()
 
 
@@ -244,8 +244,8 @@ def test_equal_logits_go_to_the_lower_id_and_nan_is_the_highest(run):
     logits[6, 3], logits[6, 4] = -0.0, 0.0
     logits[7, 4096] = -torch.tensor(nan)
     want = [2047, 10, 3000, 0, 0, 4999, 3, 4096]
-    assert reference.likeliest(logits).tolist() == want
-    assert layers.likeliest(logits, scratch).tolist() == want
+    assert reference.most_likely(logits).tolist() == want
+    assert layers.most_likely(logits, scratch).tolist() == want
 
 
 @weightless
@@ -277,9 +277,9 @@ def test_bad_ends_of_a_token_are_refused(run):
         ((logits, scratch.int()), "scratch: got torch.int32, allowed is torch.int64"),
     ):
         with pytest.raises(ValueError, match=f"^{said}"):
-            layers.likeliest(*given)
+            layers.most_likely(*given)
     with pytest.raises(ValueError, match=r"^out: got shape \[1\], allowed is \[2\]"):
-        layers.likeliest(logits, scratch, out=ids[:1])
+        layers.most_likely(logits, scratch, out=ids[:1])
 
 
 def test_products_of_several_rows_by_their_usual_tiles(run):

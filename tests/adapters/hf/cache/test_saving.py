@@ -199,7 +199,7 @@ def test_one_layer_at_a_time_is_copied(model, tmp_path, monkeypatch):
     """While a file is written, no state of another layer exists."""
     alive, most = set(), []
 
-    class Held(dict):
+    class StateSizes(dict):
         def __init__(self, state):
             super().__init__(state)
             alive.add(id(self))
@@ -209,7 +209,7 @@ def test_one_layer_at_a_time_is_copied(model, tmp_path, monkeypatch):
             alive.discard(id(self))
 
     made = saving._tensors
-    monkeypatch.setattr(saving, "_tensors", lambda layer: Held(made(layer)))
+    monkeypatch.setattr(saving, "_tensors", lambda layer: StateSizes(made(layer)))
     with kvhf.attach(model, **REGIONS) as cache:
         go_on(model, cache, prompt(1, 3)["input_ids"], 0)
         cache.save(tmp_path / "saved")
