@@ -101,7 +101,7 @@ def _rounded(value: Any) -> Any:
     return [_rounded(each) for each in value] if isinstance(value, list) else value
 
 
-def main(told: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Run the command line: convert a folder, write the small file, and print a table of it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="Folder that `kvindex compare` has written")
@@ -116,7 +116,7 @@ def main(told: list[str] | None = None) -> None:
         required=True,
         help="JSON file to which the results are written",
     )
-    given = parser.parse_args(told)
+    given = parser.parse_args(arguments)
     if given.index:
         result = reduced(answered_by_all(given.folder, given.index))
     else:

@@ -50,20 +50,20 @@ def refuse(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         given: The parsed command line. It has `index` or `presets` if the command has this option.
         parser: The parser, which prints the error message.
     """
-    told = vars(given)
-    specs = [*(told.get("index") or ())]
-    if "presets" in told:
+    arguments = vars(given)
+    specs = [*(arguments.get("index") or ())]
+    if "presets" in arguments:
         specs += recall.expand(given.presets, given.beta, given.rho)
     try:
         for spec in specs:
-            check_search(spec.replace("{k}", "100"), told.get("k", 100), given.device)
+            check_search(spec.replace("{k}", "100"), arguments.get("k", 100), given.device)
         if given.run is kl.run:
             check_size("steps", given.steps, kl.BLOCK)
     except (ValueError, ImportError) as error:
         parser.error(str(error))
 
 
-def main(told: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Run one of the commands."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(required=True, metavar="|".join(COMMANDS))
@@ -73,7 +73,7 @@ def main(told: list[str] | None = None) -> None:
         add_model(command)
         module.add(command)
         command.set_defaults(run=module.run)
-    given = parser.parse_args(told)
+    given = parser.parse_args(arguments)
     refuse(given, parser)
     with torch.no_grad():
         given.run(given)

@@ -65,17 +65,17 @@ def summary(ways: dict[str, list[Tensor]]) -> dict[str, Any]:
 
     Each summary contains the ratio to the KL divergence in one process.
     """
-    told: dict[str, Any] = {}
+    summaries: dict[str, Any] = {}
     for way, cells in ways.items():
         means, pairs = [float(kls.mean()) for kls in cells], zip(cells, ways["one"], strict=True)
         ratio, *ends = ratio_interval(list(pairs), block=BLOCK)
-        told[way] = {"kl_mean": sum(means) / len(means), "kl_texts": means}
-        told[way] |= {"ratio": ratio, "ratio_95": ends}
-    return told
+        summaries[way] = {"kl_mean": sum(means) / len(means), "kl_texts": means}
+        summaries[way] |= {"ratio": ratio, "ratio_95": ends}
+    return summaries
 
 
 @torch.no_grad()
-def main(told: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Run the command line: measure the indexes, and print and write results after each text."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_model(parser)
@@ -96,7 +96,7 @@ def main(told: list[str] | None = None) -> None:
     parser.add_argument(
         "-k", type=int, default=100, help="Number of tokens that each KV head retrieves"
     )
-    given = parser.parse_args(told)
+    given = parser.parse_args(arguments)
     if parallel.launched():
         given.device = parallel.join(given.device, WAIT_S)
     (rank, ranks), k = parallel.rank(), given.k

@@ -102,7 +102,7 @@ def stale() -> dict[Path, str]:
     return {path: new for path, new in found.items() if new != path.read_text(encoding="utf-8")}
 
 
-def main(told: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run the command line: write or check the tables of all pages, and draw pictures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
@@ -113,7 +113,7 @@ def main(told: list[str] | None = None) -> int:
     parser.add_argument(
         "--draw", nargs="+", default=[], metavar="NAME", help="Names of the pictures to draw"
     )
-    given = parser.parse_args(told)
+    given = parser.parse_args(arguments)
     changed = stale()
     for path, new in changed.items():
         if not given.check:

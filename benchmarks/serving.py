@@ -467,11 +467,11 @@ def summarized(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 def waits(found: dict[str, list[float]]) -> dict[str, float]:
     """Return the median and the 99th percentile of the times to the first and between tokens."""
-    shares = {"": 0.5, "_99": 0.99}
+    fractions = {"": 0.5, "_99": 0.99}
     return {
-        f"{kind}{end}": float(torch.tensor(times).quantile(share))
+        f"{kind}{end}": float(torch.tensor(times).quantile(fraction))
         for kind, times in found.items()
-        for end, share in shares.items()
+        for end, fraction in fractions.items()
     }
 
 

@@ -90,10 +90,10 @@ def store(
             `memory.device_budget.DeviceBudget`).
     """
     device = geometry.device
-    near = DeviceAllocator(device)
+    on_device = DeviceAllocator(device)
     if place == "device" or device.type != "cuda":
-        return BlockStore(geometry, near, row_codec=row_codec)
-    preferred = Tier(near, DeviceBudget(device, device_fraction)) if place == "auto" else None
+        return BlockStore(geometry, on_device, row_codec=row_codec)
+    preferred = Tier(on_device, DeviceBudget(device, device_fraction)) if place == "auto" else None
     return BlockStore(geometry, pinned(device), row_codec=row_codec, preferred=preferred)
 
 

@@ -333,16 +333,16 @@ def compared(result: dict[str, Any]) -> str:
 
 def main(given: list[str] | None = None) -> None:
     """Compare the checkouts, and print the result. Exit with 1 if one failed or results differ."""
-    told, trees = arguments(given), []
+    options, trees = arguments(given), []
     try:
-        for name, folder in told.trees.items():
-            log = told.json.with_name(f"{told.json.stem}.{name}.log")
+        for name, folder in options.trees.items():
+            log = options.json.with_name(f"{options.json.stem}.{name}.log")
             trees.append(Tree(name, folder, log))
-        result = (compare_results if told.equal else compare)(trees, told)
+        result = (compare_results if options.equal else compare)(trees, options)
     finally:
         for tree in trees:
             tree.end()
-    shown = summary(result) if told.equal else compared(result)
+    shown = summary(result) if options.equal else compared(result)
     print(shown, *(f"{name}: {why}" for name, why in result["failed"].items()), sep="\n")
     if result["failed"] or result.get("different"):
         raise SystemExit(1)

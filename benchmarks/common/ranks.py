@@ -76,7 +76,7 @@ class Together:
         limit = timedelta(seconds=4 * WAIT_S)
         self._waiting = dist.new_group(backend="gloo", timeout=limit) if self.count > 1 else None
 
-    def told(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Return the value of rank 0 on all ranks. All ranks must call this method."""
         values = [value]
         if self._waiting is not None:
@@ -254,7 +254,7 @@ def measured(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         sharpness = token.sharpen_for(weights, plan, given.hit_rate)
         timed(by_hits("one", plan))
         del weights, layers, plan
-    about["sharpness"] = sharpness = together.told(sharpness)
+    about["sharpness"] = sharpness = together.broadcast(sharpness)
     yield noted()
     empty()
     weights = weights_of(shape, g)

@@ -124,20 +124,20 @@ def created(g: Geometry, spec: str, **options: Any) -> KVIndex:
     return kvindex.create(spec, **{**g.options(), "backend": "cuda", **options})
 
 
-def split_store(g: Geometry, spec: str, tokens: int, batch: int, share: float) -> BlockStore:
+def split_store(g: Geometry, spec: str, tokens: int, batch: int, fraction: float) -> BlockStore:
     """Return an empty store that keeps only a fraction `share` of keys and values on the device.
 
     The first tokens are stored on the device, and all later tokens on the host. `store="auto"`
     makes such a store when device memory is short.
     """
-    device, near = g.device, DeviceAllocator(g.device)
+    device, on_device = g.device, DeviceAllocator(g.device)
     row_codec = parse_spec(spec.partition("+")[0])[1].get("row_codec", "plain")
     options: dict[str, Any] = dict(row_codec=row_codec)
-    size, blocks = BlockStore(g, near, **options).block_bytes, batch * -(-tokens // BLOCK)
+    size, blocks = BlockStore(g, on_device, **options).block_bytes, batch * -(-tokens // BLOCK)
     options |= dict(slab_bytes=size * max(1, blocks // 32), budget=shared_budget())
-    preferred = Tier(near, Budget(int(share * blocks) * size))
-    far = pinned(device) if device.type == "cuda" else near
-    return BlockStore(g, far, preferred=preferred, **options)
+    preferred = Tier(on_device, Budget(int(fraction * blocks) * size))
+    on_host = pinned(device) if device.type == "cuda" else on_device
+    return BlockStore(g, on_host, preferred=preferred, **options)
 
 
 def measurable(spec: str) -> str:
@@ -254,7 +254,7 @@ class Layers:
         return outputs.clone()
 
 
-def layers_that_fit(g: Geometry, tokens: int, batch: int, most: int, share: float = 0.6) -> int:
+def layers_that_fit(g: Geometry, tokens: int, batch: int, most: int, fraction: float = 0.6) -> int:
     """Return how many layers, at most `most`, fit into the free memory of device and of host.
 
     They may use a fraction `share` of the free memory.
@@ -263,7 +263,7 @@ def layers_that_fit(g: Geometry, tokens: int, batch: int, most: int, share: floa
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     if g.device.type == "cuda":
         room = min(room, torch.cuda.mem_get_info()[0])
-    return min(most, int(share * room) // need)
+    return min(most, int(fraction * room) // need)
 
 
 def free() -> None:

@@ -217,14 +217,14 @@ class Comparison:
         setting: Division of a text into sink, local window and tokens in the index.
         rows: Numbers of tokens that a search retrieves per KV head.
         layers: Captured layers of all texts.
-        told: Name and options of an index -> further options for `kvindex.create`.
+        index_options: Name and options of an index -> further options for `kvindex.create`.
         failed: Name and options of an index -> error message, for indexes that have failed.
     """
 
     setting: Setting
     rows: list[int]
     layers: list[Layer]
-    told: dict[str, dict[str, Any]] = field(default_factory=dict)
+    index_options: dict[str, dict[str, Any]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -238,7 +238,7 @@ class Comparison:
         if spec in self.failed:
             return
         ways = self._faster.get(spec.split("+")[0].split(":")[0], {})
-        options = {**ways, **self.told.get(spec, {})}
+        options = {**ways, **self.index_options.get(spec, {})}
         try:
             if spec not in self._facts:
                 self._facts[spec] = {**ways, "bytes": self._once(spec, options)}
@@ -264,9 +264,13 @@ class Comparison:
 
         Return the bytes that the index stores per key.
         """
-        first, k, told = self.layers[0], middle(self.rows), self.told.get(spec, {})
+        first, k, index_options = (
+            self.layers[0],
+            middle(self.rows),
+            self.index_options.get(spec, {}),
+        )
         next(built(first, spec, self.setting, k=k, **options))
-        return sizes(first, spec, self.setting, k, **told)
+        return sizes(first, spec, self.setting, k, **index_options)
 
     def _arrivals(self, spec: str, number: int, options: dict[str, Any]) -> dict[str, Any]:
         given = dict(setting=self.setting, known=self._known[number], **options)
@@ -318,8 +322,10 @@ def run(given: argparse.Namespace) -> None:
         texts = captured(given, model, tokenizer, progress)
         del model
         layers = in_turn(texts)[: given.first]
-        told = {spec: punctuated(spec, tokenizer).get("index_options", {}) for spec in specs}
-        compared = Comparison(setting, rows, layers, told=told)
+        index_options = {
+            spec: punctuated(spec, tokenizer).get("index_options", {}) for spec in specs
+        }
+        compared = Comparison(setting, rows, layers, index_options=index_options)
         about: dict[str, Any] = {
             **described(given),
             "texts": [text.stem for text in given.text],

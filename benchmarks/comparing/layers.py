@@ -62,20 +62,21 @@ class Layer(Captured):
 class _Keeper(Wrapper):
     """A wrapper around the index of a layer that stores the queries of the layer.
 
-    `told` lists the wrappers of all layers in order. Only every `every`-th wrapper stores queries.
+    `wrappers` lists the wrappers of all layers in order. Only every `every`-th wrapper stores
+    queries.
     """
 
     own = frozenset({ObservesQueries})
 
-    def __init__(self, inner: KVIndex, told: list[_Keeper], every: int) -> None:
+    def __init__(self, inner: KVIndex, wrappers: list[_Keeper], every: int) -> None:
         super().__init__(inner)
-        self._told, self._every = told, every
+        self._wrappers, self._every = wrappers, every
         self._queries: list[Tensor] = []
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        if self not in self._told:
-            self._told.append(self)
-        if self._told.index(self) % self._every == 0:
+        if self not in self._wrappers:
+            self._wrappers.append(self)
+        if self._wrappers.index(self) % self._every == 0:
             self._queries.append(queries[0])
         super().observe_queries(queries, positions)
 
@@ -92,14 +93,14 @@ def capture(model: Any, ids: Tensor, *, every: int = 1, progress: Any = None) ->
 
     Only the layers 0, `every`, 2 · `every` and so on are captured.
     """
-    told: list[_Keeper] = []  # without indexes that `attach` creates only to check options
+    wrappers: list[_Keeper] = []  # without indexes that `attach` creates only to check options
 
     def keeper(**geometry: Any) -> KVIndex:
-        return _Keeper(kvindex.create("exact", **geometry), told, every)
+        return _Keeper(kvindex.create("exact", **geometry), wrappers, every)
 
     # Without a local window, every token is appended to the index immediately. `dense_below` is
     # larger than any text, so the model always uses full attention.
     regions: Any = dict(sink=0, local_window=0, update_every=1, dense_below=2**62)
     with attach(model, index=keeper, **regions) as cache, torch.no_grad():
         prefill(model, ids.to(model.device), cache, stop=len(ids), chunk=1024, report=progress)
-        return [index.layer(ids.cpu()) for index in told[::every]]
+        return [index.layer(ids.cpu()) for index in wrappers[::every]]

@@ -69,8 +69,8 @@ def expand(presets: list[str], betas: list[float], rho: float) -> list[str]:
     for preset in presets:
         more = f":rho={rho}" if preset == "paper" else ""
         alone = preset == "scan" or "=" in preset
-        shares = [""] if alone else [f":beta={beta}{more}" for beta in betas]
-        specs += [f"pariskv:preset={preset}{share}" for share in shares]
+        fractions = [""] if alone else [f":beta={beta}{more}" for beta in betas]
+        specs += [f"pariskv:preset={preset}{fraction}" for fraction in fractions]
     return specs
 
 

@@ -51,7 +51,11 @@ class Setting:
     def points(self) -> list[int]:
         """Numbers of tokens after which an index is evaluated, from prompt to whole text."""
         prompt = self.tokens - self.generated
-        return [prompt, *(prompt + self.generated * share // 4 for share in (1, 2)), self.tokens]
+        return [
+            prompt,
+            *(prompt + self.generated * quarters // 4 for quarters in (1, 2)),
+            self.tokens,
+        ]
 
     def valid(self, start: int, stop: int, device: Any) -> Tensor:
         """Return which of the tokens `start` to `stop` are not in the sink, bool `[1, n]`."""
@@ -65,7 +69,7 @@ class Truth:
     Args:
         point: Number of tokens before the queries.
         output: Outputs of full attention, `[T, H, Dv]`.
-        share: Attention weights of the tokens in the index, `[T, H, n]`, which add up to 1.
+        weights: Attention weights of the tokens in the index, `[T, H, n]`, which add up to 1.
         ids: Number of tokens to retrieve, `k` -> token ids that the index `exact` retrieves, int64
             `[T, G, k]`.
         error: The same `k` -> relative error of the attention output with these tokens.
@@ -73,7 +77,7 @@ class Truth:
 
     point: int
     output: Tensor
-    share: Tensor
+    weights: Tensor
     ids: dict[int, Tensor]
     error: dict[int, float] = field(default_factory=dict)
 
@@ -85,18 +89,18 @@ def asking(layer: Layer, setting: Setting, point: int) -> range:
 
 def truth(layer: Layer, setting: Setting, exact: KVIndex, point: int, rows: list[int]) -> Truth:
     """Compute the ground truth with full attention and with the index `exact`."""
-    outputs, shares = [], []
+    outputs, weights = [], []
     found: dict[int, list[tuple[Hits, Rows]]] = {k: [] for k in rows}
     for at in asking(layer, setting, point):
         query = layer.queries[None, :, at]
         keys, values = layer.keys[None, :, : at + 1], layer.values[None, :, : at + 1]
         outputs.append(attend(query, keys, values, scale=layer.scale, softcap=layer.softcap)[0])
-        shares.append(_share(layer, setting, query, point - setting.local_window))
+        weights.append(_weights(layer, setting, query, point - setting.local_window))
         for k in rows:
             hits = exact.search(query, k=k)
             found[k].append((hits, exact.fetch(hits)))
     ids = {k: torch.cat([hits.ids for hits, _ in each]) for k, each in found.items()}
-    known = Truth(point, torch.stack(outputs), torch.stack(shares), ids)
+    known = Truth(point, torch.stack(outputs), torch.stack(weights), ids)
     for k, each in found.items():
         known.error[k] = worth(layer, setting, each, known, k)["error"]
     return known
@@ -126,7 +130,7 @@ def worth(
         if hits.log_weight is not None:
             row.copy_(hits.log_weight[0])
     seen = seen & (weight != NEVER)
-    held = known.share.gather(-1, ids.clamp_min(0)).masked_fill(~seen | (ids < 0), 0)
+    held = known.weights.gather(-1, ids.clamp_min(0)).masked_fill(~seen | (ids < 0), 0)
     wanted = known.ids[k]
     same = (wanted[..., None] == slots[..., None, :]).any(-1) & (wanted >= 0)
 
@@ -151,7 +155,7 @@ def worth(
     return dict(zip(MEASURES, [*means.tolist(), exact], strict=True))
 
 
-def _share(layer: Layer, setting: Setting, query: Tensor, indexed: int) -> Tensor:
+def _weights(layer: Layer, setting: Setting, query: Tensor, indexed: int) -> Tensor:
     """Return the attention weights of the first `indexed` tokens, float32 `[H, indexed]`.
 
     For each head of a query `[1, H, D]`, the weights add up to 1. Those of the sink are 0.

@@ -56,10 +56,10 @@ def steps(result: Result, longer: Sequence[Result] = (), in_texts: float | None 
     ]
     hits = [point["hit_rate"] for point in result["points"] if "hit_rate" in point]
     if hits:
-        share = " to ".join(dict.fromkeys(f"{each:.1%}" for each in (min(hits), max(hits))))
+        fraction = " to ".join(dict.fromkeys(f"{each:.1%}" for each in (min(hits), max(hits))))
         about.append(
-            f"Where the table says *cached*, {share} of the rows that a step reads are in the row "
-            "cache on the device."
+            f"Where the table says *cached*, {fraction} of the rows that a step reads are in the "
+            "row cache on the device."
         )
     about += _caches(points)
     if hits and in_texts is not None:
@@ -80,15 +80,15 @@ def _caches(points: Sequence[Result]) -> list[str]:
         return []
     slots = " or ".join(dict.fromkeys(f"{use['cache_rows']:,}" for use in used))
     kept = " or ".join(dict.fromkeys(f"`{use['row_codec']}`" for use in used))
-    told = [f"Caches have room for {slots} rows per KV head, stored as {kept}."]
+    sentences = [f"Caches have room for {slots} rows per KV head, stored as {kept}."]
     for name, plan in (("on the host", "cached"), ("in both places", "split_cached")):
         hits = [
             p["caches"][f"step_{plan}"] for p in points if f"step_{plan}" in p.get("caches", {})
         ]
         if hits:
-            share = ", ".join(f"{use['hit_rate']:.1%}" for use in hits)
-            told.append(f"Hit rate of rows on the host, with rows {name}: {share}.")
-    return told
+            fraction = ", ".join(f"{use['hit_rate']:.1%}" for use in hits)
+            sentences.append(f"Hit rate of rows on the host, with rows {name}: {fraction}.")
+    return sentences
 
 
 def latents(_: Result) -> str:
@@ -282,8 +282,8 @@ def found_in_texts() -> float | None:
     Return None if it was not measured.
     """
     cells = (stored("hit_rate") or {"cells": []})["cells"]
-    shares = [c["hit_rate"] for cell in cells for c in cell["caches"] if c["rows"] == SLOTS]
-    return sum(shares) / len(shares) if shares else None
+    fractions = [c["hit_rate"] for cell in cells for c in cell["caches"] if c["rows"] == SLOTS]
+    return sum(fractions) / len(fractions) if fractions else None
 
 
 def hit_rate(result: Result) -> str:
@@ -294,12 +294,12 @@ def hit_rate(result: Result) -> str:
     rows, whole = [], []
     for cell in result["cells"]:
         for cache in cell["caches"]:
-            shares = (cache[name] for name in ("hit_rate", "worst_layer", "best_layer"))
-            shown = (f"{share:.2f}" for share in shares)
+            fractions = (cache[name] for name in ("hit_rate", "worst_layer", "best_layer"))
+            shown = (f"{fraction:.2f}" for fraction in fractions)
             rows.append((cell["text"], f"{cell['tokens']:,}", f"{cache['rows']:,}", *shown))
             if cache["rows"] == SLOTS:
                 whole.append(cache["layers"])
-    each = [f"{sum(shares) / len(shares):.2f}" for shares in zip(*whole, strict=True)]
+    each = [f"{sum(fractions) / len(fractions):.2f}" for fractions in zip(*whole, strict=True)]
     by_layer = (
         f"Hit rates of the layers, in order, with {SLOTS:,} slots (means over texts and lengths): "
         f"{', '.join(each)}.\n\n"
@@ -333,9 +333,9 @@ def limits(result: Result) -> str:
     for work, launches in result["works"].items():
         for one in launches:
             moved = f"{(one['read_bytes'] + one['written_bytes']) / 1e6:,.1f}"
-            shares = (f"{one[name]:.0f}%" for name in ("memory", "issue", "shared"))
+            fractions = (f"{one[name]:.0f}%" for name in ("memory", "issue", "shared"))
             line = f"`{work}`", f"`{one['kernel']}`", f"{one['us']:,.1f}", moved
-            rows.append((*line, *shares, f"{one['warps']:.1f}", _limit(one)))
+            rows.append((*line, *fractions, f"{one['warps']:.1f}", _limit(one)))
     head = [
         "work",
         "kernel",

@@ -95,8 +95,8 @@ def _crossing(tokens: list[int], mine: list[float], theirs: list[float]) -> floa
     over = [math.log(a / b) for a, b in zip(mine, theirs, strict=True)]
     for i in range(1, len(over)):
         if over[i - 1] > 0 >= over[i]:
-            share = over[i - 1] / (over[i - 1] - over[i])
-            return tokens[i - 1] * (tokens[i] / tokens[i - 1]) ** share
+            fraction = over[i - 1] / (over[i - 1] - over[i])
+            return tokens[i - 1] * (tokens[i] / tokens[i - 1]) ** fraction
     return None
 
 
@@ -188,8 +188,8 @@ def recall(result: Result) -> Any:
             size = here[0]["bytes_128"]
             read = size["scanned"] + (size["kept"] * beta if preset != "scan" else 0)
             points.append((beta, read, mean(here, "recall")))
-        shares, sizes, found = zip(*sorted(points), strict=True)
-        left.plot(shares, found, "o-", label=preset)
+        fractions, sizes, found = zip(*sorted(points), strict=True)
+        left.plot(fractions, found, "o-", label=preset)
         right.plot(sizes, found, "o-", label=preset)
     left.set(xscale="log", xlabel="fraction of the keys that are reranked, β")
     left.set(ylabel=f"recall@{result['k']}")

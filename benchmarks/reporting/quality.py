@@ -271,16 +271,16 @@ def recall(result: Result) -> str:
     for index in values(cells, "index"):
         mine = some(cells, index=index)
         first, least = mine[0], POOL * k
-        share = f"{first['beta']:.0%}"
+        fraction = f"{first['beta']:.0%}"
         if first["beta"] * first["tokens"] < least and first["preset"] != "paper":
             if first["beta"] > 0.02:
                 continue  # the number of candidates is `least` again, so the line is the same
-            share += f" ({least} keys)"
+            fraction += f" ({least} keys)"
         size = (f"{first['bytes_128'][part]:.0f}" for part in ("kept", "scanned"))
         worst = f"{min(cell['recall_worst_layer'] for cell in mine):.3f}"
         tenth, coverage = (f"{mean(mine, of):.3f}" for of in ("recall_worst_decile", "mass_ratio"))
         found = f"{mean(mine, 'recall'):.3f}"
-        rows.append((f"`{first['preset']}`", share, *size, found, worst, tenth, coverage))
+        rows.append((f"`{first['preset']}`", fraction, *size, found, worst, tenth, coverage))
     head = ("preset", "β", "bytes stored", "bytes scanned", f"recall@{k}", "worst layer")
     return (
         f"The model is SmolLM2-135M-Instruct, which reads {cells[0]['tokens']:,} tokens of "

@@ -103,7 +103,7 @@ class BaseIndex(ReadingIndex):
         )
         super().__init__(geometry, check)
         self.config: Any = make_config(type(self), preset, options, others=_shared())
-        chosen = backends.choose(geometry.device) if backend is None else (backend, "as told")
+        chosen = backends.choose(geometry.device) if backend is None else (backend, "as requested")
         self.backend, self._why = chosen
         self.ops: Any = backends.resolve(self.backend)
         if self.backend != "torch":

@@ -105,7 +105,7 @@ class ReadingIndex(StatefulIndex):
     def _rows_nbytes(self) -> dict[str, int]:
         """Return the bytes that rows take, as device and host bytes if the store uses both."""
         store = self._store
-        if not isinstance(store, PlacedRows) or store.near is None:
+        if not isinstance(store, PlacedRows) or store.on_device is None:
             return {"rows": store.nbytes()}
         rows = store.rows_by_place()
         return {f"rows_{place}": count * self.row_bytes for place, count in rows.items()}

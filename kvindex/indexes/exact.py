@@ -69,8 +69,8 @@ class Exact(BaseIndex):
         if agreed.shape[2] > 1:
             none = agreed.isneginf()
             logits = cap(agreed, g.scale, g.softcap).masked_fill(none, float("-inf"))
-            shares = logits - total(logits.logsumexp(-1))[..., None]
-            agreed = group.combine(shares, policy)[:, :, None].masked_fill(none, float("-inf"))
+            log_weights = logits - total(logits.logsumexp(-1))[..., None]
+            agreed = group.combine(log_weights, policy)[:, :, None].masked_fill(none, float("-inf"))
         best, ids = self.ops.select.top_k(agreed[:, :, 0], k)
         return Hits(ids, best)
 

@@ -168,9 +168,9 @@ class FaissIVF(FaissIndex):
         if not self._learned:
             return 0.0
         lists, tokens = self._learned["lists"].clamp_min(1), self.counts.clamp_min(1)
-        share = (self.config.probes / lists).clamp_max(1).mean().item()
+        fraction = (self.config.probes / lists).clamp_max(1).mean().item()
         centroids = (4 * self.geometry.head_dim * lists.cpu() / tokens).mean().item()
-        scanned: float = share * self._token_bytes() + centroids
+        scanned: float = fraction * self._token_bytes() + centroids
         return scanned
 
 

@@ -301,8 +301,8 @@ class IceCache(BaseIndex):
         """
         learned = self._learned
         view = max(self.config.view, int(self.config.view_share * len(self)))
-        share = min(view / max(learned["sizes"].shape[2], 1), 1)
-        viewed = slice(0, round(share * len(self)))
+        fraction = min(view / max(learned["sizes"].shape[2], 1), 1)
+        viewed = slice(0, round(fraction * len(self)))
         keys = torch.cat([rows.keys for _, rows in self._store.blocks(ROWS)], 2)
         scanned = [learned["anchors"], learned["sizes"]]
         return [*scanned, learned["members"][:, :, viewed], keys[:, :, viewed]]

@@ -90,13 +90,13 @@ class Squeezed(PromptQueriesIndex, ClusteredIndex):
         scores = self._scores(estimates, units)
         if "threshold" in self._learned:
             least = self._learned["threshold"][:, None, None, None]
-            passes = (self._shares(estimates, units) > least).any(2)
+            passes = (self._weights(estimates, units) > least).any(2)
             scores = scores.masked_fill(~passes, float("-inf"))
         parts = units.starts, units.sizes, units.members
         hits: Hits = self.ops.units.best_rows(scores, *parts, k, units.singles)
         return hits
 
-    def _shares(self, estimates: Tensor, units: Units) -> Tensor:
+    def _weights(self, estimates: Tensor, units: Units) -> Tensor:
         """Return the log of the estimated attention weight of one row of each unit, `[B, G, g, U]`.
 
         A unit is a cluster or a token that is not clustered. The estimated weight for unit `i` is
@@ -139,8 +139,8 @@ class Squeezed(PromptQueriesIndex, ClusteredIndex):
         bins = torch.zeros((len(units.sizes), BINS), dtype=torch.int64, device=units.sizes.device)
         real = are_real(observed.queries)
         for i, position in enumerate(observed.positions.tolist()):
-            shares = self._shares(self._estimates(observed.queries[:, :, i], units), units)
-            index = (-shares * PER_NAT).floor().clamp(0, BINS - 1).long()
+            weights = self._weights(self._estimates(observed.queries[:, :, i], units), units)
+            index = (-weights * PER_NAT).floor().clamp(0, BINS - 1).long()
             rows = units.sizes[:, :, None].expand_as(index).long()
             rows = rows * real[:, i, None, None, None]  # padded queries do not count
             if self.valid is not None and position < len(self):

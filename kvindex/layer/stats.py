@@ -192,13 +192,13 @@ def _added_up(state: State) -> State:
             rows = now - one.counted
             read, fetched = read + rows / one.found.numel(), fetched + rows * captured[0]
         watched = [Watched(one.found, now) for one, now in zip(watched, sums, strict=True)]
-    shares = [step.coverage.mean() for step in new if step.coverage is not None]
+    coverages = [step.coverage.mean() for step in new if step.coverage is not None]
     total = Traffic(
         steps=before.steps + sum(step.steps for step in new),
         rows_read=before.rows_read + read + _less(new, "beside", "masked"),
         rows_full=before.rows_full + _less(new, "length", "padded"),
         bytes_fetched=before.bytes_fetched + fetched,
-        coverage=before.coverage + (torch.stack(shares).sum() if shares else 0.0),
+        coverage=before.coverage + (torch.stack(coverages).sum() if coverages else 0.0),
     )
     return State(total, [], watched)
 

@@ -26,17 +26,17 @@ The paper has 6 tiers (section 5.4). The values are those of its published code.
 """
 
 
-def ceil_fraction(count: int, *shares: float) -> int:
+def ceil_fraction(count: int, *fractions: float) -> int:
     """Multiply a count by fractions, in exact decimal arithmetic, and round up.
 
     In binary floating point `100 * 0.07` is a little above 7, so its ceiling would be 8.
 
     Args:
         count: Number of keys.
-        *shares: Factors, such as 0.07.
+        *fractions: Factors, such as 0.07.
     """
-    share = _product(*shares)
-    return -(-count * share.numerator // share.denominator)
+    fraction = _product(*fractions)
+    return -(-count * fraction.numerator // fraction.denominator)
 
 
 @lru_cache

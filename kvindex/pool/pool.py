@@ -238,8 +238,8 @@ def _together(found: list[Hits], group_size: int) -> Hits:
     weights = [hits.log_weight for hits in found]
     if any(weight is not None for weight in weights):  # an empty sequence has no weights
         weights = [_weight(hits, group_size) for hits in found]
-    shares = [hits.coverage for hits in found]
-    return Hits(ids, scores, _cat(weights), _cat(shares))
+    coverages = [hits.coverage for hits in found]
+    return Hits(ids, scores, _cat(weights), _cat(coverages))
 
 
 def _weight(hits: Hits, group_size: int) -> Tensor:

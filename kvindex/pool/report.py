@@ -33,11 +33,11 @@ class Report:
     @staticmethod
     def of(indexes: Collection[KVIndex], tokens: int) -> Report:
         """Make a report on `indexes`, which contain `tokens` tokens in total."""
-        told = [capability(index, ReportsMemory) for index in indexes]
-        pieces = [each.memory() for each in told if each is not None]
+        reporting = [capability(index, ReportsMemory) for index in indexes]
+        reports = [each.memory() for each in reporting if each is not None]
         held: dict[int, int] = {}
         users: dict[int, int] = {}
-        for piece in pieces:
+        for piece in reports:
             for address, size in piece.items():
                 # sequences may use different lengths of a shared tensor, so take the longest
                 held[address] = max(size, held.get(address, 0))
@@ -48,7 +48,7 @@ class Report:
             blocks=len(held),
             shared=sum(count > 1 for count in users.values()),
             stored_bytes=sum(held.values()),
-            separate_bytes=sum(sum(piece.values()) for piece in pieces),
+            separate_bytes=sum(sum(piece.values()) for piece in reports),
         )
 
 

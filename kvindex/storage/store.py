@@ -237,7 +237,7 @@ class AddressedRows(Protocol):
         ...
 
     @property
-    def far(self) -> bool:
+    def on_host(self) -> bool:
         """True if rows are in host memory, so that a device cache for them is useful."""
         ...
 
@@ -250,11 +250,11 @@ class AddressedRows(Protocol):
 class PlacedRows(AddressedRows, Protocol):
     """A store that can have rows on both device and host.
 
-    `far` may become True when the store grows.
+    `on_host` may become True when the store grows.
     """
 
     @property
-    def near(self) -> Tensor | None:
+    def on_device(self) -> Tensor | None:
         """Flags of pages, uint8 `[B, S]` on the device: nonzero for a page in device memory.
 
         None if all pages are in the same kind of memory. Kernels do not copy rows of device pages

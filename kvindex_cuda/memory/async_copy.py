@@ -53,7 +53,7 @@ class PinnedAllocator:
     """Allocates slabs with `cudaHostAlloc`, for a CUDA device. The constructor raises ValueError
     for another device, and the errors of `launch.checked`."""
 
-    far = True
+    on_host = True
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda" or device.index is None:

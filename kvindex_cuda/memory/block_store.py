@@ -79,10 +79,10 @@ class BlockStore(Restorable):
         self._codec = codec(row_codec, geometry)
         self._max_tokens = check.at_least("max_tokens", max_tokens, 1)
         if slab_bytes is None:
-            slab_bytes = SLAB_BYTES if allocator.far else DEVICE_SLAB_BYTES
+            slab_bytes = SLAB_BYTES if allocator.on_host else DEVICE_SLAB_BYTES
         self._slab_bytes = check.at_least("slab_bytes", slab_bytes, 1)
         if budget is None:
-            budget = shared_budget() if allocator.far else Budget()
+            budget = shared_budget() if allocator.on_host else Budget()
         self._tiers = (*([preferred] if preferred else []), Tier(allocator, budget))
         self._open()
 
@@ -127,13 +127,13 @@ class BlockStore(Restorable):
         return self._geometry.kv_heads * self.head_bytes
 
     @property
-    def far(self) -> bool:
+    def on_host(self) -> bool:
         """True if some rows are in host memory, so that a cache of fetched rows on the device is
         useful.
 
         With a `preferred` tier, this becomes True when the first block is allocated on the host.
         """
-        return self._table.far if self._pool.mixed else self._tiers[-1].allocator.far
+        return self._table.on_host if self._pool.mixed else self._tiers[-1].allocator.on_host
 
     @property
     def table(self) -> Tensor:
@@ -146,13 +146,13 @@ class BlockStore(Restorable):
         return self._table.addresses
 
     @property
-    def near(self) -> Tensor | None:
+    def on_device(self) -> Tensor | None:
         """1 for blocks in device memory, uint8 `[B, S]` on the device; None if all blocks are in
         one memory tier.
 
         The tensor is replaced only when `table` is replaced.
         """
-        return self._table.near
+        return self._table.on_device
 
     @property
     def center(self) -> Tensor | None:
@@ -243,7 +243,7 @@ class BlockStore(Restorable):
     def _room(self, batch: int, count: int) -> None:
         if self._lent_by is not None:
             raise RuntimeError("append: got a view that expand_batch returned, which is read-only")
-        if count > 0 and self._table.shares(self._length):
+        if count > 0 and self._table.has_shared_blocks(self._length):
             if self._length % BLOCK:
                 self._settle()
             self._table = self._table.owned(self._length)
@@ -335,7 +335,7 @@ class BlockStore(Restorable):
             resident_count=resident.count,
             output=output,
             lse=lse,
-            far=self.far,
+            on_host=self.on_host,
         )
         return Attended(output, lse, (hits.ids >= 0).sum(-1, dtype=torch.int32))
 
@@ -355,7 +355,7 @@ class BlockStore(Restorable):
         The copy is on the CPU if rows are on the host, since the device may not have enough memory.
         """
         shape = self._table.batch, self._geometry.kv_heads, len(self), self.row_bytes
-        device = torch.device("cpu") if self.far else self._geometry.device
+        device = torch.device("cpu") if self.on_host else self._geometry.device
         rows = torch.empty(shape, dtype=torch.uint8, device=device)
         for start in range(0, len(self), AT_ONCE):
             part = rows[:, :, start : start + AT_ONCE]
@@ -483,10 +483,10 @@ class BlockStore(Restorable):
         sequences."""
         g, rows = self._geometry, self._table.batch * self._length
         if self._pool.mixed:
-            near = self._table.tokens_near(self._length)
+            on_device = self._table.tokens_on_device(self._length)
         else:
-            near = 0 if self.far else rows
-        return {"device": near * g.kv_heads, "host": (rows - near) * g.kv_heads}
+            on_device = 0 if self.on_host else rows
+        return {"device": on_device * g.kv_heads, "host": (rows - on_device) * g.kv_heads}
 
     @property
     def pinned_bytes(self) -> int:

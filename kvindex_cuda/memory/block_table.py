@@ -17,15 +17,15 @@ from kvindex_cuda.memory.layout import BLOCK
 class BlockTable:
     """Blocks `[G, 256, row_bytes]` of each sequence, in the order of their tokens.
 
-    `addresses` and `near` stay the same tensors until `B` changes, or until a write to a block that
-    a fork shares.
+    `addresses` and `on_device` stay the same tensors until `B` changes, or until a write to a block
+    that a fork shares.
 
     Attributes:
         addresses: Addresses of blocks on the compute device, int64 `[B, S]`, where `S` is the
             number of blocks for `max_tokens`. 0 where there is no block.
-        near: 1 for blocks in device memory, uint8 `[B, S]` on the device, or None if all blocks of
-            the pool are in one memory tier.
-        far: True if some block is in host memory.
+        on_device: 1 for blocks in device memory, uint8 `[B, S]` on the device, or None if all
+            blocks of the pool are in one memory tier.
+        on_host: True if some block is in host memory.
         ledger: Numbers of all blocks that were taken from the pool.
     """
 
@@ -37,7 +37,7 @@ class BlockTable:
         self._heads, self._row_bytes = geometry.kv_heads, row_bytes
         self._max_tokens = max_tokens
         self.addresses, self._numbers = self._empty(0)
-        self.near, self.far = self._none_near(), False
+        self.on_device, self.on_host = self._none_on_device(), False
 
     @property
     def batch(self) -> int:
@@ -69,7 +69,7 @@ class BlockTable:
             held = self.ledger.copy()  # no block has rows
             self.addresses, self._numbers = self._empty(batch)
             self.ledger.clear()
-            self.near, self.far = self._none_near(), False
+            self.on_device, self.on_host = self._none_on_device(), False
             self._pool.give(held)
         before = self._numbers.shape[1]
         more = -(-(length + count) // BLOCK) - before
@@ -86,7 +86,7 @@ class BlockTable:
             raise
         self._numbers = numbers
         self.ledger += taken
-        self.far = self.far or any(map(self._pool.is_far, taken))
+        self.on_host = self.on_host or any(map(self._pool.is_on_host, taken))
 
     def fork(self, length: int) -> BlockTable:
         """Return a table that shares the full blocks of the first `length` tokens.
@@ -98,9 +98,9 @@ class BlockTable:
         twin._numbers = self._numbers[:, :full].clone()
         twin.addresses = self.addresses.clone()
         twin.addresses[:, full:] = 0
-        if self.near is not None:
-            twin.near = self.near.clone()
-            twin.near[:, full:] = 0
+        if self.on_device is not None:
+            twin.on_device = self.on_device.clone()
+            twin.on_device[:, full:] = 0
         twin.ledger = twin._numbers.flatten().tolist()
         self._pool.join(twin.ledger)
         if length % BLOCK:
@@ -112,7 +112,7 @@ class BlockTable:
             twin._copy_blocks(self, full)
         return twin
 
-    def shares(self, length: int) -> bool:
+    def has_shared_blocks(self, length: int) -> bool:
         """Return True if an append after the first `length` tokens would write to a block that a
         fork shares."""
         rows = self._numbers[:, length // BLOCK :].tolist()  # avoids a torch operation
@@ -133,8 +133,8 @@ class BlockTable:
         numbers[torch.tensor(shared)] = torch.tensor(taken)
         own._numbers = torch.cat([self._numbers[:, :slot], numbers.view(self.batch, -1)], dim=1)
         own.addresses = self.addresses.clone()
-        own.near = None if self.near is None else self.near.clone()
-        own.far = self.far or any(map(self._pool.is_far, taken))
+        own.on_device = None if self.on_device is None else self.on_device.clone()
+        own.on_host = self.on_host or any(map(self._pool.is_on_host, taken))
         for row, blocks in enumerate(own._numbers[:, slot:].tolist()):
             own._name(row, slot, blocks)
         if length % BLOCK:
@@ -149,14 +149,16 @@ class BlockTable:
             if to != come:
                 self._block(to).copy_(other._block(come))
 
-    def tokens_near(self, length: int) -> int:
+    def tokens_on_device(self, length: int) -> int:
         """Count the tokens with rows on the device, among the first `length` tokens of each
         sequence."""
         held = -(-length // BLOCK)
         count = 0
         for numbers in self._numbers[:, :held].tolist():
-            near = [not self._pool.is_far(number) for number in numbers]
-            count += BLOCK * sum(near) - (near[-1] * (held * BLOCK - length) if near else 0)
+            on_device = [not self._pool.is_on_host(number) for number in numbers]
+            count += BLOCK * sum(on_device) - (
+                on_device[-1] * (held * BLOCK - length) if on_device else 0
+            )
         return count
 
     def memory(self) -> dict[int, int]:
@@ -223,10 +225,10 @@ class BlockTable:
         view = copy(self)
         if not self.batch:  # before the first append
             view.addresses, view._numbers = self._empty(count)
-            view.near = view._none_near()
+            view.on_device = view._none_on_device()
             return view
         view.addresses = self.addresses.expand(count, -1)
-        view.near = None if self.near is None else self.near.expand(count, -1)
+        view.on_device = None if self.on_device is None else self.on_device.expand(count, -1)
         view._numbers = self._numbers.expand(count, -1)
         return view
 
@@ -237,7 +239,7 @@ class BlockTable:
         addresses = torch.zeros(shape, dtype=torch.int64, device=self._device)
         return addresses, torch.zeros((batch, 0), dtype=torch.int64)
 
-    def _none_near(self) -> Tensor | None:
+    def _none_on_device(self) -> Tensor | None:
         if not self._pool.mixed:
             return None
         return torch.zeros(self.addresses.shape, dtype=torch.uint8, device=self._device)
@@ -252,8 +254,8 @@ class BlockTable:
                 slice(start + at, start + at + length),
             )
             torch.arange(first, first + length * size, size, out=self.addresses[row, places])
-            if self.near is not None:
-                self.near[row, places] = not self._pool.is_far(blocks[at])
+            if self.on_device is not None:
+                self.on_device[row, places] = not self._pool.is_on_host(blocks[at])
 
     def _block(self, number: int) -> Tensor:
         """Return a block of the pool by its number, uint8 `[G, 256, row_bytes]`."""

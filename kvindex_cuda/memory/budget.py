@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvindex.core import check, forks
 
-SHARE = 0.9
+FRACTION = 0.9
 """Fraction of the memory that all stores together may pin. The memory is what the machine has
 available when the first store is made."""
 
@@ -54,7 +54,7 @@ def shared_budget() -> Budget:
     """Return the process's budget: 90% of the memory that was available at the first call, or no
     limit if that number is unknown."""
     available = available_bytes()
-    return Budget(None if available is None else int(SHARE * available))
+    return Budget(None if available is None else int(FRACTION * available))
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:

@@ -10,7 +10,7 @@ import torch
 from kvindex.core import check
 from kvindex_cuda.memory.budget import Budget
 
-SHARE = 0.6
+FRACTION = 0.6
 """Default fraction of the device's free memory for rows.
 
 Codes take 15% as many bytes as plain rows, and 30% as many as coded rows. Codes of rows on the host
@@ -31,11 +31,13 @@ class DeviceBudget(Budget):
     def __init__(
         self,
         device: torch.device,
-        share: float | None = None,
+        fraction: float | None = None,
         free: Callable[[torch.device], int] | None = None,
     ) -> None:
         super().__init__()
-        self.share = SHARE if share is None else check.within("device_fraction", share, 0, 1)
+        self.fraction = (
+            FRACTION if fraction is None else check.within("device_fraction", fraction, 0, 1)
+        )
         self._device, self._free = device, free or free_bytes
         self._rows = rows_of(device)
 
@@ -48,7 +50,7 @@ class DeviceBudget(Budget):
         """Take `nbytes` bytes from the budget and return True, or return False if fewer bytes are
         left."""
         used = self._rows.used_bytes
-        if used + nbytes > self.share * (self._free(self._device) + used):
+        if used + nbytes > self.fraction * (self._free(self._device) + used):
             return False
         return self._rows.try_take(nbytes)
 

@@ -134,9 +134,9 @@ class CachingAllocator:
     cache: SlabCache
 
     @property
-    def far(self) -> bool:
+    def on_host(self) -> bool:
         """True if the slabs are in host memory."""
-        return self.allocator.far
+        return self.allocator.on_host
 
     def expect(self, nbytes: int, count: int) -> None:
         """Announce that `count` more slabs of `nbytes` bytes will be requested. Does not wait."""

@@ -48,7 +48,7 @@ class Allocator(Protocol):
     """Allocates slabs (ranges of memory). Several threads may call it."""
 
     @property
-    def far(self) -> bool:
+    def on_host(self) -> bool:
         """True if slabs are in host memory, which a GPU reads over a bus."""
         ...
 
@@ -98,7 +98,7 @@ class DeviceAllocator:
     """Allocates slabs (ranges of memory) on a compute device."""
 
     device: torch.device
-    far: ClassVar[bool] = False
+    on_host: ClassVar[bool] = False
 
     def allocate(self, nbytes: int) -> DeviceSlab:
         """Return a slab of `nbytes` bytes. Raises torch.OutOfMemoryError."""
@@ -145,7 +145,7 @@ class Pool:
         *self._preferred, self._last = tiers
         self._views: list[Tensor] = []  # uint8 [slab_blocks, block_bytes] of each slab
         self._addresses: list[int] = []  # addresses for kernels
-        self._far: list[bool] = []  # True for host memory
+        self._on_host: list[bool] = []  # True for host memory
         self._free: list[int] = []  # ascending, so that blocks taken together are adjacent
         self._held: deque[_Held] = deque()  # slabs that `close` frees
         self._ready: deque[_Held] = deque()  # allocated by the worker, not yet numbered
@@ -179,9 +179,9 @@ class Pool:
         slab, inside = divmod(block, self.slab_blocks)
         return self._addresses[slab] + inside * self.block_bytes
 
-    def is_far(self, block: int) -> bool:
+    def is_on_host(self, block: int) -> bool:
         """Return True if the block is in host memory."""
-        return self._far[block // self.slab_blocks]
+        return self._on_host[block // self.slab_blocks]
 
     def take(self, count: int) -> list[int]:
         """Return the numbers of `count` free blocks, ascending, and mark them as used. Allocates
@@ -215,7 +215,7 @@ class Pool:
         self._adopt()
         if len(self._free) >= self.slab_blocks or self._error is not None:
             return
-        if not self._last.allocator.far:
+        if not self._last.allocator.on_host:
             return
         tier = self._with_room(*self._preferred, self._last)
         if tier is None:
@@ -299,7 +299,9 @@ class Pool:
             if tier is self._last:
                 kind = MemoryError if isinstance(error, MemoryError) else RuntimeError
                 what = (
-                    "host store: cannot pin" if tier.allocator.far else "device store: no room for"
+                    "host store: cannot pin"
+                    if tier.allocator.on_host
+                    else "device store: no room for"
                 )
                 raise kind(f"{what} {self._slab_bytes} bytes: {error}") from error
         self._last.budget.take(self._slab_bytes)
@@ -330,7 +332,7 @@ class Pool:
             first = len(self._views) * self.slab_blocks
             self._views.append(held.slab.view(self._slab_bytes).view(self.slab_blocks, -1))
             self._addresses.append(held.slab.device_address)
-            self._far.append(held.tier.allocator.far)
+            self._on_host.append(held.tier.allocator.on_host)
             self._free.extend(range(first, first + self.slab_blocks))
 
     def _drain(self) -> None:

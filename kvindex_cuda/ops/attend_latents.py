@@ -16,7 +16,7 @@ from kvindex_cuda.runtime.launch import launch
 MOST_HEADS = 128
 """Most query heads per KV head: 16 for each of eight warps."""
 
-NEAR_HEADS = 32
+DEVICE_HEADS = 32
 """Query heads per thread block if rows are on the device. For 128 heads and 420 rows there are then
 108 thread blocks."""
 
@@ -48,7 +48,7 @@ class LatentAttention:
         resident_count: Tensor,
         output: Tensor,
         lse: Tensor,
-        far: bool = False,
+        on_host: bool = False,
         overlap: bool = False,
         ragged: bool = False,
     ) -> None:
@@ -68,8 +68,8 @@ class LatentAttention:
             `device_state.State`.
             output: Tensor for the result, `[B, H, Dv]`.
             lse: Tensor for the logarithms of sums of exponentials, float32 `[B, H]`.
-            far: True if rows are on the host. Then each row is read only once; otherwise, each part
-                of the heads reads it.
+            on_host: True if rows are on the host. Then each row is read only once; otherwise, each
+                part of the heads reads it.
             overlap: Allow the launch to begin before the previous one ends.
             ragged: See `BaseStep`.
         """
@@ -84,7 +84,7 @@ class LatentAttention:
                 torch.empty((groups, splits, g.group_size, n), dtype=torch.float32, device=g.device)
                 for n in (g.value_dim, 2)
             )
-        part = min(_padded(g), MOST_HEADS if far else NEAR_HEADS)
+        part = min(_padded(g), MOST_HEADS if on_host else DEVICE_HEADS)
         each = weights is not None and weights.ndim == 3  # each head has its own weights
         defines = dict(
             D=g.head_dim,

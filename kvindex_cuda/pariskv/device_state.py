@@ -38,8 +38,9 @@ class State:
         codec: Codec of rows in blocks, a name in `kvindex.storage.codecs`.
         row_center: Center that was subtracted from coded keys, float32 `[B, G, D]`; None if it is
             0.
-        far: True if rows are in host memory. Only kernels for latents use this.
-        near: 1 for blocks of rows on the device, uint8 `[B, S]`; None if no block is on the host.
+        on_host: True if rows are in host memory. Only kernels for latents use this.
+        on_device: 1 for blocks of rows on the device, uint8 `[B, S]`; None if no block is on the
+            host.
         cache: Cache of rows that were fetched from the host.
         wrong: int32 of one element, which a step sets to 1 if a query is not finite.
         largest: Upper byte of the largest weight in full blocks, int32 `[B, G]`. Steps do not read
@@ -73,8 +74,8 @@ class State:
     row_bytes: int
     codec: str = "plain"
     row_center: Tensor | None = None
-    far: bool = False
-    near: Tensor | None = None
+    on_host: bool = False
+    on_device: Tensor | None = None
     cache: RowCache | None = None
     wrong: Tensor | None = None
     largest: Tensor | None = None

@@ -275,7 +275,7 @@ class ParisKVExecutor(AppendedCodes):
             state=state,
             tokens=self._length,
             count=int(self._contents.counts[0]),
-            far=rows.far,
+            on_host=rows.on_host,
             version=self._version,
             text=self._text,
         )
@@ -316,15 +316,15 @@ class ParisKVExecutor(AppendedCodes):
 
     def _places(self, rows: AddressedRows) -> dict[str, Any]:
         """Return the fields of `State` that describe where rows are stored, and in which format."""
-        near = rows.near if isinstance(rows, PlacedRows) else None
+        on_device = rows.on_device if isinstance(rows, PlacedRows) else None
         center = self._centered.center if self._centered is not None else None
         return dict(
             rows=rows.table.contiguous(),
-            near=None if near is None else near.contiguous(),
+            on_device=None if on_device is None else on_device.contiguous(),
             row_bytes=rows.row_bytes,
             codec=rows.row_codec,
             row_center=None if center is None else center.contiguous(),
-            far=rows.far,
+            on_host=rows.on_host,
         )
 
     def _ready(
@@ -389,7 +389,7 @@ class ParisKVExecutor(AppendedCodes):
     def _begin_cache(self) -> None:
         """Create a row cache if rows are on the host and kernels use a cache."""
         rows, latents = self._rows, self._geometry.value_in_key  # kernels for latents use no cache
-        if self.cache is None and rows is not None and rows.far and not latents:
+        if self.cache is None and rows is not None and rows.on_host and not latents:
             groups = len(self.codes.table) * self._geometry.kv_heads
             self.cache = RowCache(groups, rows.row_bytes, self._geometry.device)
 

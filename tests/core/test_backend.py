@@ -49,7 +49,7 @@ def test_other_devices_have_no_kernels():
 @pytest.mark.parametrize("name", kvindex.names())
 def test_every_index_explains_itself(name):
     lines = Case().index(name).explain().split("\n")
-    assert lines[:2] == ["backend: torch (as told)", "store: TensorStore, row_codec 'plain'"]
+    assert lines[:2] == ["backend: torch (as requested)", "store: TensorStore, row_codec 'plain'"]
 
 
 def test_no_backend_is_chosen_in_silence():
@@ -88,7 +88,7 @@ def test_an_index_on_kernels_says_which_path_it_takes_and_why(device, options, w
     with on(device):
         made = kvindex.create("pariskv", backend="cuda", device=device, **SIZES | options)
     said = made.explain()
-    assert said.startswith("backend: cuda (as told)\nstore: BlockStore, row_codec 'plain'\n")
+    assert said.startswith("backend: cuda (as requested)\nstore: BlockStore, row_codec 'plain'\n")
     assert [word for word in words if word not in said] == [], said
 
 
@@ -97,7 +97,10 @@ def test_other_indexes_run_op_by_op_on_kernels(device):
     with on(device):
         made = kvindex.create("exact", backend="cuda", device=device, **SIZES)
     backend, store, rows = made.explain().splitlines()
-    assert (backend, store) == ("backend: cuda (as told)", "store: BlockStore, row_codec 'plain'")
+    assert (backend, store) == (
+        "backend: cuda (as requested)",
+        "store: BlockStore, row_codec 'plain'",
+    )
     assert rows.startswith("rows: 0 on the device, 0 on the host (")
 
 

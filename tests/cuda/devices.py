@@ -41,15 +41,15 @@ def poisoned(monkeypatch):
     )
 
 
-def torch_ops_and_an_executor(monkeypatch, *, far, **others):
+def torch_ops_and_an_executor(monkeypatch, *, on_host, **others):
     """Make `backend="cuda"` an executor that runs on codes of the torch ops.
 
-    Its searches must equal those of torch bit by bit. far: whether rows of the device are cached as
-    if they were on the host. others: functions that replace some of the torch ops.
+    Its searches must equal those of torch bit by bit. on_host: whether rows of the device are
+    cached as if they were on the host. others: functions that replace some of the torch ops.
     """
     doors = {name: getattr(kvindex_cuda, name) for name in ("accelerate", "refusal", "store")}
     both = {name: getattr(ops, name) for name in ops.__all__} | doors | others
     both, resolve = SimpleNamespace(**both, ready=lambda device: None), backend.resolve
     monkeypatch.setattr(backend, "resolve", lambda name: both if name == "cuda" else resolve(name))
     monkeypatch.setattr(executor, "encoder_of", lambda *given: None)
-    monkeypatch.setattr(DeviceAllocator, "far", far)
+    monkeypatch.setattr(DeviceAllocator, "on_host", on_host)

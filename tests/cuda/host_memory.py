@@ -45,7 +45,7 @@ class FakeAllocator:
     pins memory only while `gate` is open.
     """
 
-    shift, far = 1 << 50, True
+    shift, on_host = 1 << 50, True
 
     def __init__(self, fails=(), error=MemoryError):
         self.fails, self.error = fails, error
@@ -64,10 +64,10 @@ class FakeAllocator:
         return slab
 
 
-class NearAllocator(FakeAllocator):
+class OnDeviceAllocator(FakeAllocator):
     """An allocator of memory that stands for the device's."""
 
-    shift, far = 1 << 51, False
+    shift, on_host = 1 << 51, False
 
 
 def tokens(count, seed=0, batch=2, geometry=GEOMETRY):
@@ -82,10 +82,10 @@ def host_store(allocator=None, **options):
     return BlockStore(GEOMETRY, allocator or FakeAllocator(), **options)
 
 
-def mixed_store(near, far, slabs, **options):
-    """A store that uses the device allocator `near` until a budget of slabs is used up."""
-    preferred = Tier(near, Budget(slabs * SLAB))
-    return host_store(far, preferred=preferred, **options)
+def mixed_store(on_device, on_host, slabs, **options):
+    """A store that uses the device allocator `on_device` until a budget of slabs is used up."""
+    preferred = Tier(on_device, Budget(slabs * SLAB))
+    return host_store(on_host, preferred=preferred, **options)
 
 
 def settled(store):

@@ -48,12 +48,12 @@ def step(index, case, queries):
 
 def listed(keys, queries, rho, scale):
     """Run algorithm 1 for one centroid: the ids with the largest attention weight of any head."""
-    shares = []
+    log_weights = []
     for query in queries:
         logits = [scale * literal.dot(key, query) for key in keys]
         total = math.log(sum(math.exp(logit) for logit in logits))
-        shares.append([logit - total for logit in logits])
-    return literal.best([max(column) for column in zip(*shares, strict=True)], rho)
+        log_weights.append([logit - total for logit in logits])
+    return literal.best([max(column) for column in zip(*log_weights, strict=True)], rho)
 
 
 def assert_lists_as_literal(index, keys, centroids, rho):

@@ -37,17 +37,17 @@ def test_sums_over_sampled_rows_are_those_of_all_keys_on_average(index, monkeypa
     Each of the 12 means fails with probability 2e-9 for a new seed.
     """
     queries, found = 2 * CASE.queries(), []
-    shares, values = logits(queries).softmax(-1), CASE.tokens(TOKENS)[1][0, :, :, 0].double()
+    weights, values = logits(queries).softmax(-1), CASE.tokens(TOKENS)[1][0, :, :, 0].double()
     values = values.repeat_interleave(3, 0)
     for seed in range(SEEDS):
         seeds = priority.hashed(torch.arange(2) + 2 * seed)[None, :, None]
         monkeypatch.setattr(sampling, "seeds", lambda tokens, seeds=seeds: seeds)
         hits = index.search(queries, k=K)
         ids = hits.ids[0].repeat_interleave(3, 0)
-        weighted = shares.gather(1, ids) * hits.log_weight[0].double().exp()
+        weighted = weights.gather(1, ids) * hits.log_weight[0].double().exp()
         found.append(torch.stack([weighted.sum(1), (weighted * values.gather(1, ids)).sum(1)]))
     found = torch.stack(found)
-    off = found.mean(0) - torch.stack([shares.sum(1), (shares * values).sum(1)])
+    off = found.mean(0) - torch.stack([weights.sum(1), (weights * values).sum(1)])
     assert (off.abs() <= 6 * found.std(0) / math.sqrt(SEEDS)).all()
 
 
@@ -67,8 +67,8 @@ def test_the_coverage_of_candidates_is_estimated(index):
     with torch.autocast("cpu"):
         assert torch.equal(index.candidate_coverage(queries, k=K), told)
     ids = sampling.find(*index.inputs(queries), K)[0][0].repeat_interleave(3, 0)
-    shares = logits(queries).softmax(-1).gather(1, ids.clamp_min(0)) * (ids >= 0)
-    torch.testing.assert_close(told[0].double(), shares.sum(1), atol=0.1, rtol=0)
+    weights = logits(queries).softmax(-1).gather(1, ids.clamp_min(0)) * (ids >= 0)
+    torch.testing.assert_close(told[0].double(), weights.sum(1), atol=0.1, rtol=0)
     assert (told < 0.95).any()
     assert (index.candidate_coverage(queries, k=TOKENS) == 1).all()
     with pytest.raises(
@@ -142,9 +142,9 @@ def follow(index, monkeypatch, blocks):
         seeds = priority.hashed(torch.arange(2) + 2 * block)[None, :, None]
         monkeypatch.setattr(sampling, "seeds", lambda tokens, seeds=seeds: seeds)
         hits = index.search(queries, k=K)
-        shares = logits(queries).softmax(-1).gather(1, hits.ids[0].repeat_interleave(3, 0))
+        weights = logits(queries).softmax(-1).gather(1, hits.ids[0].repeat_interleave(3, 0))
         found.append(hits.ids[0])
-        errors.append((shares * hits.log_weight[0].double().exp()).sum(1) - 1)
+        errors.append((weights * hits.log_weight[0].double().exp()).sum(1) - 1)
     return torch.stack(found), torch.stack(errors)
 
 
@@ -210,8 +210,8 @@ def test_the_attention_that_tempered_rows_represent_is_too_little_and_no_less_th
     queries = case.queries()
     hits = index.search(queries, k=16)
     logits = (case.tokens(300)[0] @ queries[:, 0, :, None])[:, 0, :, 0] * case.head_dim**-0.5
-    shares = logits.softmax(-1).gather(-1, hits.ids[:, 0].clamp_min(0))
-    lacks = 1 - (shares * hits.log_weight[:, 0].exp()).sum(-1).double()
+    weights = logits.softmax(-1).gather(-1, hits.ids[:, 0].clamp_min(0))
+    lacks = 1 - (weights * hits.log_weight[:, 0].exp()).sum(-1).double()
     error = float(lacks.std()) / math.sqrt(len(lacks))
     if sampling == "priority":
         assert abs(float(lacks.mean())) <= 6 * error

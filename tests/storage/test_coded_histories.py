@@ -17,7 +17,7 @@ from kvindex.storage.store import TensorStore
 from kvindex_cuda.memory.block_store import BlockStore
 from kvindex_cuda.memory.budget import Budget
 from kvindex_cuda.memory.slab_pool import DeviceAllocator, Tier
-from tests.cuda.host_memory import FakeAllocator, NearAllocator, finish
+from tests.cuda.host_memory import FakeAllocator, OnDeviceAllocator, finish
 from tests.support.helpers import hits_of, sampled
 
 SIZES = dict(q_heads=4, kv_heads=2, head_dim=8, value_dim=4)
@@ -35,8 +35,8 @@ def store_of(place, name):
     sizes = dict(row_codec=name, slab_bytes=slab, budget=Budget(), max_tokens=4096)
     if place == "blocks":
         return BlockStore(GEOMETRY, DeviceAllocator(GEOMETRY.device), **sizes)
-    near = Tier(NearAllocator(), Budget(2 * slab)) if place == "mixed" else None
-    return BlockStore(GEOMETRY, FakeAllocator(), preferred=near, **sizes)
+    on_device = Tier(OnDeviceAllocator(), Budget(2 * slab)) if place == "mixed" else None
+    return BlockStore(GEOMETRY, FakeAllocator(), preferred=on_device, **sizes)
 
 
 def index_of(place, name):

@@ -96,12 +96,12 @@ class Pages(Restorable):
 class AddressedPages(Pages):
     """`Pages` with `kvindex.storage.store.AddressedRows`: pages of 256 tokens, for each sequence.
 
-    `far` says whether kernels should cache the rows that they have read.
+    `on_host` says whether kernels should cache the rows that they have read.
     """
 
-    def __init__(self, geometry, page_tokens=256, far=False):
+    def __init__(self, geometry, page_tokens=256, on_host=False):
         super().__init__(geometry, page_tokens)
-        self.far, self.waited, self.table = far, 0, torch.zeros((0, 64), dtype=torch.int64)
+        self.on_host, self.waited, self.table = on_host, 0, torch.zeros((0, 64), dtype=torch.int64)
 
     @property
     def head_bytes(self):

@@ -278,7 +278,7 @@ struct Arguments {
     i64 signaled;               // 1 if select_rows.cu is the kernel launched directly before, else 0
     i64 k, kv_heads;
     float scale, softcap;
-    const u8* near;             // [B, row]: 1 where a block is on the device; only if MIXED_ROWS
+    const u8* on_device;        // [B, row]: 1 where a block is on the device; only if MIXED_ROWS
     const float* center;        // [BG, D]: center that coded rows are relative to, or null for zeros; only if rows are
                                 // coded
 };
@@ -382,7 +382,7 @@ attend(const __grid_constant__ Arguments args) {
             return static_cast<const char*>(args.resident) + (bg * args.room + i) * i64((D + DV) * SIZE);
         };
 #endif
-        auto kept = [&](int id) { return args.cached && !(MIXED_ROWS && args.near[batch * args.row + id / TOKENS]); };
+        auto kept = [&](int id) { return args.cached && !(MIXED_ROWS && args.on_device[batch * args.row + id / TOKENS]); };
         auto find = [&](Pending& row, int i, int n, int id, int slot) {
             if (i >= rows_here) return;
             const char* from = nullptr;

@@ -214,7 +214,7 @@ attend_latents(const __grid_constant__ AttendArguments args) {
     Queries part;
     if (DTYPE != 0) load(part, queries, head);
     for (int h = threadIdx.x; h < PART; h += 256) peaks[h] = NEVER, totals[h] = 0;
-    int count = int(__ldcg(args.resident_count + RAGGED * batch)), near = (count + ROWS - 1) / ROWS, found = 0;
+    int count = int(__ldcg(args.resident_count + RAGGED * batch)), resident_tiles = (count + ROWS - 1) / ROWS, found = 0;
     bool waited = false;
     auto wait_for_rows = [&] {
         if (waited) return;
@@ -225,12 +225,12 @@ attend_latents(const __grid_constant__ AttendArguments args) {
     };
 #pragma unroll 1
     for (int tile = split;; tile += splits) {
-        bool selected = tile >= near;
+        bool selected = tile >= resident_tiles;
         if (selected) {
             wait_for_rows();
-            if ((tile - near) * ROWS >= found) break;
+            if ((tile - resident_tiles) * ROWS >= found) break;
         }
-        int first = (selected ? tile - near : tile) * ROWS;
+        int first = (selected ? tile - resident_tiles : tile) * ROWS;
         u64 row = 0;
         if (lane < OWN) {
             int i = first + warp * OWN + lane;

@@ -18,7 +18,7 @@
 // codes have centers), SOFTCAP, SAMPLING (1: candidates are sampled), RAGGED (1: each sequence has its own
 // length).
 #include "common/product.cuh"
-#include "common/shares.cuh"
+#include "common/attention_weights.cuh"
 #if SAMPLING
 #include "common/noise.cuh"
 #endif
@@ -165,7 +165,7 @@ struct EstimateArguments {
     const int2* cuts;
     const u32* seeds;             // [B]: seed of the noise
     float* estimates;             // [B, capacity, HEADS]: estimated products of query and key
-    u64* buckets;                 // [B, HEADS, BUCKETS]: sums of exponentials over the candidates (shares.cuh), cleared
+    u64* buckets;                 // [B, HEADS, BUCKETS]: sums of exponentials over the candidates (attention_weights.cuh), cleared
                                   // before the launch
     int* tickets;                 // [B TILES]: counts finished thread blocks, cleared before the launch
     float* totals;                // [B, HEADS]: logarithm of the sum of exponentials
@@ -173,7 +173,7 @@ struct EstimateArguments {
     float scale, softcap;
 };
 
-// Return log Σ exp(logit) from the buckets of a head (integer sums, shares.cuh). Every lane of the warp gets
+// Return log Σ exp(logit) from the buckets of a head (integer sums, attention_weights.cuh). Every lane of the warp gets
 // the result. It does not depend on the order in which logits were added.
 __device__ __forceinline__ float log_sum(const u64* buckets) {
     constexpr int OWN = BUCKETS / 32;

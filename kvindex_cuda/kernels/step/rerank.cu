@@ -18,7 +18,7 @@
 // RAGGED (1: each sequence has its own length), and DTYPE, PLANES and SAMPLING of votes.cuh.
 #include "common/exact.cuh"
 #include "common/product.cuh"
-#include "common/shares.cuh"
+#include "common/attention_weights.cuh"
 
 constexpr int ONCE = 16;  // candidates that a warp multiplies at a time
 constexpr int HANDS = OPERANDS <= 1024 ? 8 : 4;

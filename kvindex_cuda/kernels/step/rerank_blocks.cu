@@ -15,7 +15,7 @@
 // Nsight Compute), at about 25 instructions of a warp per candidate (counted).
 // Compile-time constants: D, BITS (of a magnitude), GROUP (query heads per KV head), SOFTCAP.
 #include "common/levels.cuh"
-#include "common/shares.cuh"
+#include "common/attention_weights.cuh"
 
 constexpr int M = D / 8;
 constexpr int WORDS = (M + 3) / 4;                     // words of a key's signs, and of each plane of its magnitudes
@@ -88,7 +88,7 @@ struct Arguments {
     const int* candidate_counts;   // [BG] APART: written by candidates.cu, as is `candidates`
     const u64* candidates;         // [BG, capacity]
     float* estimates;              // [BG, capacity, GROUP]: estimated products of query and key
-    u64* buckets;                  // [BG, GROUP, BUCKETS]: sums of exponentials over the candidates (shares.cuh),
+    u64* buckets;                  // [BG, GROUP, BUCKETS]: sums of exponentials over the candidates (attention_weights.cuh),
                                    // cleared before the launch
     i64 row, head_bytes, weights, magnitudes, capacity, kv_heads;
     float scale, softcap;

@@ -9,7 +9,7 @@
 // selected row gets a weight for the rows that it stands for.
 // Compile-time constants: HEADS (query heads of the group), SOFTCAP, POLICY (0: mean_share, the mean
 // attention weight of the heads; 1: max_share, the largest), SAMPLING.
-#include "common/shares.cuh"
+#include "common/attention_weights.cuh"
 #if SAMPLING
 #include "common/noise.cuh"
 #endif

@@ -16,7 +16,7 @@
 // Compile-time constants: GROUP (query heads per KV head), SOFTCAP, POLICY (0: mean_share, the mean attention
 // weight of the heads; 1: max_share, the largest), SAMPLING.
 #include "common/row_cache.cuh"
-#include "common/shares.cuh"
+#include "common/attention_weights.cuh"
 #if SAMPLING
 #include "common/noise.cuh"
 #endif
@@ -43,7 +43,7 @@ __device__ __forceinline__ void load_sums(u64 (&sums)[OWN], const u64* buckets) 
 }
 
 // Return log Σ exp(logit) over all candidates of a head, in every lane of the warp: over its buckets (integer
-// sums, shares.cuh) and over its candidates in the cut's bin. The sum consists of integers, so it does not
+// sums, attention_weights.cuh) and over its candidates in the cut's bin. The sum consists of integers, so it does not
 // depend on the order of the candidates. each(use) calls use(logit) for this lane's candidates in that bin.
 template <class Each>
 __device__ __forceinline__ float log_sum(const u64 (&mine)[OWN], Each each) {

@@ -269,7 +269,7 @@ class BaseStep:
                 resident_count=state.resident_count,
                 output=self.output,
                 lse=self.lse,
-                far=state.far,
+                on_host=state.on_host,
                 overlap=hits is None,
                 ragged=bool(self._ragged["RAGGED"]),
             )
@@ -285,7 +285,7 @@ class BaseStep:
             | self._capped
             | dict(DV=g.value_dim, GROUP=heads, PARTS=parts)
             | dict(CODEC=int(CodecNumber[state.codec.upper()]), GIVEN=given)
-            | dict(MIXED_ROWS=int(state.near is not None))
+            | dict(MIXED_ROWS=int(state.on_device is not None))
             | self._ragged
             | dict(PAGED=int(state.sink is not None) + int(state.segments is not None)),
             shared_bytes=self._attend_bytes(heads),

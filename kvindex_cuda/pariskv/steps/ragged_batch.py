@@ -29,7 +29,7 @@ from kvindex_cuda.pariskv.steps.hits import ordered_hits
 from kvindex_cuda.pariskv.steps.workspace import SharedStep, shared, with_headroom
 from kvindex_cuda.runtime.launch import capturing
 
-PER_BLOCK = "codes", "rows", "near", "valid"
+PER_BLOCK = "codes", "rows", "on_device", "valid"
 """Fields of a `State` with an entry for each block."""
 
 WHOLE = "weight_scale", "regression", "histogram", "tiers", "row_center"
@@ -44,7 +44,7 @@ class BatchRow:
         state: The state of the index that a step reads, without the resident rows.
         tokens: Number of tokens in the index.
         count: Number of valid tokens.
-        far: True if some rows are in host memory.
+        on_host: True if some rows are in host memory.
         version: An object that identifies the contents of the index. Each change of the index makes
         a new object. text: An object that identifies the rows. Removing tokens makes a new object,
         because a token id may then mean another row.
@@ -53,7 +53,7 @@ class BatchRow:
     state: State
     tokens: int
     count: int
-    far: bool
+    on_host: bool
     version: object
     text: object
 
@@ -213,7 +213,7 @@ class ParisKVBatch:
     def _with_cache(self, rows: Sequence[BatchRow | None], some: Sequence[BatchRow]) -> None:
         """Create a row cache if rows are on the host. Remove the cached rows of sequences whose
         rows may have changed."""
-        if not any(row.far for row in some):
+        if not any(row.on_host for row in some):
             self._cache = None
             return
         heads = self._geometry.kv_heads

@@ -119,7 +119,7 @@ def test_a_model_on_the_kernels_is_the_model(family, padded, dtype, device):
         (True, 4096) if device != "cpu" else (False, 0)
     )
     assert "k 500, rows: " in str(report)
-    assert index._store.far == (device != "cpu")
+    assert index._store.on_host == (device != "cpu")
     for mine, theirs in zip(got, want, strict=True):
         error = (mine.float() - theirs.float()).norm() / theirs.float().norm()
         assert error < (1e-4 if dtype == torch.float32 else 0.05)

@@ -30,15 +30,15 @@ def test_every_number_of_16_bits_is_read_as_torch_reads_it(dtype):
 
 @pytest.mark.parametrize("D", [3, 8, 24, 64, 80, 128])
 def test_four_rows_are_multiplied_and_added_where_they_lie(D):
-    rows, query, shares = drawn(9, D), drawn(D, seed=1).numpy(), drawn(4, seed=2).numpy()
+    rows, query, weights = drawn(9, D), drawn(D, seed=1).numpy(), drawn(4, seed=2).numpy()
     chosen = [7, 0, 7, 3]
     places = np.array([rows[r].data_ptr() for r in chosen])
     dots, sums = np.full(6, 5, np.float32), np.full(D + 2, 5, np.float32)
     vectors.four_dots(query.ctypes.data, places.ctypes.data, D, dots.ctypes.data)
-    vectors.add_four(shares.ctypes.data, places.ctypes.data, D, sums.ctypes.data)
+    vectors.add_four(weights.ctypes.data, places.ctypes.data, D, sums.ctypes.data)
     own = rows[chosen].double().numpy()
     np.testing.assert_allclose(dots, [*(own @ query), 5, 5], atol=1e-5)
-    np.testing.assert_allclose(sums, [*(5 + shares @ own), 5, 5], atol=1e-5)
+    np.testing.assert_allclose(sums, [*(5 + weights @ own), 5, 5], atol=1e-5)
 
 
 def test_the_exponential_is_numpys_within_rounding():
@@ -183,8 +183,8 @@ def test_heads_agree_as_the_reference_says(policy, softcap, heads):
     estimates, out = drawn(1, 1, heads, 500) * 400, np.empty(500, np.float32)
     want = group.agree(estimates, policy, scale=0.125, softcap=softcap)
     own = estimates[0, 0].clone().numpy()
-    shares = np.empty(500, np.float32)
-    rerank.agree(own, 0.125, softcap or 0.0, policy == "max_share", shares, out)
+    weights = np.empty(500, np.float32)
+    rerank.agree(own, 0.125, softcap or 0.0, policy == "max_share", weights, out)
     torch.testing.assert_close(torch.from_numpy(out), want[0, 0], rtol=1e-5, atol=1e-5)
 
 

@@ -30,7 +30,7 @@ from tests.cuda.host_memory import (
     GEOMETRY,
     SLAB,
     FakeAllocator,
-    NearAllocator,
+    OnDeviceAllocator,
     append,
     assert_same,
     finish,
@@ -45,21 +45,21 @@ from tests.support.sequences import Sequence
 # The store
 
 
-def places_of(store, near):
-    """For each block in the table, return whether the allocator `near` has allocated it."""
-    spans = [(slab.device_address, slab.device_address + SLAB) for slab in near.live]
+def places_of(store, on_device):
+    """For each block in the table, return whether the allocator `on_device` has allocated it."""
+    spans = [(slab.device_address, slab.device_address + SLAB) for slab in on_device.live]
     return [
         [any(a <= at < b for a, b in spans) for at in row if at] for row in store.table.tolist()
     ]
 
 
-def assert_placed(store, near, batch=2):
+def assert_placed(store, on_device, batch=2):
     """The marks and counts of the store equal those that follow from the addresses."""
-    found = places_of(store, near)
-    marked = [row[: len(each)] for row, each in zip(store.near.tolist(), found, strict=True)]
+    found = places_of(store, on_device)
+    marked = [row[: len(each)] for row, each in zip(store.on_device.tolist(), found, strict=True)]
     assert marked == found
     assert isinstance(store, PlacedRows)
-    assert store.far == any(not all(row) for row in found)
+    assert store.on_host == any(not all(row) for row in found)
     slots = [min(256, max(0, len(store) - 256 * i)) for i in range(16)]
     on_device = 2 * sum(n for row in found for n, here in zip(slots, row, strict=False) if here)
     assert store.rows_by_place() == {
@@ -71,9 +71,9 @@ def assert_placed(store, near, batch=2):
 @given(operations, st.integers(0, 5), st.lists(st.integers(0, 4), max_size=3))
 def test_any_history_agrees_with_the_store_of_the_core(history, slabs, fails):
     """The device has room for few slabs only, and fails to allocate some of them."""
-    near, far, budget = NearAllocator(fails), FakeAllocator(), Budget()
+    on_device, on_host, budget = OnDeviceAllocator(fails), FakeAllocator(), Budget()
     # more than any history needs, because `assert_placed` counts the table's 16 blocks
-    store = mixed_store(near, far, slabs, budget=budget)
+    store = mixed_store(on_device, on_host, slabs, budget=budget)
     reference, batch = TensorStore(GEOMETRY), 2
     for seed, (what, how) in enumerate(history):
         if what == "append" and len(store) + how <= 4096:
@@ -89,67 +89,67 @@ def test_any_history_agrees_with_the_store_of_the_core(history, slabs, fails):
             store, reference, batch = store.reordered(order), reference.reordered(order), len(how)
         assert_same(store, reference, batch, seed)
         if len(store):
-            assert_placed(store, near, batch)
-        assert len(near.live) <= slabs
+            assert_placed(store, on_device, batch)
+        assert len(on_device.live) <= slabs
     del store
     finish()
-    assert (near.live, far.live, budget.used_bytes) == (set(), set(), 0)
+    assert (on_device.live, on_host.live, budget.used_bytes) == (set(), set(), 0)
 
 
 def test_the_device_is_filled_first():
-    near, far = NearAllocator(), FakeAllocator()
-    store = settled(append(mixed_store(near, far, 2), tokens(500)))  # 4 of 6 blocks
+    on_device, on_host = OnDeviceAllocator(), FakeAllocator()
+    store = settled(append(mixed_store(on_device, on_host, 2), tokens(500)))  # 4 of 6 blocks
     # the slab that is allocated ahead is on the host
-    assert (len(near.live), len(far.live)) == (2, 1)
+    assert (len(on_device.live), len(on_host.live)) == (2, 1)
     assert store.rows_by_place() == {"device": 2000, "host": 0}
-    assert not store.far
+    assert not store.on_host
     settled(append(store, tokens(500, 1)))  # 8 of 9
-    assert store.far
-    assert_placed(store, near)
+    assert store.on_host
+    assert_placed(store, on_device)
     assert store.rows_by_place() == {"device": 2 * (1000 + 512), "host": 2 * 488}
     store.truncate(700)
     assert store.rows_by_place() == {"device": 2 * (700 + 512), "host": 2 * 188}
-    assert store.near is store._table.near
+    assert store.on_device is store._table.on_device
 
 
 def test_one_that_prefers_nothing_is_in_one_place():
-    for allocator, place in ((NearAllocator(), "device"), (FakeAllocator(), "host")):
+    for allocator, place in ((OnDeviceAllocator(), "device"), (FakeAllocator(), "host")):
         store = append(BlockStore(GEOMETRY, allocator, slab_bytes=SLAB, budget=Budget()), tokens(9))
-        assert store.near is None
-        assert store.far == (place == "host")
+        assert store.on_device is None
+        assert store.on_host == (place == "host")
         assert store.rows_by_place() == {"device": 0, "host": 0} | {place: 36}
 
 
 def test_a_device_that_fails_leaves_its_rows_to_the_host_and_is_asked_again():
-    near, far = NearAllocator(fails=range(1, 40)), FakeAllocator()
-    store = append(mixed_store(near, far, 10), tokens(900))
-    assert_placed(settled(store), near)
-    assert (len(near.live), len(far.live)) == (1, 3)
-    near.fails = ()
+    on_device, on_host = OnDeviceAllocator(fails=range(1, 40)), FakeAllocator()
+    store = append(mixed_store(on_device, on_host, 10), tokens(900))
+    assert_placed(settled(store), on_device)
+    assert (len(on_device.live), len(on_host.live)) == (1, 3)
+    on_device.fails = ()
     append(store, tokens(900, 1))
-    assert_placed(settled(store), near)
-    assert len(near.live) > 1
+    assert_placed(settled(store), on_device)
+    assert len(on_device.live) > 1
     assert_same(store, append(TensorStore(GEOMETRY), tokens(900), tokens(900, 1)))
 
 
 def test_where_neither_has_room_nothing_is_taken():
-    near, far, budget = NearAllocator(), FakeAllocator(), Budget(limit_bytes=SLAB)
-    store = settled(append(mixed_store(near, far, 2, budget=budget), tokens(300)))
-    before, table = (len(near.live), len(far.live)), store.table.clone()
+    on_device, on_host, budget = OnDeviceAllocator(), FakeAllocator(), Budget(limit_bytes=SLAB)
+    store = settled(append(mixed_store(on_device, on_host, 2, budget=budget), tokens(300)))
+    before, table = (len(on_device.live), len(on_host.live)), store.table.clone()
     with pytest.raises(MemoryError, match="the limit is"):
         append(store, tokens(3000, 1))
-    assert (len(near.live), len(far.live)) == before
+    assert (len(on_device.live), len(on_host.live)) == before
     assert torch.equal(store.table, table)
-    assert budget.used_bytes == len(far.live) * SLAB
+    assert budget.used_bytes == len(on_host.live) * SLAB
     append(store, tokens(700, 1))  # the memory that there is room for
-    assert_placed(store, near)
+    assert_placed(store, on_device)
 
 
 def test_a_view_reads_both_places():
-    near = NearAllocator()
-    store = append(mixed_store(near, FakeAllocator(), 1), tokens(1000, batch=1))
+    on_device = OnDeviceAllocator()
+    store = append(mixed_store(on_device, FakeAllocator(), 1), tokens(1000, batch=1))
     view = store.expand_batch(3)
-    assert view.near.shape == view.table.shape == (3, 16)
+    assert view.on_device.shape == view.table.shape == (3, 16)
     assert_same(view, append(TensorStore(GEOMETRY), tokens(1000, batch=1)).expand_batch(3), 3)
 
 
@@ -220,7 +220,7 @@ K = 40
 class HostMemory(DeviceAllocator):
     """CPU memory that stands for a GPU's host memory."""
 
-    far = True
+    on_host = True
 
 
 def store_of(index, near_blocks, row_codec="plain"):
@@ -232,11 +232,11 @@ def store_of(index, near_blocks, row_codec="plain"):
     size = alone.block_bytes
     preferred = Tier(DeviceAllocator(geometry.device), Budget(near_blocks * size))
     if geometry.device.type == "cuda":
-        far = PinnedAllocator(geometry.device)
+        on_host = PinnedAllocator(geometry.device)
     else:
-        far = HostMemory(geometry.device)
+        on_host = HostMemory(geometry.device)
     options = dict(row_codec=row_codec, slab_bytes=size, preferred=preferred, budget=Budget())
-    return BlockStore(geometry, far, **options)
+    return BlockStore(geometry, on_host, **options)
 
 
 def made(device, near_blocks, case=CASE, row_codec="plain", **options):
@@ -267,26 +267,26 @@ in_both = pytest.mark.parametrize(
 @pytest.mark.parametrize("row_codec", mostly_slow(["plain", *CODES], "int8"))
 def test_the_cache_keeps_rows_of_the_host_alone(place, row_codec):
     """Of each sequence, 3 blocks are on the device and 3 on the host."""
-    index, other = (made(place, near, row_codec=row_codec) for near in (6, None))
+    index, other = (made(place, on_device, row_codec=row_codec) for on_device in (6, None))
     for each in (index, other):
         each.append(*moved(CASE.tokens(768), place))
         each.append(*moved(CASE.tokens(700, seed=1), place))
     resident, queries = ResidentRows(index.geometry, 2, 1), CASE.queries().to(place)
-    ids, near = index.search(queries, k=K).ids, index._store.near
-    far = near.gather(1, (ids // 256).flatten(1)).view_as(ids) == 0
-    assert 0 < far.sum() < far.numel()
+    ids, on_device = index.search(queries, k=K).ids, index._store.on_device
+    on_host = on_device.gather(1, (ids // 256).flatten(1)).view_as(ids) == 0
+    assert 0 < on_host.sum() < on_host.numel()
     want = other.attend(queries, resident, k=K).output
     got = index.attend(queries, resident, k=K).output
     close = dict(rtol=1e-5, atol=1e-5)  # rows come in any order
     torch.testing.assert_close(got, want, **close)
     cache = index._executor.cache
-    assert cache.counts[:, 0].tolist() == far.sum(-1).flatten().tolist()
+    assert cache.counts[:, 0].tolist() == on_host.sum(-1).flatten().tolist()
     held = [sorted(tag for tag in tags if tag >= 0) for tags in cache.tags.tolist()]
-    ids, far = ids.flatten(0, 1), far.flatten(0, 1)
-    assert held == [sorted(i[f].tolist()) for i, f in zip(ids, far, strict=True)]
+    ids, on_host = ids.flatten(0, 1), on_host.flatten(0, 1)
+    assert held == [sorted(i[f].tolist()) for i, f in zip(ids, on_host, strict=True)]
     torch.testing.assert_close(index.attend(queries, resident, k=K).output, want, **close)
     use = index.placement()
-    assert (use.looked_up, use.found) == (2 * int(far.sum()), int(far.sum()))
+    assert (use.looked_up, use.found) == (2 * int(on_host.sum()), int(on_host.sum()))
     assert (use.device, use.host) == (4 * 768, 4 * 700)
     assert use.hit_rate == cache.hit_rate() == 0.5
     assert other._executor.cache is None
@@ -295,7 +295,7 @@ def test_the_cache_keeps_rows_of_the_host_alone(place, row_codec):
     got, want = (each.attend_hits(queries, hits, resident).output for each in (index, other))
     torch.testing.assert_close(got, want, **close)
     more = (hits.ids >= 0) & (
-        near.gather(1, (hits.ids // 256).clamp_min(0).flatten(1)) == 0
+        on_device.gather(1, (hits.ids // 256).clamp_min(0).flatten(1)) == 0
     ).view_as(hits.ids)
     assert index.placement().looked_up == use.looked_up + int(more.sum())
     assert index.placement().found == use.found + int(more.sum())
@@ -311,13 +311,13 @@ def test_a_row_of_the_host_is_read_where_it_was_kept(place):
     if place == "cuda":
         torch.cuda.synchronize()
     for number in range(6):
-        if store._pool.is_far(number):
+        if store._pool.is_on_host(number):
             store._table._block(number).fill_(0xFF)
     torch.testing.assert_close(
         index.attend(queries, resident, k=K).output, before, rtol=1e-5, atol=1e-5
     )
     for number in range(6):
-        if not store._pool.is_far(number):
+        if not store._pool.is_on_host(number):
             store._table._block(number).fill_(0xFF)
     assert index.attend(queries, resident, k=K).output.isnan().any()
 

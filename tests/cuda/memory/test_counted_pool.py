@@ -23,7 +23,7 @@ from tests.cuda.host_memory import (
     GEOMETRY,
     SLAB,
     FakeAllocator,
-    NearAllocator,
+    OnDeviceAllocator,
     append,
     assert_same,
     finish,
@@ -55,9 +55,9 @@ def assert_placed(store):
     more.
     """
     held = store._table._numbers.shape[1]
-    want = [[not store._pool.is_far(n) for n in row] for row in store._table._numbers.tolist()]
-    assert store.near[:, :held].bool().tolist() == want
-    assert not store.near[:, held:].any()
+    want = [[not store._pool.is_on_host(n) for n in row] for row in store._table._numbers.tolist()]
+    assert store.on_device[:, :held].bool().tolist() == want
+    assert not store.on_device[:, held:].any()
 
 
 def history(seed, deeds):
@@ -79,9 +79,9 @@ def test_any_interleaving_is_that_of_separate_stores(seed, slabs):
 
     slabs: those of the device, which are used first.
     """
-    allocator, near, budget = FakeAllocator(), NearAllocator(), Budget()
+    allocator, on_device, budget = FakeAllocator(), OnDeviceAllocator(), Budget()
     if slabs:
-        store = mixed_store(near, allocator, slabs, budget=budget, max_tokens=2**20)
+        store = mixed_store(on_device, allocator, slabs, budget=budget, max_tokens=2**20)
     else:
         store = host_store(allocator, budget=budget, max_tokens=2**20)
     pairs = [[append(store, tokens(700)), append(TensorStore(GEOMETRY), tokens(700))]]
@@ -127,7 +127,7 @@ def test_any_interleaving_is_that_of_separate_stores(seed, slabs):
     del pairs, mine, truth
     gc.collect()
     finish()
-    assert (len(allocator.live), len(near.live), budget.used_bytes) == (0, 0, 0)
+    assert (len(allocator.live), len(on_device.live), budget.used_bytes) == (0, 0, 0)
 
 
 def test_a_fork_shares_full_blocks_and_copies_the_open_one():

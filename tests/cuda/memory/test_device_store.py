@@ -65,7 +65,7 @@ def test_reset_gives_the_memory_back_and_begins_anew():
 def test_the_backend_keeps_rows_in_blocks():
     stores = [kvindex_cuda.store(GEOMETRY, place) for place in ("device", "host")]
     assert [type(store) for store in stores] == [BlockStore, BlockStore]
-    assert not any(store.far for store in stores)  # here, the host is the CPU
+    assert not any(store.on_host for store in stores)  # here, the host is the CPU
 
 
 @pytest.mark.gpu
@@ -74,7 +74,7 @@ def test_on_a_gpu(place):
     sizes = dict(q_heads=8, kv_heads=2, head_dim=128, dtype=torch.bfloat16, device="cuda")
     geometry = Geometry.of(**sizes)
     store, reference = kvindex_cuda.store(geometry, place), TensorStore(geometry)
-    assert store.far == (place == "host")
+    assert store.on_host == (place == "host")
     for i, count in enumerate((3000, 1, 40_000)):
         part = [piece.to("cuda") for piece in tokens(count, i, geometry=geometry)]
         for both in (store, reference):
@@ -91,6 +91,6 @@ def test_on_a_gpu(place):
 
 
 def test_its_rows_need_no_cache_on_the_device():
-    assert not made().far
-    assert PinnedAllocator.far
+    assert not made().on_host
+    assert PinnedAllocator.on_host
     assert made()._tiers[-1].budget.limit_bytes is None

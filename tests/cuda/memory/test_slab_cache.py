@@ -20,7 +20,7 @@ from tests.cuda.host_memory import (
     GEOMETRY,
     SLAB,
     FakeAllocator,
-    NearAllocator,
+    OnDeviceAllocator,
     append,
     assert_same,
     finish,
@@ -173,11 +173,11 @@ def test_what_is_expected_stays_within_the_budget_and_fails_nowhere():
 
 
 def test_rows_in_several_places_expect_nothing_of_the_host():
-    near, far = NearAllocator(), FakeAllocator()
-    store = mixed_store(near, CachingAllocator(far, SlabCache(Budget())), 2)
+    on_device, on_host = OnDeviceAllocator(), FakeAllocator()
+    store = mixed_store(on_device, CachingAllocator(on_host, SlabCache(Budget())), 2)
     store.pin_ahead(4000, 2)
     finish()
-    assert (near.calls, far.calls) == (0, 0)
+    assert (on_device.calls, on_host.calls) == (0, 0)
 
 
 def test_an_index_passes_on_what_it_will_need():
@@ -246,6 +246,6 @@ def test_a_hundred_prompts_on_a_gpu():
         gc.collect()
         kept.append(shared_cache().kept_bytes)
     assert set(kept) == {kept[0]}
-    assert pinned(torch.device("cuda:0")).far
+    assert pinned(torch.device("cuda:0")).on_host
     assert release_pinned() == kept[0]
     assert shared_cache().kept_bytes == 0

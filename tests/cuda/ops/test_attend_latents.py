@@ -84,10 +84,10 @@ class Attending:
         spread = (asked * keys).abs().sum(-1) * g.scale * (g.head_dim + 4)
         seen = logits.masked_fill(logits == float("-inf"), 0).abs()
         off = UNIT * (spread + 8 * seen + 4 * (g.softcap or 0)).amax(-1)
-        shares, values = logits.softmax(-1), keys[..., : g.value_dim]
-        mean = (shares[..., None] * values.abs()).sum(2)
+        weights, values = logits.softmax(-1), keys[..., : g.value_dim]
+        mean = (weights[..., None] * values.abs()).sum(2)
         rounding = torch.finfo(g.dtype).eps if g.dtype != torch.float32 else UNIT
-        want, rows = (shares[..., None] * values).sum(2), keys.shape[2]
+        want, rows = (weights[..., None] * values).sum(2), keys.shape[2]
         # attention weights are rounded to the dtype, then the output
         bound = (torch.expm1(2 * off)[..., None] + UNIT * (rows + 16) + rounding) * mean
         bound = bound + rounding * want.abs() + 1e-30

@@ -46,7 +46,7 @@ OPTIONS = dict(preset="fast", candidates_per="group")
 def device(request, monkeypatch):
     """The torch ops together with the fused search. On a CPU, kernels are emulated."""
     # on a CPU the only store is in CPU memory; it gets a cache of its rows
-    torch_ops_and_an_executor(monkeypatch, far=request.param == "cpu")
+    torch_ops_and_an_executor(monkeypatch, on_host=request.param == "cpu")
     with emulator.emulated() if request.param == "cpu" else nullcontext():
         yield request.param
 

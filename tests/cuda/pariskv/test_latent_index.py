@@ -38,7 +38,7 @@ LAUNCHES += ["estimate_latents", "select_latents", "attend_latents", "merge_late
 @pytest.fixture(params=DEVICES)
 def device(request, monkeypatch):
     """The torch ops together with the fused step. On a CPU, kernels are emulated."""
-    torch_ops_and_an_executor(monkeypatch, far=request.param == "cpu")
+    torch_ops_and_an_executor(monkeypatch, on_host=request.param == "cpu")
     with emulator.emulated() if request.param == "cpu" else nullcontext():
         yield request.param
 

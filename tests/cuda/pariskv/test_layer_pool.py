@@ -71,12 +71,12 @@ def test_any_interleaving_equals_separate_layers(device, examples):
     run_state_machine_as_test(Machine, settings=settings(how, derandomize=True))
 
 
-@pytest.mark.parametrize(("preset", "far"), sampled(["paper", "fast"], [False, True]))
-def test_presets_and_rows_on_the_host(device, preset, far, monkeypatch):
+@pytest.mark.parametrize(("preset", "on_host"), sampled(["paper", "fast"], [False, True]))
+def test_presets_and_rows_on_the_host(device, preset, on_host, monkeypatch):
     if device == "cpu":
-        monkeypatch.setattr(DeviceAllocator, "far", far)
+        monkeypatch.setattr(DeviceAllocator, "on_host", on_host)
     case = case_on(device)
-    options = dict(spec=f"pariskv:preset={preset}", store="host" if far else "device")
+    options = dict(spec=f"pariskv:preset={preset}", store="host" if on_host else "device")
     pool, alone = pools(case, [300, 2, 40], dense_below=0, **options)
     for seed in range(8):
         step(pool, alone, [*alone], case, 1, seed)

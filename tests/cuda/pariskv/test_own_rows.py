@@ -37,14 +37,14 @@ def outputs(index):
         yield layer.step(CASE.tensor(t, 2, 4, 1, 64), *part(tokens, t, t + 1))
 
 
-@pytest.mark.parametrize("far", mostly_slow([False, True], True))
-def test_a_layer_reads_them_as_those_of_the_backend(far):
-    store = AddressedPages(GEOMETRY, far=far)
+@pytest.mark.parametrize("on_host", mostly_slow([False, True], True))
+def test_a_layer_reads_them_as_those_of_the_backend(on_host):
+    store = AddressedPages(GEOMETRY, on_host=on_host)
     index = made(store)
     got, want = (torch.cat([*outputs(each)]) for each in (index, made("device")))
     assert index.attends
     assert "attend: in one go" in index.explain()
-    assert (index._executor.cache is not None) == far
+    assert (index._executor.cache is not None) == on_host
     assert store.waited
     assert torch.equal(got, want)
 

@@ -125,15 +125,15 @@ def test_any_interleaving_equals_separate_indexes(device):
     run_state_machine_as_test(Machine, settings=settings(how, derandomize=True))
 
 
-@pytest.mark.parametrize("far", mostly_slow([False, True], True))
-def test_lists_of_sequences_that_change_between_steps(device, far, monkeypatch):
+@pytest.mark.parametrize("on_host", mostly_slow([False, True], True))
+def test_lists_of_sequences_that_change_between_steps(device, on_host, monkeypatch):
     """After appends, truncations, forks and reorders, the batch's copy of each sequence's state is
     renewed.
     """
     if device == "cpu":
-        monkeypatch.setattr(DeviceAllocator, "far", far)
+        monkeypatch.setattr(DeviceAllocator, "on_host", on_host)
     case = Case(q_heads=4, head_dim=32, value_dim=32, device=device)
-    store = "host" if far else "device"
+    store = "host" if on_host else "device"
     pool = kvindex.Pool("pariskv", **case.geometry(), backend="cuda", store=store)
     number = iter(range(100))
 

@@ -230,7 +230,7 @@ CASE = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2)
 @pytest.fixture
 def blocks(device, monkeypatch):
     """The torch ops together with the executor."""
-    torch_ops_and_an_executor(monkeypatch, far=device == "cpu")
+    torch_ops_and_an_executor(monkeypatch, on_host=device == "cpu")
     return device
 
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not emulator.available(), reason="no g++ to emul
 @pytest.fixture
 def setup(monkeypatch):
     """Return a function that makes an index of 300 tokens by name, and records calls on it."""
-    torch_ops_and_an_executor(monkeypatch, far=True, sampling=sampling)
+    torch_ops_and_an_executor(monkeypatch, on_host=True, sampling=sampling)
 
     def make(name):
         index, tokens = CASE.index(name, backend="cuda"), CASE.tokens(700)

@@ -141,10 +141,10 @@ class Attending:
     def wanted(self, queries, hits):
         """Return the attention in float64 `[B, H, Dv]`, and the largest error of float32."""
         g, (logits, off, values) = self.geometry, self.logits(queries, hits)
-        shares = logits.softmax(-1)
-        mean = (shares[..., None] * values.abs()).sum(2)
+        weights = logits.softmax(-1)
+        mean = (weights[..., None] * values.abs()).sum(2)
         rounding = torch.finfo(g.dtype).eps if g.dtype != torch.float32 else UNIT
-        want = (shares[..., None] * values).sum(2)
+        want = (weights[..., None] * values).sum(2)
         return want, torch.expm1(2 * off)[..., None] * mean + (
             UNIT * (values.shape[2] + 16) * mean + rounding * want.abs() + 1e-30
         )

@@ -56,7 +56,7 @@ def test_few_groups_find_and_read_what_torch_does(batch, kv_heads, heads, tokens
     """Heads are divided into parts, with rows on the device, on the host and in the cache."""
     sizes = dict(head_dim=128, value_dim=128, dtype=torch.bfloat16, device="cuda")
     case = Case(q_heads=kv_heads * heads, kv_heads=kv_heads, batch=batch, **sizes)
-    far, near, plain = (
+    on_host, on_device, plain = (
         case.index("pariskv", **options)
         for options in (
             dict(backend="cuda", store="host"),
@@ -65,16 +65,16 @@ def test_few_groups_find_and_read_what_torch_does(batch, kv_heads, heads, tokens
         )
     )
     keys, values = case.tokens(tokens)
-    for index in (far, near, plain):
+    for index in (on_host, on_device, plain):
         index.append(keys, values)
     queries = case.queries()
-    assert_found(near, plain, queries, 100)
-    resident = ResidentRows(near.geometry, batch, 320)
+    assert_found(on_device, plain, queries, 100)
+    resident = ResidentRows(on_device.geometry, batch, 320)
     resident.add(keys[:, :, :300], values[:, :, :300], None)
-    found = [index.attend(queries, resident, k=100) for index in (near, far, far)]
+    found = [index.attend(queries, resident, k=100) for index in (on_device, on_host, on_host)]
     for other in found[1:]:  # first from the host, then from the cache
         torch.testing.assert_close(other.output, found[0].output, rtol=2e-2, atol=2e-3)
         assert torch.equal(other.found, found[0].found)
-    for tags in far._executor.cache.tags.tolist():  # only one part puts a row into the cache
+    for tags in on_host._executor.cache.tags.tolist():  # only one part puts a row into the cache
         ids = [tag for tag in tags if tag >= 0]
         assert len(ids) == len({*ids}) > 0
