@@ -124,9 +124,9 @@ def put_softmax(
     for r in range(len(rows)):
         some[r] = exp(some[r] - base)
         total += np.float64(some[r])
-    scale = np.float32(0) if total == 0 else np.float32(1 / total)
+    inverse = np.float32(0) if total == 0 else np.float32(1 / total)
     for r in range(len(rows)):
-        some[r] *= scale
+        some[r] *= inverse
     out[len(rows) :] = 0
     return peak if total == 0 else np.float32(peak + math.log(total))
 
