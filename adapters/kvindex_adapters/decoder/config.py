@@ -1,4 +1,5 @@
-"""`DecoderConfig`: the sizes of a model; and checks that the decoder supports a model."""
+"""`DecoderConfig` contains the sizes of a model. `check_model` checks that the decoder supports
+it."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class DecoderConfig:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> DecoderConfig:
-        """Return the sizes of a loaded model that `check_model` has checked."""
+        """Return the sizes of a loaded transformers model. Call `check_model` first."""
         attention = model.model.layers[0].self_attn
         head_dim = attention.head_dim
         return cls(

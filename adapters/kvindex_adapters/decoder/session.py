@@ -56,7 +56,8 @@ class Attention(layers.Attention, Protocol):
 
 
 class Captured(NamedTuple):
-    """Makes `step` call a layer's `captured_step`, so that the forward pass can be captured."""
+    """Wraps a layer so that `step` calls its `captured_step`. A CUDA graph can then capture the
+    forward pass."""
 
     layer: Attention
 

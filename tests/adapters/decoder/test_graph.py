@@ -60,7 +60,7 @@ def test_tokens_and_report_are_those_of_steps(device, graphs):
 
 def test_a_run_says_whether_its_next_token_is_a_graph(device, graphs):
     run = decoder_of(device, layers=2).start(ids_of(60), **given(device, 8))
-    assert "\ndecode step: op by op (layer 0: tokens: got 0, allowed is at least 1" in run.explain()
+    assert "\ndecode step: op by op (layer 0: tokens: got 0, too few for a step" in run.explain()
     list(run.tokens())
     assert graphs.replays
     assert (

@@ -1,4 +1,4 @@
-"""`Batching`: the object that `attach_batch` yields."""
+"""`Batching`: the object that `attach_batch` yields, with the methods `report` and `explain`."""
 
 from __future__ import annotations
 

@@ -70,9 +70,9 @@ class Report:
     def over_ranks(self) -> Report:
         """Add up the reports of all ranks of the default process group.
 
-        All ranks must call this method at the same point. Memory and placement are summed. Fetched
-        bytes are summed if heads are sharded. Rows per step and coverage are means. `graph` is
-        taken from rank 0.
+        All ranks must call this method at the same point. Memory and placement are summed over the
+        ranks, and so are fetched bytes if heads are sharded. Rows per step and coverage are
+        averaged. `graph` is taken from rank 0.
 
         Returns:
             The summed report, equal on all ranks. Without a process group, or for a report that is

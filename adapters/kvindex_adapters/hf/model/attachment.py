@@ -43,13 +43,13 @@ class Attachment:
         )
 
     def set_pending(self, cache: DynamicCache, layer: Any, states: tuple[Tensor, Tensor]) -> None:
-        """Record that a cache layer has received keys and values, so that its attention is due
-        next."""
+        """Record the last `update`: cache, layer, and new keys and values. The attention function
+        takes this record."""
         self._pending = cache, layer, states
 
     def take_pending(self) -> tuple[DynamicCache, Any, tuple[Tensor, Tensor]] | None:
-        """Return the cache, layer and states of the last `update`, and clear the record. None if no
-        attention is due."""
+        """Return and clear the record of the last `update`: cache, layer, and new keys and values.
+        None if there is none."""
         pending, self._pending = self._pending, None
         return pending
 

@@ -32,7 +32,7 @@ class TransactionDecoder(nn.Module):
     `past_key_values`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the decoder's forward pass inside a transaction of the cache."""
+        """Run the decoder's forward pass. After an error, restore the cache."""
         attachment = attached.get(self)
         if attachment is None or attachment.decoder is not self:
             return super().__call__(*args, **kwargs)
