@@ -233,7 +233,8 @@ def beside(
 ) -> dict[str, Any]:
     """Time decode steps of several indexes in alternation.
 
-    Return the time of each other index divided by the time of the first index in the same round.
+    For each index after the first, return its time divided by that of the first index in the same
+    round.
     """
     found: dict[str, Any] = {spec: {} for spec in specs[1:]}
     for place, name in (("host", "step_cached"), ("device", "step_device")):

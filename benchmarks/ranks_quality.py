@@ -61,7 +61,7 @@ def followed(model: Any, cache: Any, rest: Tensor, full: Tensor, k: int, rows: s
 
 
 def summary(ways: dict[str, list[Tensor]]) -> dict[str, Any]:
-    """Summarize the KL divergence for each way of choosing tokens, over all texts and by text.
+    """Summarize the KL divergence for each way of dividing tokens, over all texts and by text.
 
     Each summary contains the ratio to the KL divergence in one process.
     """

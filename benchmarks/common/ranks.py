@@ -296,7 +296,7 @@ HEADS = ("heads", "one_shot", "silent")
 
 
 def sum_us(ranks: HeadRanks, g: Geometry, hidden: int) -> float:
-    """Return the time in microseconds to add up the activations of one token over all ranks.
+    """Return how many microseconds it takes to add up a token's activations over all ranks.
 
     The time is measured with a CUDA graph that contains `SUMS` such sums.
     """

@@ -149,7 +149,7 @@ def check_questions(questions: Sequence[str] | None) -> list[str]:
 
 
 def check_alone(save_cache: Path | None, load_cache: Path | None) -> None:
-    """Raise ValueError if a run under torchrun is to save or load a cache."""
+    """Raise ValueError if a cache is to be saved or loaded. Runs under torchrun cannot do this."""
     if save_cache or load_cache:
         raise ValueError(
             "save-cache, load-cache: got one of them under torchrun, but several processes cannot "

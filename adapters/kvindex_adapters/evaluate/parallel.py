@@ -39,7 +39,7 @@ class ParallelLayer(AttentionLayer):
         self._begun = True
 
     def pause(self) -> None:
-        """End what `begin` started.
+        """Stop running decode steps in parallel.
 
         Until the next `begin`, a call of `step` with one token is a decode step, and a call with
         several tokens reads a part of a prompt.

@@ -33,7 +33,7 @@ REGIONS = ("--sink", 4, "--local-window", 8, "--update-every", 8)
         (("-k", 2**40), "k: got 1099511627776, allowed is 1 to 16777216"),
         (("--tasks", "needles"), "did you mean 'needle'"),
         (("--tokens", "4M"), "tokens: got '4M', allowed is a number"),
-        (("--tokens", "4K,4096"), "tokens: got [4096, 4096], allowed are different"),
+        (("--tokens", "4K,4096"), "tokens: got [4096, 4096], allowed is each value once"),
         (("--tries", "0"), "tries: got 0"),
         (("--steps", "-1"), "steps: got -1"),
         (("--jobs", "0"), "jobs: got 0"),

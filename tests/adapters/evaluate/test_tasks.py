@@ -81,7 +81,7 @@ def test_names_are_those_of_tasks(tokenizer, monkeypatch):
     assert tasks.names() == sorted(tasks.names())
     with pytest.raises(ValueError, match=r"task: got 'nedle', .* did you mean 'needle'"):
         tasks.make("nedle", tokenizer, tokens=LENGTH, seed=0)
-    with pytest.raises(ValueError, match="task: got 'needle' twice"):
+    with pytest.raises(ValueError, match="task: got the name 'needle' twice"):
         registry.register(registry.Task("needle", "", None))
     lacking = registry.Task("lacking", "nothing", None, lambda: "allowed is after pip install it")
     monkeypatch.setitem(registry._TASKS, "lacking", lacking)

@@ -14,7 +14,7 @@ PARTS = 10
 def depth_rows(records: Records) -> Iterator[dict[str, Any]]:
     """Yield a row with the accuracy for each index, `k`, prompt length and tenth of the context.
 
-    Only tasks with a single answer count, because the place of several answers is not defined. The
+    Only tasks with a single answer count, because several answers have no single position. The
     field `depth` is the position at which the tenth begins, from 0 to 0.9.
     """
     found: dict[Any, list[float]] = {}

@@ -210,13 +210,13 @@ class Indexed:
             self.rollback(before)
 
     def begin(self) -> None:
-        """Run the tokens of later calls of `step` as parallel decode steps, where supported."""
+        """Run tokens of later `step` calls as parallel decode steps, if the index supports it."""
         for layer in self.layers:
             if layer.parallel:
                 layer.begin()
 
     def pause(self) -> None:
-        """End what `begin` started.
+        """Stop running decode steps in parallel.
 
         From now on, a call of `step` with one token is a decode step, and a call with several
         tokens reads a part of a prompt.

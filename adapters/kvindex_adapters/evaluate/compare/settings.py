@@ -91,7 +91,7 @@ class Plan:
         lists: dict[str, tuple[Any, ...]] = dict(index=self.indexes, k=self.ks, tokens=self.tokens)
         for name, values in {**lists, "tasks": self.tasks}.items():
             if len(set(values)) < len(values):
-                raise ValueError(f"{name}: got {list(values)}, allowed are different values")
+                raise ValueError(f"{name}: got {list(values)}, allowed is each value once")
         for name, values in lists.items():
             if not values:
                 raise ValueError(f"{name}: got no value, allowed is one value or more")
