@@ -60,7 +60,7 @@ FORKED.set_forkserver_preload(
 )
 """A server process imports these modules once. Every run of tests is a fork of this process."""
 
-FILE_LIMIT_S = 300
+FILE_LIMIT_S = 900
 """Seconds after which the first run stops a file of tests. No mutant then uses its tests."""
 
 LEAST = 12

@@ -26,7 +26,7 @@ REGIONS = ("--sink", 4, "--local-window", 8, "--update-every", 8)
             ("--index", "exact,,quest"),
             "index: got 'exact,,quest', which has an empty part",
         ),
-        (("--index", "exact,exact"), "index: got ['exact', 'exact'], allowed are different"),
+        (("--index", "exact,exact"), "index: got ['exact', 'exact'], allowed is each value once"),
         (("--index", "exact:scale=2"), "got scale, but the model"),
         (("-k", "0"), "k: got 0, allowed is"),
         (("-k", "32,x"), "k: got 'x', allowed is a number, for example 4096"),
