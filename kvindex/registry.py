@@ -3,6 +3,7 @@
 An index is a module in `kvindex/indexes/`, or a class in an installed package; there is no list of
 names in the code. A package adds an index with an entry point in the group `kvindex.indexes`, which
 has the name of the index and refers to a class derived from `BaseIndex` (docs/adding-an-index.md).
+`module:Class` names any other index class that Python can import.
 """
 
 from __future__ import annotations
@@ -62,15 +63,18 @@ def get(name: str) -> type[BaseIndex]:
     """Return the class of an index.
 
     Args:
-        name: Name of the index, such as "pariskv".
+        name: Name of the index, such as "pariskv", or `module:Class`, such as "planes:Planes". The
+            module is then imported, which runs its code.
 
     Raises:
         ValueError: The name is unknown (the message lists similar names), or several packages
             define an index with this name.
-        ImportError: The package cannot be imported, or its entry point does not refer to an index
-            class.
+        ImportError: The package or module cannot be imported, or does not contain the class, or the
+            class is not derived from `BaseIndex`.
     """
-    if check.text("index", name) in _in_folder():
+    if ":" in check.text("index", name):
+        return _imported(name)
+    if name in _in_folder():
         found: type[BaseIndex] = _only(_module_of(indexes, name), BaseIndex)
         return found
     known, left_out = installed(), refused()
@@ -78,7 +82,7 @@ def get(name: str) -> type[BaseIndex]:
         raise ValueError(left_out[name])
     if name not in known:
         raise ValueError(unknown("index", name, [*_in_folder(), *known]))
-    return _loaded(known[name])
+    return _loaded(known[name], f"index: got {name!r} from {_described(known[name])}")
 
 
 def create(index: str, **options: Any) -> KVIndex:
@@ -86,7 +90,8 @@ def create(index: str, **options: Any) -> KVIndex:
 
     Args:
         index: A name, or a name with options such as `"pariskv:preset=paper:beta=0.05"`. Wrappers
-            (`kvindex/wrappers/`) follow after a plus sign, as in `"exact+sample:share=0.5"`.
+            (`kvindex/wrappers/`) follow after a plus sign, as in `"exact+sample:share=0.5"`. A
+            class without a name is written `module:Class`, as in `"planes:Planes:bits=4"`.
         **options: Arguments of the index class: the geometry (`q_heads`, `kv_heads`, `head_dim`,
             …), `preset`, and fields of its configuration. They override the options in `index`.
 
@@ -95,6 +100,7 @@ def create(index: str, **options: Any) -> KVIndex:
 
     Raises:
         ValueError: A name or an option is unknown, or a value is not allowed.
+        ImportError: See `get`.
     """
     first, *around = check.text("index", index).split("+")
     name, written = split_spec(first)
@@ -179,8 +185,21 @@ def _described(point: EntryPoint) -> str:
     return f"{owner} ({point.value})"
 
 
-def _loaded(point: EntryPoint) -> type[BaseIndex]:
-    given = f"index: got {point.name!r} from {_described(point)}"
+def _imported(name: str) -> type[BaseIndex]:
+    """Return the class that `module:Class` names, after importing the module."""
+    try:
+        return _loaded(EntryPoint(name, name, GROUP), f"index: got {name!r}")
+    except ImportError as error:
+        first = name.partition(":")[0]
+        if first not in [*_in_folder(), *installed()]:
+            raise
+        raise ValueError(
+            f"index: got {name!r}, allowed is the form {first}:option=value:…"
+        ) from error
+
+
+def _loaded(point: EntryPoint, given: str) -> type[BaseIndex]:
+    """Import an index class. `given` is the beginning of error messages."""
     try:
         found = point.load()
     except Exception as error:

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import kvindex
-from kvindex.testing import run
+from kvindex.testing import check_index, run
 from kvindex.testing.__main__ import main
 from tests.adapters.tiny import build
 
@@ -110,9 +110,21 @@ def test_the_python_runs_in_order(installed, capsys, monkeypatch):
             assert (" searching steps read " in said) == ("attach" in code)
             for expected in re.findall(r"^ *print\(.*\)  # (.*)$", code, flags=re.M):
                 assert expected in said
-    assert count == 4
+    assert count == 5
+    assert_constants_need_not_be_saved(names["rotated"], names["Rotated"])
     assert names["index"].config.factor == 2
     assert "sign-dot" in kvindex.names()
+
+
+def assert_constants_need_not_be_saved(index, kind):
+    torch.manual_seed(1)
+    index.append(torch.randn(1, 2, 40, 64), torch.randn(1, 2, 40, 64))
+    assert not any("rotation" in name for name in index.state_dict())
+    again = kind(**index.geometry.options(), **vars(index.config))
+    again.load_state_dict(index.state_dict())
+    queries = torch.randn(1, 4, 64)
+    assert torch.equal(again.search(queries, k=5).ids, index.search(queries, k=5).ids)
+    check_index(kind, seed=7)
 
 
 def test_every_block_is_run():

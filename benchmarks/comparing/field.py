@@ -38,6 +38,7 @@ from benchmarks.comparing.truth import MEASURES, Setting
 from benchmarks.reporting.field import MIDDLE, PIECES, STALE, WHOLE
 from kvindex.bases import faiss_library
 from kvindex.core import backend
+from kvindex.core.config import split_spec
 from kvindex_adapters.hf.generation.tokenizer import punctuated
 
 SPECS = {
@@ -137,7 +138,7 @@ def stale(spec: str) -> str | None:
     With this option, what an index has learned from the prompt (such as centroids) stays fixed.
     """
     name, *around = spec.split("+")
-    config = kvindex.get(name.split(":")[0]).Config
+    config = kvindex.get(split_spec(name)[0]).Config
     if "stale" not in {field.name for field in dataclasses.fields(config)}:
         return None
     return "+".join([f"{name}:stale=true", *around])

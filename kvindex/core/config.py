@@ -62,14 +62,20 @@ def split_spec(spec: str) -> tuple[str, dict[str, str]]:
     """Split `"pariskv:preset=paper:beta=.05"` into the name and the options, whose values stay
     text.
 
-    Raises ValueError if a part is not of the form `option=value`.
+    The name may also have the form `module:Class`, as in `"planes:Planes:bits=4"`. Raises
+    ValueError if another part is not of the form `option=value`.
     """
     name, *parts = check.text("index", spec).split(":")
+    if parts and _dotted(name) and _dotted(parts[0]):
+        name = f"{name}:{parts.pop(0)}"
     options: dict[str, str] = {}
     for part in parts:
         option, equals, value = part.partition("=")
         if not (option and equals and value):
-            raise ValueError(f"index: got {spec!r}, allowed is the form name:option=value:…")
+            raise ValueError(
+                f"index: got {spec!r}, allowed is the form name:option=value:… or "
+                "module:Class:option=value:…"
+            )
         options[option] = value
     return name, options
 
@@ -102,6 +108,11 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, known, n=3)
     hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
     return f"{kind}: got {name!r}, allowed is one of {known}{hint}"
+
+
+def _dotted(text: str) -> bool:
+    """Return True if the text is a name in Python, or several names with dots between them."""
+    return all(part.isidentifier() for part in text.split("."))
 
 
 def _literal(text: str) -> Any:

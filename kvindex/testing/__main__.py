@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
 import sys
-from collections.abc import Callable
 from typing import Any
 
-from kvindex.registry import create, get
+from kvindex.registry import create
+from kvindex.testing.cases import CASES
 from kvindex.testing.run import Outcome, outcomes
 
 
@@ -21,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvindex.testing", description=__doc__)
     parser.add_argument(
         "index",
-        help="Index to check: package.module:Class, or a name with options as for kvindex.create",
+        help="Index to check as for kvindex.create: module:Class or a name, with options",
     )
     parser.add_argument(
         "--stateful",
@@ -30,36 +29,14 @@ def main(arguments: list[str] | None = None) -> int:
     )
     given = parser.parse_args(arguments)
     try:
-        make = found(given.index)
+        make: Any = functools.partial(create, given.index)
+        CASES[0].made(make)  # a wrong name or option raises an error before any check runs
         passed = [_printed(one) for one in outcomes(make, stateful=given.stateful)]
     except (ValueError, TypeError, ImportError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{given.index}: {sum(passed)} of {len(passed)} checks passed")
     return 0 if all(passed) else 1
-
-
-def found(index: str) -> Callable[..., Any]:
-    """Return the class or function that creates the index to check.
-
-    Args:
-        index: `package.module:Class`, or a name with options as for `kvindex.create`.
-
-    Raises:
-        ImportError: The module cannot be imported.
-        TypeError: `index` is not a string.
-        ValueError: The module has no such class, or no index has this name.
-    """
-    module, colon, name = index.partition(":")
-    if not colon or "=" in name:
-        # raise an error for an unknown name before any check runs
-        get(index.partition("+")[0].partition(":")[0])
-        return functools.partial(create, index)
-    known: dict[str, Any] = vars(importlib.import_module(module))
-    if name not in known:
-        raise ValueError(f"index: got {index!r}, allowed is a class in the module {module}")
-    made: Callable[..., Any] = known[name]
-    return made
 
 
 def _printed(outcome: Outcome) -> bool:

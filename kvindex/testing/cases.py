@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvindex.bases.index import BaseIndex
+from kvindex.core.config import split_spec
 from kvindex.core.protocol import KVIndex
 from kvindex.registry import create, get
 
@@ -46,7 +47,7 @@ class Case:
     def index(self, name: str, **options: Any) -> KVIndex:
         """Create an index of this shape with `kvindex.create(name, **options)`."""
         geometry = self.geometry()
-        if get(name.partition("+")[0].partition(":")[0]).needs_rope:
+        if get(split_spec(name.partition("+")[0])[0]).needs_rope:
             geometry["rope"] = rope(self.head_dim, self.device)
         # use the reference implementation in PyTorch, even on a GPU, unless options say otherwise
         return create(name, **{**geometry, "backend": "torch", **options})

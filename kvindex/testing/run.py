@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvindex.bases.index import BaseIndex
+from kvindex.testing import compare
 from kvindex.testing.cases import CASES, Case
 from kvindex.testing.contract import CHECKS, Check
 
@@ -123,8 +124,12 @@ def _error_of(check: Check, make: Callable[..., Any], case: Case) -> ContractErr
 
 
 def _found(error: Exception) -> str:
-    """Return the type and message of an error, and the line that raised it."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    """Return the type and message of an error, and the line that raised it.
+
+    If a comparison of `kvindex.testing.compare` has failed, it is the line that compares.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = [frame for frame in frames if frame.filename != compare.__file__][-1]
     said = f"{type(error).__name__}: {error}".rstrip(": ")
     return f"{said} ({frame.filename}:{frame.lineno}: {frame.line})"
 

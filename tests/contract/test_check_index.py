@@ -123,7 +123,8 @@ def test_the_command_tells_what_fails(one_case, capsys):
     [
         ("exakt", "index: got 'exakt', allowed is one of"),
         ("no_such_module:Index", "No module named 'no_such_module'"),
-        ("kvindex.indexes.exact:Inexact", "index: got 'kvindex.indexes.exact:Inexact', allowed is"),
+        ("kvindex.indexes.exact:Inexact", "index: got 'kvindex.indexes.exact:Inexact', which can"),
+        ("kvindex.indexes.exact:Exact:group=no", "group: got 'no', allowed is one of"),
     ],
 )
 def test_a_users_mistake_is_one_line(index, says, capsys):

@@ -1,5 +1,7 @@
 """Each check of the contract fails on an index that is broken in the corresponding way."""
 
+import re
+
 import pytest
 import torch
 
@@ -289,6 +291,28 @@ def test_check_fails_on_its_broken_index(check):
     assert expected == f"  expected: {check.__doc__.partition(chr(10))[0]}"
     assert found.startswith("  found: ")
     assert error.__cause__ is not None
+
+
+NUMBERS = {
+    "check_a_needle_is_found": r"row 17, .* is among k = 9 of 40 rows, got rows \[\d",
+    "check_searches_are_deterministic": r"scores .* bit by bit: expected R, got R in slot 0 "
+    r"\(k = 9, sequence 0, KV head 0\)",
+    "check_fetch_returns_the_appended_rows": r"keys of row 0 \(sequence 0, KV head 0\): expected N "
+    r"in coordinate 0, got N",
+    "check_append_in_chunks_equals_one_call": r"expected row -1 with .* -inf, got R in slot 1",
+    "check_truncated_ids_never_return": r"below len\(index\), 13, got R in slot \d+ \(k = 40",
+    "check_truncate_then_append_equals_fresh": r"at most N: expected R, got R in slot \d+ \(k = 9",
+    "check_ties_go_to_the_lower_id": r"lower id first, got R in slot \d+ .* after R in slot",
+}
+"""Name of a check -> regular expression. `R` is a row with its score, and `N` a number."""
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_the_error_names_k_the_row_and_both_numbers(name):
+    (check,) = (check for check in CHECKS if check.__name__ == name)
+    number = r"-?\d[\d.e-]*"
+    says = NUMBERS[name].replace("R", "row N with the score N").replace("N", number)
+    assert re.search(says, str(error_of(check, BROKEN[name])))
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

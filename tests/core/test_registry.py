@@ -205,3 +205,59 @@ def test_a_broken_entry_point_is_named_when_it_is_asked_for(install, source, val
     with pytest.raises(ImportError, match=rf"'broken' from their-package \(.*{value}\).*{says}"):
         kvindex.get("broken")
     assert kvindex.create("exact", **GEOMETRY) is not None
+
+
+# Classes without a name
+
+PLANES = """
+from dataclasses import dataclass
+from kvindex.indexes.exact import Exact
+
+@dataclass(frozen=True)
+class Config:
+    bits: int = 8
+    group: str = "mean_share"
+
+class Planes(Exact):
+    Config = Config
+
+def function(**options):
+    return Planes(**options)
+"""
+
+
+@pytest.fixture
+def planes(tmp_path, monkeypatch):
+    """A file `planes.py` in a folder that Python searches, and an index class in it."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "planes.py").write_text(PLANES)
+    yield
+    sys.modules.pop("planes", None)
+
+
+@pytest.mark.usefixtures("planes")
+def test_a_class_needs_no_name():
+    index = kvindex.create("planes:Planes:bits=4+sample:share=.5", **GEOMETRY)
+    assert type(index.inner) is kvindex.get("planes:Planes") is sys.modules["planes"].Planes
+    assert (index.config.bits, index.share) == (4, 0.5)
+    assert kvindex.create("planes:Planes", **GEOMETRY).config.bits == 8
+    assert parse_spec("a.b:C.D:x=1") == ("a.b:C.D", {"x": 1})
+
+
+@pytest.mark.usefixtures("planes")
+@pytest.mark.parametrize(
+    ("spec", "kind", "says"),
+    [
+        ("plains:Planes", ImportError, "got 'plains:Planes', which.*No module named 'plains'"),
+        ("planes:Plane", ImportError, "got 'planes:Plane', which.*no attribute 'Plane'"),
+        ("planes:function", ImportError, "which is <function.*allowed is a class based on BaseInd"),
+        ("planes:Config", ImportError, "allowed is a class based on BaseIndex"),
+        ("planes:Planes:Planes", ValueError, "got 'planes:Planes:Planes', allowed is the form"),
+        ("planes:Planes:bit=4", ValueError, "option: got 'bit'.*did you mean 'bits'"),
+        ("pariskv:fast", ValueError, "got 'pariskv:fast', allowed is the form pariskv:option=val"),
+        ("pariskv:preset=fast:", ValueError, "allowed is the form name:option=value"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_named(spec, kind, says):
+    with pytest.raises(kind, match=says):
+        kvindex.create(spec, **GEOMETRY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import kvindex
 from kvindex.core import check
 from kvindex.core.capability import capability
+from kvindex.core.config import split_spec
 from kvindex.core.protocol import KVIndex, RunsOps, WarmsUp
 from kvindex.layer import AttentionLayer
 from kvindex.storage.saved import check_new
@@ -61,10 +63,21 @@ def check_search(
         store: Memory that stores keys and values, as in `--store`. None if `index` sets it.
     """
     regions = dict(regions or {})
+    _find_modules_here(index)
     check_size("k", k, 1)
     for name in regions.keys() & {"sink", "local_window", "update_every"}:
         check_size(name, regions[name], int(name == "update_every"))
     AttentionLayer(_trial(index, device, **({"store": store} if store else {})), k=k, **regions)
+
+
+def _find_modules_here(index: str) -> None:
+    """If `index` is `module:Class`, let Python find modules in the current folder, too.
+
+    `python -m` does the same, but the `kvindex` command is a script in another folder. The current
+    folder is the last one that Python searches.
+    """
+    if ":" in split_spec(index.partition("+")[0])[0] and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
 
 
 def wait_for_compiler(index: str, device: str) -> None:

@@ -62,7 +62,8 @@ def compare(
         str,
         typer.Option(
             help="Indexes to compare, separated by commas. Each has the form "
-            "name:option=value:option=value (kvindex indexes lists names and options)."
+            "name:option=value:option=value (kvindex indexes lists names and options), or "
+            "module:Class:option=value for a class in a file of the current folder."
         ),
     ] = "pariskv,quest,exact",
     k: Annotated[

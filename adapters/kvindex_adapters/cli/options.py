@@ -13,7 +13,10 @@ from typing import Annotated
 
 import typer
 
-INDEX = "Index as name:option=value:option=value (kvindex indexes lists names and options)"
+INDEX = (
+    "Index as name:option=value:option=value (kvindex indexes lists names and options), or as "
+    "module:Class:option=value for a class in a file of the current folder"
+)
 
 K = Annotated[
     int,

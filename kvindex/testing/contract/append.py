@@ -12,6 +12,7 @@ from kvindex.testing.compare import (
     ROUNDED,
     all_rows,
     assert_same_hits,
+    assert_same_rows,
     assert_same_snapshot,
     hits_of,
     snapshot,
@@ -26,18 +27,20 @@ def check_fetch_returns_the_appended_rows(make: Make, case: Case) -> None:
         index = filled(make, part(tokens, 0, 23), part(tokens, 23, 24), store=store)
         index.append(*part(tokens, 24, N))
         rows = all_rows(index, case.batch)
-        assert torch.equal(rows.keys, tokens[0])
-        assert torch.equal(rows.values, tokens[1])
+        assert_same_rows("keys", rows.keys, tokens[0])
+        assert_same_rows("values", rows.values, tokens[1])
         generator = torch.Generator().manual_seed(1)
         shape = (case.batch, case.kv_heads, 11)
         ids = torch.randint(-1, N, shape, generator=generator).to(case.device)
         ids[..., 3] = -1
         rows = index.fetch(hits_of(ids))
         assert (rows.keys.dtype, rows.keys.device) == (case.dtype, index.geometry.device)
-        for got, table in ((rows.keys, tokens[0]), (rows.values, tokens[1])):
+        for name, got, table in zip(
+            ("keys", "values"), (rows.keys, rows.values), tokens, strict=True
+        ):
             row = ids.clamp_min(0)[..., None].expand(-1, -1, -1, table.shape[-1])
             want = table.gather(2, row).masked_fill((ids < 0)[..., None], 0)
-            assert torch.equal(got, want)
+            assert_same_rows(f"fetched {name}", got, want)
 
 
 def check_encode_is_deterministic_and_changes_nothing(make: Make, case: Case) -> None:

@@ -6,7 +6,13 @@ import torch
 
 from kvindex.core.protocol import Hits
 from kvindex.testing.cases import Case, join, left_padding, part
-from kvindex.testing.compare import ROUNDED, all_rows, assert_same_hits
+from kvindex.testing.compare import (
+    ROUNDED,
+    all_rows,
+    assert_none,
+    assert_same_hits,
+    assert_same_rows,
+)
 from kvindex.testing.contract.common import K, Make, N, filled, searched
 
 
@@ -18,7 +24,8 @@ def check_truncated_ids_never_return(make: Make, case: Case) -> None:
     assert len(index) == N
     index.truncate(13)
     assert len(index) == 13
-    assert (searched(index, case, k=N).ids < 13).all()
+    hits = searched(index, case, k=N)
+    assert_none("ids are below the new length, 13", hits.ids >= 13, hits)
     short = filled(make, part(tokens, 0, 13))
     assert index.nbytes() == short.nbytes()
     index.truncate(0)
@@ -33,7 +40,7 @@ def check_truncate_then_append_equals_fresh(make: Make, case: Case) -> None:
     index.append(*rest)
     fresh = filled(make, first, rest)
     assert_same_hits(searched(index, case), searched(fresh, case), close=ROUNDED)
-    assert torch.equal(all_rows(index, case.batch).keys, join(first, rest)[0])
+    assert_same_rows("keys", all_rows(index, case.batch).keys, join(first, rest)[0])
 
 
 def check_truncate_into_padding(make: Make, case: Case) -> None:
@@ -57,7 +64,7 @@ def check_reorder_moves_rows(make: Make, case: Case) -> None:
         rows = torch.tensor(order, device=case.device)
         index = filled(make, tokens)
         index.reorder(rows)
-        assert torch.equal(all_rows(index, len(order)).values, tokens[1][rows])
+        assert_same_rows("values", all_rows(index, len(order)).values, tokens[1][rows])
         want = filled(make, (tokens[0][rows], tokens[1][rows]))
         for after in (None, (more[0][rows], more[1][rows])):
             if after is not None:
@@ -79,7 +86,7 @@ def check_a_batch_equals_its_rows(make: Make, case: Case) -> None:
         want = single.search(case.queries(batch=3)[one], k=K)
         assert_same_hits(Hits(hits.ids[one], hits.scores[one]), want, close=ROUNDED)
         rows_alone = single.fetch(Hits(hits.ids[one], hits.scores[one]))
-        assert torch.equal(rows.keys[one], rows_alone.keys)
+        assert_same_rows("fetched keys", rows.keys[one], rows_alone.keys)
 
 
 def check_reset_forgets_everything(make: Make, case: Case) -> None:
@@ -123,4 +130,4 @@ def check_signals_disturb_nothing(make: Make, case: Case) -> None:
     index.observe_queries(queries, torch.tensor([29], device=case.device))
     index.append(*part(tokens, 30, N))
     searched(index, case)
-    assert torch.equal(all_rows(index, case.batch).keys, tokens[0])
+    assert_same_rows("keys", all_rows(index, case.batch).keys, tokens[0])

@@ -28,6 +28,8 @@ REGIONS = ("--sink", 4, "--local-window", 8, "--update-every", 8)
         ),
         (("--index", "exact,exact"), "index: got ['exact', 'exact'], allowed is each value once"),
         (("--index", "exact:scale=2"), "got scale, but the model"),
+        (("--index", "no_file:Index"), "got 'no_file:Index', which cannot be imported (Module"),
+        (("--index", "json:loads"), "json:loads', which is <function loads at"),
         (("-k", "0"), "k: got 0, allowed is"),
         (("-k", "32,x"), "k: got 'x', allowed is a number, for example 4096"),
         (("-k", 2**40), "k: got 1099511627776, allowed is 1 to 16777216"),
@@ -115,6 +117,28 @@ def test_it_writes_a_report_and_goes_on_with_the_same_settings(run, tmp_path):
     refused = run("--index", "exact", "--sink", "5")
     assert "regions: got {'sink': 5" in str(refused.exception)
     assert "or another --out" in str(refused.exception)
+
+
+PLANES = """
+from kvindex.indexes.exact import Exact
+
+class Planes(Exact):
+    pass
+"""
+
+
+def test_a_class_in_a_file_of_the_current_folder(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "my_planes.py").write_text(PLANES)
+    index = "my_planes:Planes:group=union"
+    result = run("--index", f"{index},exact", "-k", "5", "--tasks", "needle")
+    sys.modules.pop("my_planes")
+    assert result.exit_code == 0, result.output
+    assert sys.path[-1] == str(tmp_path)
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert {row["index"] for row in found["text"]} == {"full attention", index, "exact"}
+    assert found["failures"] == []
 
 
 def test_rows_lie_where_it_is_said(run, monkeypatch):

@@ -1,5 +1,6 @@
 """Several processes measure the same numbers as one, also after an interruption."""
 
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -10,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from kvindex_adapters.evaluate import tasks
-from kvindex_adapters.evaluate.compare.records import TEXT, Records
+from kvindex_adapters.evaluate.compare.records import FAILURE, FULL, TEXT, Records
 from kvindex_adapters.evaluate.compare.run import Comparison
 from kvindex_adapters.evaluate.compare.workers import ParallelComparison
+from tests.adapters.evaluate.test_compare_command import PLANES
 from tests.adapters.evaluate.test_compare_run import PLAN, SETTINGS, asked, ids_of, numbers
 from tests.adapters.hf.generation.test_generation import Words
 from tests.adapters.tiny import build
@@ -71,6 +73,17 @@ def test_they_come_to_the_numbers_of_one_process(tmp_path):
     assert at_once == {"ask": 2, "text": 1}
     assert done[0][0] == 0
     assert done[-1][0] == done[-1][1]
+
+
+@pytest.mark.slow
+def test_they_find_the_modules_that_the_first_process_finds(tmp_path, monkeypatch):
+    (tmp_path / "their_planes.py").write_text(PLANES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plan = dataclasses.replace(PLAN, indexes=("their_planes:Planes",), tries=1)
+    records = Records(tmp_path)
+    ParallelComparison(load, settings=SETTINGS, plan=plan, records=records, jobs=2).run()
+    assert [*records.of(FAILURE)] == []
+    assert {key.index for key, _ in records.of(TEXT)} == {FULL, "their_planes:Planes"}
 
 
 @pytest.mark.parametrize(
