@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.reporting import along, answers, cpu, field, gpu, quality, tokens
+from benchmarks.reporting import along, answers, choice, cpu, field, gpu, quality, tokens
 from benchmarks.reporting.parts import Result, stored
 from kvindex_adapters.evaluate.output_files import write_text
 
@@ -26,6 +26,7 @@ SOURCES = {
     "tokens_summary": "decoder_tokens",
     "latents": "latents_128",
     "answers_summary": "answers_lengths",
+    "choice": "divergence_drawn",
     "decode_presets": "decode_step_fast",
     "append_layers": "append",
     "arrivals": "arrivals_32k",
@@ -51,6 +52,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "answers_rows": answers.rows,
     "answers_depth": answers.depth,
     "answers_summary": answers.summary,
+    "choice": choice.choice,
     "answers_along": along.along,
     "tokens_summary": tokens.summary,
     "decode_step": gpu.decode_step,

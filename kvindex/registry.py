@@ -8,6 +8,7 @@ has the name of the index and refers to a class derived from `BaseIndex` (docs/a
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import pkgutil
@@ -17,9 +18,10 @@ from types import ModuleType
 from typing import Any
 
 from kvindex import indexes, wrappers
-from kvindex.bases.index import BaseIndex
+from kvindex.bases.index import BaseIndex, shared_options
 from kvindex.core import check
 from kvindex.core.config import read_options, split_spec, unknown
+from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import KVIndex
 from kvindex.storage.recipe import class_name
 from kvindex.wrappers.base import Wrapper
@@ -140,6 +142,20 @@ def class_of(source: str) -> type[BaseIndex] | type[Wrapper]:
         f"index: got the class {source!r}, which is not registered under a name (kvindex.names()); "
         "create an empty index of this class and call kvindex.load(folder, into=index)"
     )
+
+
+def option_names(name: str) -> list[str]:
+    """Return the names of all options of an index, without those of its geometry.
+
+    Args:
+        name: Name of the index, such as "pariskv".
+
+    Raises:
+        ValueError: The name is unknown.
+    """
+    own = [field.name for field in dataclasses.fields(get(name).Config)]
+    sizes = {field.name for field in dataclasses.fields(Geometry)}
+    return [*own, *(option for option in shared_options() if option not in sizes)]
 
 
 def wrapper_options() -> dict[str, dict[str, Any]]:

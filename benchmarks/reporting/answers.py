@@ -45,7 +45,7 @@ def _field(result: Result) -> str:
             _name(index),
             *_prompts(result, index, here),
             _share(_one(result, "accuracy", index, here, task=None)),
-            *(_points(_one(result, "differences", index, here, base=b)) for b in (FULL, "exact")),
+            *(points(_one(result, "differences", index, here, base=b)) for b in (FULL, "exact")),
             *_cost(_one(result, "text", index, here)),
         )
         for index in _ranked(result, [here])
@@ -115,7 +115,7 @@ def _lengths(result: Result) -> str:
                 _share(_one(result, "accuracy", index, {**pooled, "tokens": n}, task=None))
                 for n in at
             ),
-            _points(_one(result, "differences", index, pooled, base=FULL)),
+            points(_one(result, "differences", index, pooled, base=FULL)),
             *(_cost(_one(result, "text", index, {**pooled, "tokens": n}))[0] for n in shown),
         )
         for index in ranked
@@ -253,7 +253,8 @@ def _share(row: Row | None) -> str:
     return f"{_percent(row)} ({100 * row['low']:.0f} to {100 * row['high']:.0f})" if row else ""
 
 
-def _points(row: Row | None) -> str:
+def points(row: Row | None) -> str:
+    """Return a difference in percentage points with its 95% interval."""
     if row is None:
         return ""
     return "{:+.1f} ({:+.1f} to {:+.1f})".format(

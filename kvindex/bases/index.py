@@ -102,7 +102,7 @@ class BaseIndex(ReadingIndex):
             value_in_key=value_in_key,
         )
         super().__init__(geometry, check)
-        self.config: Any = make_config(type(self), preset, options, others=_shared())
+        self.config: Any = make_config(type(self), preset, options, others=shared_options())
         chosen = backends.choose(geometry.device) if backend is None else (backend, "as requested")
         self.backend, self._why = chosen
         self.ops: Any = backends.resolve(self.backend)
@@ -262,7 +262,8 @@ class BaseIndex(ReadingIndex):
 
         Returns:
             Token ids int64 `[B, G, k]` (-1 for an unused slot), scores float32 `[B, G, k]`, and for
-            some indexes log weights and coverage.
+            some indexes log weights and coverage. An index without tokens finds nothing: all ids
+            are -1, for which `fetch` returns zeros.
 
         Raises:
             ValueError: A shape, dtype or device does not fit, a query is not finite, `k` or
@@ -443,7 +444,7 @@ class BaseIndex(ReadingIndex):
         return self._counts
 
 
-def _shared() -> list[str]:
+def shared_options() -> list[str]:
     """Return the constructor options of every index, without the fields of its `Config`."""
     given = inspect.signature(BaseIndex.__init__).parameters.values()
     return [p.name for p in given if p.kind is p.KEYWORD_ONLY and p.default is not p.empty]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,9 @@ def split_spec(spec: str) -> tuple[str, dict[str, str]]:
     if parts and _dotted(name) and _dotted(parts[0]):
         name = f"{name}:{parts.pop(0)}"
     options: dict[str, str] = {}
+    with_colons = re.sub(r",\s*(?=\w+=)", ":", spec)
+    if with_colons != spec:
+        raise ValueError(f"index: got {spec!r}, allowed is ':' between options: {with_colons!r}")
     for part in parts:
         option, equals, value = part.partition("=")
         if not (option and equals and value):

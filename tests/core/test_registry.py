@@ -9,7 +9,7 @@ import torch
 
 import kvindex
 from kvindex.core.config import parse_spec
-from kvindex.registry import refused
+from kvindex.registry import option_names, refused
 from kvindex.wrappers import MeasureRecall, Sample
 
 GEOMETRY = dict(q_heads=4, kv_heads=2, head_dim=16)
@@ -117,6 +117,20 @@ def test_bad_wrappers_are_named(spec, match):
 def test_an_unknown_option_is_told_all_that_there_are():
     with pytest.raises(ValueError, match=r"'page', .*'store'.*did you mean 'store'"):
         kvindex.create("quest:stroe=host", **GEOMETRY)
+
+
+@pytest.mark.parametrize("spec", ["pariskv:preset=fast,beta=.1", "pariskv:preset=fast, beta=.1"])
+def test_a_comma_between_options_is_told_that_a_colon_belongs_there(spec):
+    with pytest.raises(ValueError, match=r"allowed is ':' between.*'pariskv:preset=fast:beta=.1'"):
+        kvindex.create(spec, **GEOMETRY)
+    with pytest.raises(ValueError, match=r"'pariskv:beta=.1'"):
+        kvindex.create("pariskv,beta=.1", **GEOMETRY)
+
+
+def test_names_of_options_are_those_of_the_configuration_and_those_of_every_index():
+    names = option_names("pariskv")
+    assert {"beta", "preset", "store", "row_codec", "backend"} <= set(names)
+    assert not {"head_dim", "dtype", "device", "rope"} & set(names)
 
 
 # Installed indexes

@@ -3,6 +3,7 @@ attention."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +18,7 @@ from kvindex.core import check
 from kvindex.core.capability import capability
 from kvindex.core.protocol import RunsOps
 from kvindex.layer import AttentionLayer
+from kvindex_adapters.common.context import check_keywords
 from kvindex_adapters.common.layer_options import IndexFactory, LayerOptions
 from kvindex_adapters.common.parallel import BOTH_SHARDED, is_sharded
 from kvindex_adapters.common.prompt import Prompt
@@ -442,6 +444,8 @@ class Decoder:
         if index is not None:
             check_attach_options(attach_options)
             given = {"graphs": graphs, **punctuated(index, self.tokenizer, attach_options)}
+            names = [field.name for field in dataclasses.fields(LayerOptions)]
+            check_keywords("attach_options", names, given, index)
             options = LayerOptions(index=index, k=k, **given)
         made = make_attentions(self.config, self._reading.ropes, self.weights.embedding, options)
         indexed = [layer for layer in made if isinstance(layer, AttentionLayer)]

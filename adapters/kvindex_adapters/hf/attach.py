@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from kvindex.core import check
 from kvindex.core.graphs import GRAPHS
 from kvindex.layer import AttentionLayer
+from kvindex_adapters.common.context import context
 from kvindex_adapters.common.layer_options import IndexFactory, LayerOptions, Ropes
 from kvindex_adapters.common.parallel import check_shards
 from kvindex_adapters.common.unsupported import UnsupportedError
@@ -33,7 +34,7 @@ from kvindex_adapters.hf.model.wrapped import unwrapped
 from kvindex_adapters.hf.unsupported import check_model, sharing_of
 
 
-@contextmanager
+@context("with attach(model, …) as cache:")
 def attach(
     model: PreTrainedModel,
     *,
@@ -99,7 +100,7 @@ def attach(
     Raises:
         UnsupportedError: The model is not supported. (UnsupportedError is a ValueError.)
         ValueError: An argument is wrong, or the model is already attached. The model is unchanged.
-        TypeError: `model` is not a transformers model.
+        TypeError: `model` is not a transformers model, or an argument is unknown.
     """
     model = unwrapped(model)
     config = check_model(model)

@@ -61,7 +61,9 @@ class KVIndex(Protocol):
                 (`ReportsCoverage`).
 
         Returns:
-            Token ids, scores and weights, best rows first.
+            Token ids, scores and weights, best rows first. An index without tokens finds nothing:
+            all ids are -1. This is no error, because an index may be one of several in a pool, or
+            one shard of a sequence.
 
         Raises:
             ValueError: A shape, dtype or device does not fit, a query is not finite, or `k` or

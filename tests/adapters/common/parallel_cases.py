@@ -75,6 +75,7 @@ def is_as_one_process(whole, model, index):
     dist.all_gather_object(everywhere, together)
     assert everywhere == [together] * len(everywhere), "all ranks say the same"
     assert together.nbytes["rows"] == one.nbytes["rows"]
+    assert together.plain_nbytes == one.plain_nbytes
     assert together.placement == one.placement
     assert (together.rows_read, together.rows_full) == (one.rows_read, one.rows_full)
     assert (together.bytes_fetched, together.steps) == (one.bytes_fetched, one.steps)

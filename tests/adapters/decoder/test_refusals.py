@@ -185,9 +185,16 @@ def test_arguments_are_refused(decoder, prompt, given, said):
         decoder.generate(prompt, **given)
 
 
-@pytest.mark.parametrize("given", [dict(temperature=1.0), dict(attach_options=dict(windows=3))])
-def test_options_that_do_not_exist_are_refused(decoder, given):
-    with pytest.raises(TypeError, match="unexpected keyword argument"):
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        (dict(temperature=1.0), "unexpected keyword argument"),
+        (dict(attach_options=dict(windows=3)), "attach_options: argument: got 'windows', allowed"),
+        (dict(attach_options=dict(preset="fast")), 'or index="pariskv:preset=fast"'),
+    ],
+)
+def test_options_that_do_not_exist_are_refused(decoder, given, match):
+    with pytest.raises(TypeError, match=match):
         decoder.generate(ids_of(9), **given)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from transformers import DynamicCache, PreTrainedModel
 
 from kvindex.core.protocol import KVIndex
+from kvindex_adapters.common.context import context
 from kvindex_adapters.common.layer_options import IndexFactory, LayerOptions, Ropes
 from kvindex_adapters.hf.batching.layer import PagedLayer, Regions, check_index
 from kvindex_adapters.hf.batching.model import BatchedModel, check_paged_model, own_attention
@@ -22,7 +22,7 @@ from kvindex_adapters.hf.model.wrapped import unwrapped
 from kvindex_adapters.hf.unsupported import check_dense, check_model, has_full_attention
 
 
-@contextmanager
+@context("with attach_batch(model, …) as batching:")
 def attach_batch(
     model: PreTrainedModel,
     *,
@@ -66,7 +66,7 @@ def attach_batch(
     Raises:
         UnsupportedError: The model is not supported. (UnsupportedError is a ValueError.)
         ValueError: An argument is wrong, or the model is already attached. The model is unchanged.
-        TypeError: `model` is not a transformers model.
+        TypeError: `model` is not a transformers model, or an argument is unknown.
     """
     model = unwrapped(model)
     config = check_model(model)

@@ -196,6 +196,14 @@ class IndexCache(DynamicCache):
             return length
         return Count.of(length, self.on_branch)
 
+    def __repr__(self) -> str:
+        tokens = max((layer.tokens for layer in self.attention_layers()), default=0)
+        count, others = len(self.indexed), len(self.layers) - len(self.indexed)
+        layers = (
+            f"{count} indexed and {others} other layers" if others else f"{count} indexed layers"
+        )
+        return f"<{type(self).__name__} of {tokens} tokens in {layers}>"
+
     @property
     def is_initialized(self) -> bool:
         """True if any layer has received a token since the cache was made or reset."""

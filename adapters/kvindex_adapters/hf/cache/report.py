@@ -37,6 +37,11 @@ class Report:
             are not counted.
         nbytes: Bytes in use by kind: `codes`, `rows`, `window`, and `other` for layers without an
             index.
+        plain_nbytes: Bytes that a plain cache, without indexes, would use for the same tokens in
+            the same dtype. With processes that shard tokens, this is the whole sequence. 0 without
+            tokens and for `attach_batch`.
+        indexed: Number of tokens in the index (of the layer with the most such tokens). None for
+            `attach_batch`.
         coverage: Estimated fraction of the attention weight of all indexed rows that the retrieved
             rows have. Mean over layers, heads and steps. None if `attach` was called without
             `coverage`.
@@ -58,6 +63,8 @@ class Report:
     rows_full: float
     bytes_fetched: int
     nbytes: dict[str, int]
+    plain_nbytes: int = 0
+    indexed: int | None = None
     coverage: float | None = None
     dense_below: int = 0
     k: int = 0
@@ -70,9 +77,9 @@ class Report:
     def over_ranks(self) -> Report:
         """Add up the reports of all ranks of the default process group.
 
-        All ranks must call this method at the same point. Memory and placement are summed over the
-        ranks, and so are fetched bytes if heads are sharded. Rows per step and coverage are
-        averaged. `graph` is taken from rank 0.
+        All ranks must call this method at the same point. Memory and placement are summed. Fetched
+        bytes and the bytes of a plain cache are summed if heads are sharded. Rows per step and
+        coverage are means. `graph` is taken from rank 0.
 
         Returns:
             The summed report, equal on all ranks. Without a process group, or for a report that is
@@ -88,6 +95,7 @@ class Report:
             return self
         first, coverage = every[0], [one.coverage for one in every if one.coverage is not None]
         fetched = [one.bytes_fetched for one in every]
+        plain = [one.plain_nbytes for one in every]
         places = [one.placement for one in every if one.placement is not None]
         return replace(
             first,
@@ -95,6 +103,7 @@ class Report:
             rows_full=fmean(one.rows_full for one in every),
             bytes_fetched=fetched[0] if self.sharded else sum(fetched),
             nbytes=_summed(one.nbytes for one in every),
+            plain_nbytes=plain[0] if self.sharded else sum(plain),
             coverage=fmean(coverage) if coverage else None,
             placement=reduce(add, places) if places else None,
             rank=None,
@@ -117,15 +126,26 @@ class Report:
             )
         if self.tokens < self.dense_below:
             return f"shorter than {self.dense_below} tokens: attention was dense"
-        return "no step has searched: attention was dense"
+        if self.tokens and self.indexed == 0:
+            return (
+                "the indexes are still empty, because all tokens are in sink, local_window or "
+                "waiting for update_every: attention was dense"
+            )
+        elsewhere = (
+            " (Generation.report of an answer has the steps of an undone branch, and of the time "
+            "before the cache was saved)"
+        )
+        return "no step has searched" + (elsewhere if self.indexed else "")
 
     def __str__(self) -> str:
         tiers = ", ".join(f"{tier} {size / 2**20:.1f} MiB" for tier, size in self.nbytes.items())
+        plain = f" (a plain cache: {self.plain_nbytes / 2**20:.1f} MiB)"
         which = "all" if self.rank is None else f"rank {self.rank} of"
         of_rank = f" of {which} {self.ranks}" if self.ranks > 1 else ""
         return (
             f"{self.tokens} tokens in {self.layers} indexed layers; {self.read}; "
             f"memory{of_rank}: {tiers or 'none'}"
+            + (plain if self.plain_nbytes else "")
             + (f"; k {self.k}, rows: {self.placement}" if self.placement else "")
             + (f"; {self.graph}" if self.graph else "")
         )
@@ -157,6 +177,8 @@ def sum_up(layers: Sequence[AttentionLayer], indexed: int, other: int | None = N
         rows_full=float(sum(float(part.rows_full) for part in traffic)) / max(steps, 1),
         bytes_fetched=int(sum(float(part.bytes_fetched) for part in traffic)),
         nbytes=nbytes,
+        plain_nbytes=sum(map(_plain_nbytes, layers)) + (other or 0),
+        indexed=max((len(layer.index) for layer in layers), default=0),
         coverage=float(sum(float(part.coverage) for part in traffic)) / steps if covered else None,
         k=max((layer.k for layer in layers), default=0),
         placement=_together([layer.index for layer in layers]),
@@ -164,6 +186,16 @@ def sum_up(layers: Sequence[AttentionLayer], indexed: int, other: int | None = N
         ranks=ranks,
         sharded=any(is_sharded(layer.index) for layer in layers),
     )
+
+
+def _plain_nbytes(layer: AttentionLayer) -> int:
+    """Return the bytes of the keys and values of all tokens, in the dtype of the layer.
+
+    Of latent attention, whose values are in the keys, only the keys are counted.
+    """
+    g = layer.index.geometry
+    width = g.head_dim if g.value_in_key else g.head_dim + g.value_dim
+    return layer.batch_size * layer.tokens * g.kv_heads * width * g.dtype.itemsize
 
 
 def _summed(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:

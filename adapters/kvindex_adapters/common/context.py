@@ -1,0 +1,106 @@
+"""`context`: a `contextmanager` whose errors name the remedy if a call is written wrongly."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
+
+from kvindex.core.config import split_spec, unknown
+from kvindex.registry import option_names
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Context(AbstractContextManager[T], Generic[T]):
+    """A context manager that raises an error if it is used without a `with` statement.
+
+    Args:
+        usage: The `with` statement to show in the error.
+        inner: The context manager that does the work.
+    """
+
+    def __init__(self, usage: str, inner: AbstractContextManager[T]) -> None:
+        self._usage, self._inner = usage, inner
+
+    def __enter__(self) -> T:
+        return self._inner.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        return self._inner.__exit__(kind, error, traceback)
+
+    if not TYPE_CHECKING:  # with this method, type checkers would accept any attribute name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("__"):  # Python itself looks for these, for example to copy
+                raise AttributeError(name, name=name, obj=self)
+            raise AttributeError(
+                f"{name}: got a context manager that no with statement has entered; write "
+                f"`{self._usage}` and use the object after `as`",
+                name=name,
+                obj=self,
+            )
+
+
+def context(usage: str) -> Callable[[Callable[P, Iterator[T]]], Callable[P, Context[T]]]:
+    """Make a decorator that is used like `contextlib.contextmanager`.
+
+    The decorated function must have an argument `index`, whose options `check_keywords` knows.
+
+    Args:
+        usage: The `with` statement to show if somebody forgets it.
+    """
+
+    def decorate(function: Callable[P, Iterator[T]]) -> Callable[P, Context[T]]:
+        make, names = contextmanager(function), inspect.signature(function).parameters
+
+        @wraps(function)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> Context[T]:
+            check_keywords(function.__name__, names, kwargs, kwargs.get("index", "pariskv"))
+            return Context(usage, make(*args, **kwargs))
+
+        return wrapper
+
+    return decorate
+
+
+def check_keywords(
+    called: str, allowed: Iterable[str], given: Mapping[str, Any], index: object
+) -> None:
+    """Raise TypeError if a keyword argument is unknown, and say where an index option belongs.
+
+    Args:
+        called: The name of the function, for the error.
+        allowed: Names of its arguments.
+        given: The keyword arguments of the call.
+        index: The argument `index` of the call.
+    """
+    allowed = list(allowed)
+    for name, value in given.items():
+        if name in allowed:
+            continue
+        if not isinstance(index, str) or name not in _options_of(index):
+            raise TypeError(unknown(f"{called}: argument", name, allowed))
+        first, plus, wrappers = index.partition("+")
+        raise TypeError(
+            f"{called}: got the argument {name!r}, which is an option of the index; pass "
+            f"index_options={{{name!r}: {value!r}}}"
+            + (
+                f' or index="{first}:{name}={value}{plus}{wrappers}"'
+                if isinstance(value, str | int | float)
+                else ""
+            )
+        )
+
+
+def _options_of(index: str) -> list[str]:
+    return option_names(split_spec(index.partition("+")[0])[0])

@@ -1,0 +1,51 @@
+"""The table of `docs/choose-an-index.md`: answers and times of the same indexes."""
+
+from __future__ import annotations
+
+from benchmarks.reporting.answers import points
+from benchmarks.reporting.parts import Result, machine, some, stored, table
+from kvindex_adapters.evaluate.compare.records import FULL
+
+SOURCES = {
+    "pariskv": ("answers_lengths", "cpu_steps"),
+    "pariskv:preset=fast": ("answers_rows", "cpu_indexes"),
+    "exact": ("answers_lengths", "cpu_indexes"),
+}
+"""Index -> names of the results with its answers, and with its time on a CPU."""
+
+TOKENS, THREADS, ROWS = 8192, 1, 100
+
+
+def choice(drawn: Result) -> str:
+    """Return answers, divergence and time on a CPU of the default, of `fast` and of `exact`.
+
+    Args:
+        drawn: The result with the divergence from full attention.
+    """
+    kl = {name.replace(":store=device", ""): one for name, one in drawn["indexes"].items()}
+    rows, measured = [], [drawn]
+    for index, names in SOURCES.items():
+        answers, steps = (stored(name) or {} for name in names)
+        where = dict(index=index, base=FULL, k=ROWS, tokens=None, task=None)
+        (lost,) = some(answers["differences"], **where)
+        (point,) = some(steps["points"], tokens=TOKENS, threads=THREADS)
+        rows.append(
+            (
+                f"`{index}`",
+                points(lost),
+                str(lost["count"]),
+                f"{kl[index]['ratio']:.2f}",
+                f"{point[index]['of_dense']:.2f}",
+            )
+        )
+        measured += [answers, steps]
+    head = ("index", "correct answers, minus full attention's", "prompts", "KL over `exact`'s")
+    head = (*head, "time of a layer's step on a CPU, over dense attention's")
+    about = (
+        f"All indexes retrieve {ROWS} rows per KV head. Differences of answers are in percentage "
+        "points, with 95% intervals. KL is the divergence of the model's output from that of full "
+        f"attention. The time is that of a decode step over {TOKENS:,} tokens with {THREADS} "
+        "thread, divided by the time of dense attention in the same run."
+    )
+    machines = " ".join(dict.fromkeys(map(machine, measured))).replace("These", "Some of these")
+    return f"{about}\n\n{table(head, rows)}\n\n{machines}"
