@@ -75,6 +75,7 @@ def paths(entries):
 def test_the_first_level_of_the_navigation():
     assert [name for entry in navigation() for name in entry] == [
         "Quickstart",
+        "Install",
         "transformers",
         "The decoder",
         "vLLM",

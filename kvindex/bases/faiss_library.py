@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from kvindex.core.extras import how_to_install
+
 TEMPORARY_BYTES = 2**26
 """Bytes that FAISS reserves for searches on one GPU. If a search needs more, FAISS allocates it."""
 
@@ -56,9 +58,8 @@ def library() -> Any:
         return importlib.import_module("faiss")
     except ImportError as error:
         raise ImportError(
-            "the faiss indexes need the package faiss, which is not installed; run "
-            '`pip install -e ".[faiss]"` in a checkout of kvindex to get faiss-cpu, or install '
-            'faiss-gpu for where="gpu"'
+            "the faiss indexes need the package faiss, which is not installed; install it with "
+            f'{how_to_install("faiss")} (faiss-cpu); for where="gpu", use faiss-gpu instead'
         ) from error
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvindex.core.extras import how_to_install
 from kvindex.core.streams import raw_device, raw_stream
 from kvindex_cuda.runtime.constants import constants
 from kvindex_cuda.runtime.driver import Attribute, Config, driver
@@ -336,8 +337,8 @@ def checked(device: int) -> Any:
         import cupy
     except ImportError as error:
         raise ImportError(
-            'backend="cuda" needs CuPy: pip install cupy-cuda13x (CUDA 13), or cupy-cuda12x '
-            "(CUDA 12)"
+            'backend="cuda" needs CuPy, which is not installed; install it with '
+            f"{how_to_install('cuda13')}, for CUDA 13; the extra for CUDA 12 is cuda12"
         ) from error
     if not torch.cuda.is_available():
         raise RuntimeError(

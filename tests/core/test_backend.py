@@ -113,8 +113,7 @@ kvindex.create('pariskv', q_heads=1, kv_heads=1, head_dim=8, backend='cpu')"
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
     )
     said = (
-        "backend: got 'cpu', but numba is not installed; "
-        'install it with pip install -e ".[cpu]" in a'
+        "backend: got 'cpu', but numba is not installed; install it with pip install -e \".[cpu]\""
     )
-    assert f"backend: torch (kernels cannot run: {said} checkout)" in done.stdout
-    assert f"ImportError: {said} checkout" in done.stderr
+    assert f"backend: torch (kernels cannot run: {said} in a checkout" in done.stdout
+    assert f"ImportError: {said} in a checkout" in done.stderr

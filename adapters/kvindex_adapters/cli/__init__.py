@@ -5,9 +5,19 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "typer":
         raise
-    raise ImportError(
-        "the package typer is not installed, but the command line of kvindex needs it; "
-        'run pip install -e ".[hf,cli]" in a checkout of kvindex'
-    ) from None
+
+    def main() -> None:
+        """Print how to install the command line, and exit with status 2."""
+        import sys
+
+        from kvindex.core.extras import how_to_install
+
+        print(
+            "error: the command line needs typer, which is not installed; install it with "
+            f"{how_to_install('hf,cli')}",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+
 
 __all__ = ["app", "main"]

@@ -70,9 +70,12 @@ def main() -> None:
         check_arguments(sys.argv[1:])
         app()
     except ModuleNotFoundError as error:
-        extra = EXTRAS.get(error.name or "")
-        how = f'. To install it, run pip install -e ".[{extra}]" in a checkout of kvindex'
-        print(f"error: {error}{how if extra else ''}", file=sys.stderr)
+        extra, how = EXTRAS.get((error.name or "").partition(".")[0]), ""
+        if extra:
+            from kvindex.core.extras import how_to_install
+
+            how = f"; install it with {how_to_install(extra)}"
+        print(f"error: {error}{how}", file=sys.stderr)
         sys.exit(2)
     except UnicodeEncodeError as error:  # for example, while help is printed
         print(f"error: {ENCODING_ERROR.format(error.encoding)}", file=sys.stderr)

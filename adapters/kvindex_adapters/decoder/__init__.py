@@ -10,6 +10,16 @@ print(decoder.generate("Once upon a time", index="pariskv", k=100).text)
 Read `layers.py` first, then `session.py`, then `decoder.py`.
 """
 
+from importlib.util import find_spec
+
+from kvindex.core.extras import how_to_install
+
+if find_spec("transformers") is None:
+    raise ImportError(
+        "kvindex_adapters.decoder needs transformers, which is not installed; "
+        f"install it with {how_to_install('hf')}"
+    )
+
 from kvindex_adapters.decoder.chat import Chat
 from kvindex_adapters.decoder.config import supports
 from kvindex_adapters.decoder.decoder import Decoder

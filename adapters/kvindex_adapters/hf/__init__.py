@@ -6,6 +6,16 @@ with kvhf.attach(model, index="pariskv", k=100) as cache:
 print(cache.report())
 """
 
+from importlib.util import find_spec
+
+from kvindex.core.extras import how_to_install
+
+if find_spec("transformers") is None:
+    raise ImportError(
+        "kvindex_adapters.hf needs transformers, which is not installed; "
+        f"install it with {how_to_install('hf')}"
+    )
+
 from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.batching.attach_batch import attach_batch

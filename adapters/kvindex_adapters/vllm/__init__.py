@@ -8,8 +8,10 @@ vLLM finds `register` by the entry point `kvindex` of `vllm.general_plugins`
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
+from kvindex.core.extras import how_to_install
 from kvindex_adapters.vllm.options import BACKEND
 
 
@@ -17,9 +19,17 @@ def register() -> None:
     """Register the plug-in's attention backends. vLLM calls this in each of its processes, possibly
     several times.
 
-    The backends replace vLLM's own backends for CPUs and GPUs. In an engine without "kvindex" in
-    `additional_config`, they behave exactly like vLLM's own.
+    The plug-in's backends replace vLLM's own backends of the same device. For an engine without
+    "kvindex" in its `additional_config`, they behave exactly like vLLM's own.
+
+    Raises:
+        ImportError: vLLM is not installed.
     """
+    if find_spec("vllm") is None:
+        raise ImportError(
+            "kvindex_adapters.vllm needs vLLM, which is not installed; on a GPU, install it with "
+            f"pip install vllm==0.26.0; on a CPU, with {how_to_install('vllm')}"
+        )
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from kvindex_adapters.vllm.hooks import install

@@ -16,6 +16,8 @@ from uuid import uuid4
 
 import numpy as np
 
+from kvindex.core.extras import how_to_install
+
 try:
     import numba
     from llvmlite import ir
@@ -25,8 +27,7 @@ try:
     from numba.extending import intrinsic
 except ImportError as error:
     raise ImportError(
-        "backend: got 'cpu', but numba is not installed; install it with "
-        'pip install -e ".[cpu]" in a checkout'
+        f"backend: got 'cpu', but numba is not installed; install it with {how_to_install('cpu')}"
     ) from error
 
 Number: TypeAlias = Any

