@@ -23,28 +23,39 @@ POOL = 4
 def demo(result: Result) -> str:
     """Make the table of `kvindex demo`, which compares full attention with an index."""
     full, index = result["full"], result["index"]
-    found = ("yes" if one["found"] else "no" for one in (full, index))
-    recall = f"{index['recall_at_k']:.2f} ({index['recall_limit']:.2f})"
-    steps = result["steps_compared"]
     rows = [
-        ("answer", full["answer"], index["answer"]),
-        (f"needle {result['needle']} found", *found),
-        ("rows read per token", "100%", f"{index['rows_read_fraction']:.1%}"),
-        (f"recall of each query head's top {index['k']} (of exact search)", "1", recall),
-        (
-            f"fraction of equal next tokens; mean KL, over {steps} steps",
-            "1; 0",
-            f"{index['agreement']:.2f}; {index['kl_mean']:.4f} nats",
-        ),
-        ("reading the prompt, seconds", f"{full['prefill_s']:.1f}", f"{index['prefill_s']:.1f}"),
-        ("per generated token, seconds", f"{full['token_s']:.2f}", f"{index['token_s']:.2f}"),
+        (f"number for {asked['key']}: {asked['value']}", *answers)
+        for asked, *answers in zip(
+            result["questions"], full["answers"], index["answers"], strict=True
+        )
     ]
-    memory = ", ".join(f"{tier} ({size / 2**20:.1f} MiB)" for tier, size in index["nbytes"].items())
+    fraction = index["rows_read"] / index["rows_full"]
+    read = f"{index['rows_read']:.0f} ({fraction:.1%})"
+    filled = f"the same, and {index['fill_s']:.1f} to fill the index"
+    rows += [
+        ("rows read per token", f"{index['rows_full']:.0f}", read),
+        ("memory of the document, MiB", *(_mib(_total(one)) for one in (full, index))),
+        ("reading the document, seconds", f"{full['read_s']:.1f}", filled),
+        ("time per token, ms", *(f"{1000 * one['token_s']:.0f}" for one in (full, index))),
+    ]
+    memory = ", ".join(f"{kind} ({_mib(size)} MiB)" for kind, size in index["nbytes"].items())
     return (
         table(("", "full attention", f"{index['name']}, k = {index['k']}"), rows)
         + f"\n\nThe model is {result['model']}; the prompt has {result['prompt_tokens']} tokens. "
-        f"The memory of the index consists of {memory}. {machine(result)}"
+        f"Times per token are medians of {full['steps']} and {index['steps']} decode steps: "
+        f"{result['speedup']:.2f} times as fast with the index. The memory of the index consists "
+        f"of {memory}. {machine(result)}"
     )
+
+
+def _total(one: Result) -> float:
+    """Return the bytes of the keys and values of an engine of the demo."""
+    nbytes = one["nbytes"]
+    return float(sum(nbytes.values()) if isinstance(nbytes, dict) else nbytes)
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:.0f}"
 
 
 def fidelity(result: Result) -> str:
