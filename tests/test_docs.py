@@ -110,14 +110,15 @@ def test_readmes_report_is_what_the_model_prints():
 
     folder, file = smollm2()
     model, tokenizer = load(folder, gguf_file=file)
-    needle = hide(tokenizer, python_reference(), tokens=2500, seed=0)
+    hidden = hide(tokenizer, python_reference(), tokens=2500, seed=0)
+    (needle,), (ids,) = hidden.needles, hidden.prompts
     code, output = FENCE.findall(README)[1][1], FENCE.findall(README)[2][1]
-    given = {"model": model, "inputs": {"input_ids": torch.as_tensor(needle.ids).reshape(1, -1)}}
+    given = {"model": model, "inputs": {"input_ids": ids[None]}}
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         exec(code, given)
     assert said.getvalue() == output
-    assert needle.found(tokenizer.decode(given["out"][0, len(needle.ids) :]))
+    assert needle.found(tokenizer.decode(given["out"][0, len(ids) :]))
 
 
 @pytest.mark.model

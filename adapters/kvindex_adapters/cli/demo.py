@@ -1,9 +1,12 @@
-"""`kvindex demo`: find a sentence in a long prompt, with full attention and with an index."""
+"""`kvindex demo`: answer questions about a long text, with full attention and with an index."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,27 +27,41 @@ from kvindex_adapters.cli.options import (
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import DynamicCache
 
-    from kvindex_adapters.cli.progress import Bars
-    from kvindex_adapters.evaluate.fidelity import Fidelity
-    from kvindex_adapters.evaluate.tasks import Needle
+    from kvindex_adapters.cli.progress import Answer, Bars
+    from kvindex_adapters.evaluate.tasks import Hidden
     from kvindex_adapters.hf.cache.cache import IndexCache
     from kvindex_adapters.hf.generate import Generation
 
-MODEL = "SmolLM2-135M-Instruct (Q4_1, computed in {dtype})"
-ANSWER_TOKENS = 48
-SHORTEST, LONGEST = 500, 8000
-"""Prompt lengths in tokens. A prompt and its answer fit into the 8,192 tokens of the model's
-context."""
+ANSWER_TOKENS = 32
+"""Maximum number of tokens of an answer."""
+
+WARM_UP = 2
+"""Number of first tokens of each answer that the times leave out."""
+
+SHORT = 8
+"""Number of tokens that are timed on a quarter of the document, to find where the gain starts."""
+
+SHORTEST, LONGEST = 500, 32_000
+"""Prompt lengths in tokens."""
 
 
 def demo(
     tokens: Annotated[
         int,
         typer.Option(
-            help=f"Approximate length of the prompt in tokens, from {SHORTEST} to {LONGEST}."
+            help=f"Approximate length of the document in tokens, from {SHORTEST} to {LONGEST}."
         ),
-    ] = 7000,
+    ] = 8000,
+    questions: Annotated[int, typer.Option(help="Number of questions, from 1 to 8.")] = 3,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Model, as in kvindex generate (default: smollm2-long, or smollm2 where the "
+            "adapter of smollm2-long is missing)."
+        ),
+    ] = None,
     index: Annotated[str, typer.Option(help=f"{INDEX}.")] = "pariskv",
     k: K = 100,
     sink: Sink = 64,
@@ -53,26 +70,23 @@ def demo(
     dense_below: DenseBelow = 2048,
     seed: Annotated[
         int,
-        typer.Option(
-            help="Random seed that chooses the hidden sentence, its position and the order of the "
-            "text's paragraphs."
-        ),
+        typer.Option(help="Seed for the hidden facts, their places and the order of the text."),
     ] = 0,
     prompt_file: Annotated[
         Path | None,
         typer.Option(
-            help="Text file in which the sentence is hidden; - reads standard input (default: the "
-            "Python language reference)."
+            help="Text file to hide the facts in; - reads standard input (default: the Python "
+            "language reference)."
         ),
     ] = None,
     dtype: Dtype = "float32",
     device: Device = "cpu",
     json_file: JsonFile = None,
 ) -> None:
-    """Let a small model find a sentence hidden in a long prompt.
+    """Let a small model answer questions about a long document.
 
-    The command runs the model with full attention and with an index. It compares the answers, the
-    fraction of keys and values that attention reads, memory and time.
+    The model reads the document once. Then it answers each question with full attention and with an
+    index, and the command compares answers, rows read, memory and time.
     """
     check_stdout()
     announce_imports()
@@ -83,12 +97,11 @@ def demo(
     from kvindex_adapters.evaluate.output_files import check_output, write_json
     from kvindex_adapters.evaluate.tasks import hide
     from kvindex_adapters.evaluate.texts import paragraphs, python_reference
-    from kvindex_adapters.hf.attach import attach
-    from kvindex_adapters.hf.generation.tokenizer import punctuated
     from kvindex_adapters.hf.model import load_model
 
     number = common.check_dtype(dtype)
     common.check_size("tokens", tokens, SHORTEST, LONGEST)
+    common.check_size("questions", questions, 1, 8)
     load_model.check_device(device)
     regions = dict(
         sink=sink, local_window=local_window, update_every=update_every, dense_below=dense_below
@@ -97,173 +110,295 @@ def demo(
     check.seed(seed)
     check_output("json", json_file)
     text = paragraphs(common.read_text(prompt_file)) if prompt_file else python_reference()
-    folder, file = load_model.smollm2()
+    short, long = load_model.NAMES
+    name = model or (long if load_model.LONG_FILE.is_file() else short)
     console.print("loading the model")  # transformers shows its own progress bars
-    model, tokenizer = load_model.load(folder, gguf_file=file, dtype=number, device=device)
+    loaded, tokenizer = load_model.load(name, dtype=number, device=device)
     common.wait_for_compiler(index, device)  # `check_search` has started it
+    hidden = hide(tokenizer, text, tokens=tokens, seed=seed, count=questions)
     with bars() as progress:
-        needle = hide(tokenizer, text, tokens=tokens, seed=seed)
-        logits: list[Tensor] = []
-        dense: dict[str, Any] = dict(index=None, logits_processor=[_Recorder(logits)])
-        full = _answer(progress, "full attention", model, tokenizer, needle.ids, **dense)
-        options = punctuated(index, tokenizer, regions)
-        with attach(model, index=index, k=k, **options) as cache:
-            name = index.partition(":")[0]
-            indexed = _answer(progress, name, model, tokenizer, needle.ids, cache=cache)
-            fidelity = _compared(progress, model, cache, indexed, full, logits)
-    result = _result(needle, index, k, full, indexed, fidelity)
-    result |= {"model": MODEL.format(dtype=dtype), "machine": describe(device)}
+        result = _compared(progress, loaded, tokenizer, hidden, index, k, regions)
+    result |= {"model": f"{name} ({dtype})", "machine": describe(device)}
     _show(result)
     if json_file:
         write_json(json_file, result, indent=2)
 
 
-def _answer(
-    progress: Bars, name: str, model: Any, tokenizer: Any, ids: Tensor, **options: Any
-) -> Generation:
-    from kvindex_adapters.cli.progress import Answer
-    from kvindex_adapters.hf.generate import generate
+@dataclass
+class Asked:
+    """The answers of one engine, and the times of their tokens.
 
-    def report(phase: str, done: int, total: int) -> None:
-        if phase == "prefill":
-            progress.update(f"{name}: reading", done, total)
+    Args:
+        answers: Text of each answer.
+        token_s: Seconds of each decode step, first steps of answers left out.
+    """
 
-    report("prefill", 0, len(ids))  # the first report follows the first chunk
-    return generate(
-        model,
-        tokenizer,
-        ids,
-        max_new_tokens=ANSWER_TOKENS,
-        streamer=Answer(progress, name, tokenizer),
-        on_progress=report,
-        **options,
-    )
+    answers: list[str] = dataclasses.field(default_factory=list)
+    token_s: list[float] = dataclasses.field(default_factory=list)
 
-
-class _Recorder:
-    """A logits processor of transformers that records the logits of every decode step."""
-
-    def __init__(self, logits: list[Tensor]) -> None:
-        self._logits = logits
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self._logits.append(scores[0].clone())
-        return scores
+    def add(self, text: str, streamer: Answer) -> None:
+        """Add an answer and its times."""
+        self.answers.append(" ".join(text.split()))
+        steps = [b - a for a, b in zip(streamer.times, streamer.times[1:], strict=False)]
+        self.token_s += steps[WARM_UP:] or steps
 
 
 def _compared(
     progress: Bars,
     model: Any,
-    cache: IndexCache,
-    indexed: Generation,
-    full: Generation,
-    logits: list[Tensor],
-) -> Fidelity:
-    """Compare the model with the index and with full attention at each token of the same answer.
-
-    The model with the index reads the answer that full attention generated. Its cache still
-    contains its own answer, which is removed first.
-
-    Args:
-        progress: The progress bars.
-        model: The model with the index.
-        cache: The cache of the model with the index.
-        indexed: The answer with the index.
-        full: The answer with full attention.
-        logits: Logits that full attention computed for each token of its answer, `[V]` each.
-    """
-    import torch
-
-    from kvindex_adapters.evaluate.fidelity import followed
-    from kvindex_adapters.hf.generation.prefill import prefill
-
-    last = indexed.prompt_ids[-2:]  # reading more than one token finishes a pending append
-    cache.crop(-len(indexed.answer_ids) - len(last))
-    with torch.no_grad():
-        prefill(model, last, cache, stop=len(last), chunk=len(last))
-        return followed(
-            model,
-            cache,
-            full.answer_ids[:-1],
-            torch.stack(logits)[1:],
-            on_progress=lambda done, total: progress.update("comparing step by step", done, total),
-        )
-
-
-def _result(
-    needle: Needle, index: str, k: int, full: Generation, indexed: Generation, fidelity: Fidelity
+    tokenizer: Any,
+    hidden: Hidden,
+    index: str,
+    k: int,
+    regions: dict[str, int],
 ) -> dict[str, Any]:
-    """Make the dictionary that the option `--json` writes to a file."""
-    assert indexed.report is not None
+    """Read the document once, answer all questions with both engines, and return the result."""
+    import time
+
+    from transformers import DynamicCache
+
+    from kvindex_adapters.hf.attach import attach
+    from kvindex_adapters.hf.generation.prefill import default_chunk, prefill
+    from kvindex_adapters.hf.generation.tokenizer import punctuated
+
+    document = hidden.prompts[0][: hidden.shared].to(model.device)
+    past = DynamicCache(config=model.config)
+    report = _phase(progress, "reading the document")
+    report("prefill", 0, len(document))  # the first report follows the first chunk
+    start = time.perf_counter()
+    with _no_grad():
+        stop, chunk = len(document), default_chunk(model)
+        prefill(model, document, past, stop=stop, chunk=chunk, report=report)
+    read_s = time.perf_counter() - start
+    full, plain_bytes = Asked(), _nbytes(past)
+    for number, ids in enumerate(hidden.prompts, start=1):
+        _ask(progress, f"full attention {number}", model, tokenizer, past, ids, full)
+    attached = Asked()
+    with attach(model, index=index, k=k, **punctuated(index, tokenizer, regions)) as cache:
+        start = time.perf_counter()
+        taken = _fill(progress, model, tokenizer, cache, past, document)
+        fill_s = time.perf_counter() - start
+        nbytes = cache.report().nbytes
+        for number, ids in enumerate(hidden.prompts, start=1):
+            name = f"{index.partition(':')[0]} {number}"
+            generation = _search(progress, name, model, tokenizer, cache, ids, attached)
+    past.crop(hidden.shared // 4)
+    short = Asked()
+    few = hidden.prompts[0][: hidden.shared // 4 + 2]
+    _ask(progress, "", model, tokenizer, past, few, short, tokens=SHORT)
+    assert generation.report is not None
+    token_s, full_s = median(attached.token_s), median(full.token_s)
+    values = [needle.value for needle in hidden.needles]
     return {
-        "prompt_tokens": len(needle.ids),
-        "needle": needle.value,
+        "prompt_tokens": len(hidden.prompts[0]),
+        "questions": [dataclasses.asdict(needle) for needle in hidden.needles],
         "full": {
-            "answer": full.text,
-            "found": needle.found(full.text),
-            "prefill_s": full.prefill_s,
-            "token_s": full.token_s,
+            "answers": full.answers,
+            "found": [v in a for v, a in zip(values, full.answers, strict=True)],
+            "read_s": read_s,
+            "token_s": full_s,
+            "steps": len(full.token_s),
+            "nbytes": plain_bytes,
         },
         "index": {
-            "name": index.partition(":")[0],
-            "backend": indexed.backend,
-            "config": dataclasses.asdict(indexed.config),
+            "name": index,
+            "backend": generation.backend,
+            "config": dataclasses.asdict(generation.config),
             "k": k,
-            "answer": indexed.text,
-            "found": needle.found(indexed.text),
-            "prefill_s": indexed.prefill_s,
-            "token_s": indexed.token_s,
-            "read": indexed.report.read,
-            "rows_read_fraction": indexed.report.rows_read_fraction,
-            "recall_at_k": fidelity.recall_at_k,
-            "recall_limit": fidelity.recall_limit,
-            "kl_mean": fidelity.kl_mean,
-            "agreement": fidelity.agreement,
-            "nbytes": indexed.report.nbytes,
+            "answers": attached.answers,
+            "found": [v in a for v, a in zip(values, attached.answers, strict=True)],
+            "read_s": read_s + fill_s if taken else fill_s,
+            "fill_s": fill_s if taken else None,
+            "token_s": token_s,
+            "steps": len(attached.token_s),
+            "read": generation.report.read,
+            "rows_read": generation.report.rows_read,
+            "rows_full": generation.report.rows_full,
+            "nbytes": nbytes,
         },
-        "steps_compared": fidelity.steps,
+        "speedup": full_s / token_s if token_s else None,
+        "gain_from": _gain_from(
+            hidden.shared, full_s, median(short.token_s), token_s, regions["dense_below"]
+        ),
     }
+
+
+def _no_grad() -> Any:
+    import torch
+
+    return torch.no_grad()
+
+
+def _phase(progress: Bars, name: str) -> Callable[[str, int, int], None]:
+    """Make a function that shows the reading of a text as a bar."""
+
+    def report(phase: str, done: int, total: int) -> None:
+        if phase == "prefill":
+            progress.update(name, done, total)
+
+    return report
+
+
+def _nbytes(past: DynamicCache) -> int:
+    """Bytes of all keys and values of a cache."""
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in past.layers)
+
+
+def _fill(
+    progress: Bars, model: Any, tokenizer: Any, cache: IndexCache, past: DynamicCache, ids: Tensor
+) -> bool:
+    """Fill the indexes from the document's keys and values. Return False if the document had to be
+    read again, because the index also learns from queries."""
+    from kvindex_adapters.hf.generation.prefill import read
+
+    try:
+        cache.from_cache(past, ids=ids[None])
+    except ValueError:
+        report = _phase(progress, "reading it for the index")
+        read(model, tokenizer, ids, cache=cache, on_progress=report)
+        return False
+    return True
+
+
+def _ask(
+    progress: Bars,
+    name: str,
+    model: Any,
+    tokenizer: Any,
+    past: DynamicCache,
+    ids: Tensor,
+    asked: Asked,
+    tokens: int = ANSWER_TOKENS,
+) -> None:
+    """Answer a prompt `[N]` with full attention. `past` stores its beginning, and is restored."""
+    import torch
+
+    from kvindex_adapters.cli.progress import Answer
+
+    stored, streamer = past.get_seq_length(), Answer(progress, name, tokenizer)
+    inputs = ids.to(model.device)[None]
+    out = model.generate(
+        input_ids=inputs,
+        attention_mask=torch.ones_like(inputs),
+        past_key_values=past,
+        max_new_tokens=tokens,
+        do_sample=False,
+        streamer=streamer,
+    )
+    past.crop(stored)
+    asked.add(tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True), streamer)
+
+
+def _search(
+    progress: Bars,
+    name: str,
+    model: Any,
+    tokenizer: Any,
+    cache: IndexCache,
+    ids: Tensor,
+    asked: Asked,
+) -> Generation:
+    """Answer a prompt `[N]` with the index. `cache` stores its beginning, and is restored."""
+    from kvindex_adapters.cli.progress import Answer
+    from kvindex_adapters.hf.generate import generate
+
+    streamer = Answer(progress, name, tokenizer)
+    generation = generate(
+        model,
+        tokenizer,
+        ids[cache.get_seq_length() :],
+        cache=cache,
+        used="branch",
+        max_new_tokens=ANSWER_TOKENS,
+        streamer=streamer,
+    )
+    asked.add(generation.text, streamer)
+    return generation
+
+
+def _gain_from(
+    tokens: int, full_s: float, quarter_s: float, index_s: float, dense_below: int
+) -> int | None:
+    """Estimate the length from which a decode step of the index is faster.
+
+    Full attention's time is taken as a line through its times at `tokens` and at a quarter of them,
+    and the index's time as constant. None if the index is not faster.
+    """
+    if index_s >= full_s:
+        return None
+    slope = (full_s - quarter_s) / (tokens - tokens // 4)
+    if slope <= 0:
+        return dense_below
+    return max(dense_below, round(tokens - (full_s - index_s) / slope))
 
 
 def _show(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    full, index = result["full"], result["index"]
-    tiers = ", ".join(f"{tier} {size / 2**20:.1f} MiB" for tier, size in index["nbytes"].items())
-    k, steps = index["k"], result["steps_compared"]
-    table = Table("", "full attention", f"{index['name']}, k = {k}", title=result["model"])
-    table.add_row("answer", full["answer"], index["answer"])
-    table.add_row(
-        f"needle {result['needle']} found", *("yes" if r["found"] else "no" for r in (full, index))
-    )
-    read = f"{index['rows_read_fraction']:.1%}"
-    if index["recall_at_k"] is None:
-        read += f" ({index['read']})"
-    table.add_row("rows read per token", "100%", read)
-    recall = "the index was not searched"
-    if index["recall_at_k"] is not None:
-        limit = f"exact search with the same number of rows: {index['recall_limit']:.2f}"
-        recall = f"{index['recall_at_k']:.2f} ({limit})"
-    table.add_row(f"recall@{k} of each head's own top {k}", "1", recall)
-    table.add_row(
-        f"same next token, mean KL ({steps} steps)",
-        "1, 0",
-        f"{index['agreement']:.2f}, {index['kl_mean']:.4f} nats",
-    )
-    table.add_row("memory", "", tiers)
-    table.add_row("prefill", f"{full['prefill_s']:.1f} s", f"{index['prefill_s']:.1f} s")
-    table.add_row("per token", f"{full['token_s']:.3f} s", f"{index['token_s']:.3f} s")
-    if index["token_s"]:  # it is 0 for an answer of one token
-        table.add_row("speedup per token", "1", f"{full['token_s'] / index['token_s']:.2f}")
     out = Console()
+    full, index = result["full"], result["index"]
+    table = Table("", "full attention", f"{index['name']}, k = {index['k']}", title=result["model"])
+    answers = zip(result["questions"], full["answers"], index["answers"], strict=True)
+    for needle, ours, theirs in answers:
+        table.add_row(f"number for {needle['key']}: {needle['value']}", ours, theirs)
+    table.add_row("rows read per token", *_rows(index))
+    memory = ", ".join(f"{kind} {_mib(size)}" for kind, size in index["nbytes"].items())
+    table.add_row(
+        "memory of the document",
+        _mib(full["nbytes"]),
+        f"{_mib(sum(index['nbytes'].values()))} ({memory})",
+    )
+    table.add_row("reading the document", f"{full['read_s']:.1f} s", _reading(index))
+    table.add_row("time per token", *(f"{one['token_s'] * 1000:.0f} ms" for one in (full, index)))
     out.print(table)
+    out.print(_conclusion(result), markup=False)
     out.print(
-        f"{result['prompt_tokens']} prompt tokens; {_where(result['machine'], index['backend'])}."
+        f"{result['prompt_tokens']} prompt tokens, medians of {full['steps']} and {index['steps']} "
+        f"decode steps; {_where(result['machine'], index['backend'])}.",
+        markup=False,
+    )
+
+
+def _rows(index: dict[str, Any]) -> tuple[str, str]:
+    """Describe how many rows (keys and values of tokens) a decode step reads, for both engines."""
+    if not index["rows_full"]:
+        return "all", f"all ({index['read']})"
+    fraction = index["rows_read"] / index["rows_full"]
+    return f"{index['rows_full']:.0f}", f"{index['rows_read']:.0f} ({fraction:.1%})"
+
+
+def _reading(index: dict[str, Any]) -> str:
+    if index["fill_s"] is None:
+        return f"{index['read_s']:.1f} s"
+    return f"the same, and {index['fill_s']:.1f} s to fill the index"
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:.0f} MiB"
+
+
+def _conclusion(result: dict[str, Any]) -> str:
+    """Say in one sentence what the table shows."""
+    full, index, speedup = result["full"], result["index"], result["speedup"]
+    pairs = zip(full["answers"], index["answers"], strict=True)
+    same = sum(one == other for one, other in pairs)
+    count = len(full["answers"])
+    answers = "The same answers" if same == count else f"{same} of {count} answers are the same"
+    if not index["rows_full"]:
+        return f"{answers}. The index was not searched ({index['read']})."
+    if result["gain_from"] is None:
+        return (
+            f"{answers}, but the index is not faster here: {1 / speedup:.2f} times the time per "
+            "token. It pays for longer texts."
+        )
+    return (
+        f"{answers}, {speedup:.1f} times as fast per token. On this machine the gain starts at "
+        f"about {result['gain_from']} tokens, and grows with the length of the text."
     )
 
 
 def _where(machine: dict[str, Any], backend: str) -> str:
-    """Return a phrase that names the index's backend, and the GPU or CPU on which it ran."""
+    """Describe the backend that was used, and the processor on which it ran."""
     cores = f"{machine['threads']} of {machine['cores']} cores of {machine['processor']}"
     return f"backend {backend!r} on {machine.get('gpu', cores)}"

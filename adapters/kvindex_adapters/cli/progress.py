@@ -102,7 +102,9 @@ class Answer(BaseStreamer):
     def __init__(self, progress: Bars, name: str, tokenizer: Any) -> None:
         self._progress, self._name, self._tokenizer = progress, name, tokenizer
         self._tokens: list[int] | None = None  # None until the prompt was received
-        self._shown, self._first = "", 0.0
+        self._shown = ""
+        self.times: list[float] = []
+        """When each token of the answer came, in seconds of `time.perf_counter`."""
 
     def put(self, value: Tensor) -> None:
         """Receive token ids from transformers: the prompt in the first call, then the answer."""
@@ -110,12 +112,12 @@ class Answer(BaseStreamer):
             self._tokens = []
             return
         now = time.perf_counter()
-        self._first = self._first if self._tokens else now
+        self.times.append(now)
         self._tokens += value.flatten().tolist()
         text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
         text = " ".join(text.rstrip("\ufffd").split())  # drops an incomplete character
         more, self._shown = text[len(self._shown) :], text
-        token_s = (now - self._first) / max(len(self._tokens) - 1, 1)
+        token_s = (now - self.times[0]) / max(len(self._tokens) - 1, 1)
         self._progress.answer(self._name, text, more, token_s)
 
     def end(self) -> None:

@@ -1,7 +1,7 @@
-"""The task of `kvindex demo`: a fact (needle) is hidden in a long text, and a question asks for it.
+"""The demo's task: facts hidden in a long text, and a question about each.
 
-The task follows the single-needle task of RULER (Hsieh et al., 2024), in words with which the model
-SmolLM2-135M answers correctly with full attention.
+The task follows the single-needle task of RULER (Hsieh et al., 2024), with a wording to which
+SmolLM2-135M finds the answer with full attention. The caller provides the text.
 """
 
 from __future__ import annotations
@@ -13,66 +13,98 @@ from typing import Any
 
 from torch import Tensor
 
-from kvindex_adapters.common.prompt import encode_prompt
+from kvindex_adapters.common.prompt import common_length, encode_prompt
 
 KEYS = ("harbor", "lantern", "meadow", "copper", "violin", "orchard", "glacier", "compass")
 
 
 @dataclass(frozen=True)
 class Needle:
-    """A prompt with a hidden fact: the number of a word.
+    """One hidden fact and the question about it.
 
     Args:
-        ids: Token ids of the prompt, int64 `[N]`.
         key: The word that the question names.
-        value: The number of the word, which is the right answer.
+        value: The number that answers it.
     """
 
-    ids: Tensor
     key: str
     value: str
 
+    @property
+    def sentence(self) -> str:
+        """The sentence that is hidden in the text."""
+        return f"The special magic number for {self.key} is {self.value}."
+
+    @property
+    def question(self) -> str:
+        """The question about this needle."""
+        return f"What is the special magic number for {self.key} that the text mentions?"
+
     def found(self, answer: str) -> bool:
-        """Return True if a model's answer contains the right number."""
+        """Return True if the answer contains the value."""
         return self.value in answer
 
 
-def hide(tokenizer: Any, text: Sequence[str], *, tokens: int, seed: int) -> Needle:
-    """Make a prompt of at most `tokens` tokens from paragraphs in random order and a hidden fact.
+@dataclass(frozen=True)
+class Hidden:
+    """A document with hidden facts, and one prompt per question about it.
 
     Args:
-        tokenizer: The tokenizer of the model.
-        text: The paragraphs. If they are few, the prompt is shorter than `tokens`.
-        tokens: Maximum length of the prompt in tokens.
-        seed: Random seed that chooses the fact, its position and the order of the paragraphs.
+        needles: The hidden facts.
+        prompts: Ids int64 `[N]` of the document and the question, for each needle.
+    """
+
+    needles: list[Needle]
+    prompts: list[Tensor]
+
+    @property
+    def shared(self) -> int:
+        """Number of first tokens that all prompts share: the document. Each question has two more
+        or more."""
+        return min(common_length(self.prompts), *(len(ids) - 2 for ids in self.prompts))
+
+
+def hide(tokenizer: Any, text: Sequence[str], *, tokens: int, seed: int, count: int = 1) -> Hidden:
+    """Make prompts of at most `tokens` tokens: paragraphs in random order, facts between them.
+
+    A short text gives shorter prompts.
+
+    Args:
+        tokenizer: The model's tokenizer, with a chat template.
+        text: The paragraphs.
+        tokens: Maximum length of a prompt.
+        seed: Seed for the facts, their places and the order of the paragraphs.
+        count: Number of facts, from 1 to 8.
+
+    Returns:
+        The facts and the prompts.
 
     Raises:
-        ValueError: `tokens` is too small for the fact and a paragraph.
+        ValueError: There is no room for any paragraph.
     """
     rng = random.Random(seed)
-    key, value = rng.choice(KEYS), str(rng.randint(10**6, 10**7 - 1))
-    needle = f"The special magic number for {key} is {value}."
-    room = tokens - len(_prompt(tokenizer, [needle], key))
+    keys = rng.sample(KEYS, count)
+    needles = [Needle(key, str(rng.randint(10**6, 10**7 - 1))) for key in keys]
+    sentences = [needle.sentence for needle in needles]
+    room = tokens - max(len(_prompt(tokenizer, sentences, needle)) for needle in needles)
     chosen: list[str] = []
     for paragraph in rng.sample(list(text), len(text)):
         room -= len(tokenizer(paragraph + "\n\n", add_special_tokens=False)["input_ids"])
         if room < 0:
             break
         chosen.append(paragraph)
-    depth = rng.random()
+    depths = sorted(rng.random() for _ in needles)
     while chosen:
-        at = round(depth * len(chosen))
-        ids = _prompt(tokenizer, [*chosen[:at], needle, *chosen[at:]], key)
-        if len(ids) <= tokens:  # joined paragraphs may have more tokens than separate ones
-            return Needle(ids, key, value)
+        body = list(chosen)
+        for sentence, depth in reversed(list(zip(sentences, depths, strict=True))):
+            body.insert(round(depth * len(chosen)), sentence)
+        prompts = [_prompt(tokenizer, body, needle) for needle in needles]
+        if max(map(len, prompts)) <= tokens:  # joined paragraphs may have a few more tokens
+            return Hidden(needles, prompts)
         chosen.pop()
-    raise ValueError(
-        f"tokens: got {tokens}, which is too small for the question and a paragraph of the text; "
-        "pass more tokens"
-    )
+    raise ValueError(f"tokens: got {tokens}, allowed is enough for a paragraph of the text")
 
 
-def _prompt(tokenizer: Any, body: list[str], key: str) -> Tensor:
-    text = "\n\n".join(body)
-    content = f"{text}\n\nWhat is the special magic number for {key} that the text mentions?"
+def _prompt(tokenizer: Any, body: list[str], needle: Needle) -> Tensor:
+    content = "\n\n".join([*body, needle.question])
     return encode_prompt(tokenizer, [{"role": "user", "content": content}])
