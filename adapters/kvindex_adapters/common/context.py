@@ -86,21 +86,28 @@ def check_keywords(
     """
     allowed = list(allowed)
     for name, value in given.items():
-        if name in allowed:
-            continue
-        if not isinstance(index, str) or name not in _options_of(index):
+        if name not in allowed:
+            check_not_of_index(called, name, value, index)
             raise TypeError(unknown(f"{called}: argument", name, allowed))
-        first, plus, wrappers = index.partition("+")
-        raise TypeError(
-            f"{called}: got the argument {name!r}, which is an option of the index; pass "
-            f"index_options={{{name!r}: {value!r}}}"
-            + (
-                f' or index="{first}:{name}={value}{plus}{wrappers}"'
-                if isinstance(value, str | int | float)
-                else ""
-            )
-        )
 
 
-def _options_of(index: str) -> list[str]:
-    return option_names(split_spec(index.partition("+")[0])[0])
+def check_not_of_index(called: str, name: str, value: object, index: object) -> None:
+    """Raise TypeError if a keyword argument is an option of the index, and show where it belongs.
+
+    Args:
+        called: The name of the function, for the error.
+        name: The name of the argument.
+        value: Its value.
+        index: The argument `index` of the call.
+    """
+    if not isinstance(index, str):
+        return
+    first, plus, wrappers = index.partition("+")
+    if name not in option_names(split_spec(first)[0]):
+        return
+    line = f'index="{first}:{name}={value}{plus}{wrappers}" or '
+    raise TypeError(
+        f"{called}: got the argument {name!r}, which is an option of the index; pass "
+        + (line if isinstance(value, str | int | float) else "")
+        + f"index_options={{{name!r}: {value!r}}}"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from kvindex.core import check
 from kvindex.core.capability import capability
 from kvindex.core.protocol import RunsOps
+from kvindex_adapters.common.context import check_not_of_index
 from kvindex_adapters.common.layer_options import IndexFactory
 from kvindex_adapters.common.placement import make_room
 from kvindex_adapters.common.prompt import Prompt, encode_prompt
@@ -131,11 +133,12 @@ def generate(
         ValueError: The prompt is empty, an id or an option is out of range, options contradict each
             other, the cache contains tokens and `used` is "refuse", or `attach` rejects the model
             or its options.
-        TypeError: The prompt is neither text, messages nor ids.
+        TypeError: The prompt is neither text, messages nor ids. Or an option of `attach` or of the
+            index was passed as an option of `model.generate`.
     """
     model = unwrapped(model)
     check_attach_options(attach_options)
-    _check_options(generate_options)
+    _check_options(generate_options, index)
     chunk = default_chunk(model) if chunk is None else check.at_least("chunk", chunk, 2)
     check.at_least("max_new_tokens", max_new_tokens, 1)
     check_cache(cache, used, index, k, attach_options)
@@ -263,7 +266,15 @@ def check_attach_options(attach_options: Any) -> None:
         raise ValueError(f"attach_options: got {name}; pass {name} as a separate argument")
 
 
-def _check_options(generate_options: dict[str, Any]) -> None:
+def _check_options(generate_options: dict[str, Any], index: object) -> None:
+    """Raise an error for options that `generate` sets, and for those of `attach` and the index."""
+    for name, value in generate_options.items():
+        if name in inspect.signature(attach).parameters:
+            raise TypeError(
+                f"generate: got the argument {name!r}, which is an option of attach; pass "
+                f"attach_options={{{name!r}: {value!r}}}"
+            )
+        check_not_of_index("generate", name, value, index)
     for name in sorted(RESERVED & set(generate_options)):
         raise ValueError(f"{name}: got a value, but generate() sets {name} itself; leave it out")
     for name, fixed in ONE_ANSWER.items():

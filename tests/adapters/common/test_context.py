@@ -38,15 +38,15 @@ def test_python_may_look_for_its_own_attributes(model):
         (
             {"preset": "fast"},
             r"attach: got the argument 'preset', which is an option of the index; pass "
-            r"index_options=\{'preset': 'fast'\} or index=\"pariskv:preset=fast\"$",
+            r"index=\"pariskv:preset=fast\" or index_options=\{'preset': 'fast'\}$",
         ),
         (
             {"index": "exact:group=max_share+reuse", "row_codec": "int8"},
-            r'or index="exact:group=max_share:row_codec=int8\+reuse"$',
+            r'pass index="exact:group=max_share:row_codec=int8\+reuse" or',
         ),
         (
             {"index": "sentencekv", "punctuation": [3]},
-            r"index_options=\{'punctuation': \[3\]\}$",
+            r"pass index_options=\{'punctuation': \[3\]\}$",
         ),
         ({"local_windows": 3}, "attach: argument: got 'local_windows'.*mean 'local_window'"),
         ({"head_dim": 3}, "attach: argument: got 'head_dim', allowed"),
@@ -62,3 +62,21 @@ def test_unknown_arguments_with_a_factory_and_with_batches(model):
         kvhf.attach(model, index=lambda **given: None, preset="fast")
     with pytest.raises(TypeError, match="attach_batch: got the argument 'preset'"):
         kvhf.attach_batch(model, preset="fast")
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        (
+            {"preset": "fast"},
+            'generate: got the argument .preset.*pass index="pariskv:preset=fast"',
+        ),
+        (
+            {"dense_below": 0},
+            r"generate: got the argument .*pass attach_options=\{'dense_below': 0\}",
+        ),
+    ],
+)
+def test_options_that_generate_does_not_take(model, given, match):
+    with pytest.raises(TypeError, match=match):
+        kvhf.generate(model, None, prompt(1, 8)["input_ids"][0], **given)

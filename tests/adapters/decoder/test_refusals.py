@@ -190,7 +190,7 @@ def test_arguments_are_refused(decoder, prompt, given, said):
     [
         (dict(temperature=1.0), "unexpected keyword argument"),
         (dict(attach_options=dict(windows=3)), "attach_options: argument: got 'windows', allowed"),
-        (dict(attach_options=dict(preset="fast")), 'or index="pariskv:preset=fast"'),
+        (dict(attach_options=dict(preset="fast")), 'pass index="pariskv:preset=fast" or'),
     ],
 )
 def test_options_that_do_not_exist_are_refused(decoder, given, match):
