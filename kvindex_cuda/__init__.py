@@ -1,17 +1,19 @@
-"""CUDA backend of `kvindex`: kernels for indexes, stores and attention.
+"""CUDA backend of `kvindex`: kernels for indexes, stores and attention. Users choose it with the
+option `backend="cuda"` and rarely import this package.
 
-Users choose this backend with `backend="cuda"`, and rarely import this package. It contains:
+It contains:
 
-- `accelerate`: an executor that runs a whole ParisKV index with fused kernels, about five launches
-  for a decode step (`pariskv/`), or None if the index runs one operation at a time;
+- `accelerate`: returns an executor, which runs the steps of a ParisKV index with fused kernels
+  (about five launches per decode step; `pariskv/`), or None if no executor supports the index;
 - `attention`, `coarse`, `codes` and so on: the operations of `kvindex.ops` with the same names and
   signatures, for CUDA tensors (`ops/`);
-- `store`: blocks of keys and values on the device, in pinned host memory, or both (`memory/`);
-- `kvindex_cuda.triton`: attention over blocks for prompts, and layers of language models. It needs
-  Triton and is imported by its full name;
+- `store`: a store of keys and values in blocks of device memory, pinned host memory, or both
+  (`memory/`);
+- `kvindex_cuda.triton`: attention for prompts, and layers of language models, in Triton. It is
+  imported by its full name;
 - `kernels/`: the CUDA sources, which NVRTC compiles at their first launch (`runtime/`).
 
-Importing this package needs neither CuPy nor a GPU. The first launch needs both (`ready`).
+This package can be imported without CuPy and without a GPU. The first launch needs both (`ready`).
 """
 
 from __future__ import annotations

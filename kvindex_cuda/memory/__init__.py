@@ -1,2 +1,2 @@
-"""Manages the memory that kernels read: blocks of rows and codes, pinned memory, and the cache of
-rows."""
+"""Memory that kernels read: blocks of rows (keys and values) and of codes, pinned host memory, and
+a cache of rows."""

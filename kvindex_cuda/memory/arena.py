@@ -1,5 +1,5 @@
-"""Allocates buffers for decode steps of several batch sizes. The buffers share memory, because
-these steps never run at the same time."""
+"""Buffers for decode steps of several batch sizes. Steps never run at the same time, so their
+buffers share memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 class Arena:
-    """Allocates the buffers of decode steps, and gives later steps the memory of earlier ones.
+    """Allocates the buffers of decode steps such that all steps use the same memory.
 
-    Call `begin` before a step allocates its buffers. The step's n-th tensor then uses the memory of
-    the previous step's n-th tensor if that memory is large enough; otherwise it gets new memory,
-    and the previous step keeps its own. So create the largest step first.
+    Call `begin` before the buffers of each step are allocated. The n-th buffer of a step reuses the
+    memory of the n-th buffer of earlier steps if that is large enough. Otherwise it gets new
+    memory, and earlier steps keep theirs. So allocate the buffers of the largest step first.
 
-    `zeros` clears memory only when the memory is allocated. A later step finds there the values
-    that an earlier step has written.
+    `zeros` clears memory only when it is first allocated: a later step finds in a reused buffer
+    what an earlier step has written.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -25,17 +25,17 @@ class Arena:
         self._buffers: list[Tensor] = []
 
     def begin(self) -> Arena:
-        """Begin the allocations of another step. The next tensor is the first one of that step."""
+        """Begin the buffers of another step: the next tensor is its first buffer."""
         self._next = 0
         return self
 
     def zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        """Return a tensor for the present step. Its memory was set to zero when it was
-        allocated."""
+        """Return the next buffer of this step. It was zero when its memory was allocated, but may
+        have been used since."""
         return self._tensor(shape, dtype, zeros=True)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return an uninitialized tensor for the present step."""
+        """Return the next buffer of this step, uninitialized."""
         return self._tensor(shape, dtype, zeros=False)
 
     def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype, *, zeros: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""Pinned host memory, and copies into it that run concurrently with the computation."""
+"""Pinned host memory, and copies from a GPU into it that run concurrently with computation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ MAX_PITCH_BYTES = 2**31 - 1
 
 @dataclass(frozen=True)
 class PinnedSlab:
-    """A slab of pinned host memory that GPUs can access (`cudaHostAlloc`, mapped and portable)."""
+    """A slab (range of memory) of pinned host memory that GPUs can access (`cudaHostAlloc`, mapped
+    and portable)."""
 
     host_address: int
     device_address: int
@@ -50,15 +51,15 @@ class PinnedSlab:
 
 
 class PinnedAllocator:
-    """Allocates slabs with `cudaHostAlloc`, for a CUDA device. The constructor raises ValueError
-    for another device, and the errors of `launch.checked`."""
+    """Allocates slabs (ranges of memory) with `cudaHostAlloc`. The constructor raises ValueError
+    for a device other than a CUDA device, and the errors of `launch.checked`."""
 
     on_host = True
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda" or device.index is None:
             raise ValueError(
-                f"device: got {device}, allowed is a CUDA device, which pins host memory"
+                f"device: got {device}, allowed is a CUDA device, whose driver pins host memory"
             )
         self._device = device.index
         checked(self._device)
@@ -80,8 +81,8 @@ class PinnedAllocator:
 
 
 class Offload:
-    """Copies tensors of a CUDA device into slabs of host memory, on a side stream. On a CPU, copies
-    are done immediately."""
+    """Copies tensors from a CUDA device to slabs of host memory, on a side stream. If the device is
+    a CPU, copies are done immediately."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -122,8 +123,8 @@ class Offload:
         return self._done
 
     def wait(self, done: torch.cuda.Event | None) -> None:
-        """Make the current stream wait for the copies before an event of `copy`, and for all
-        earlier copies."""
+        """Make the current stream wait for the copies that belong to an event of `copy`, and for
+        all earlier copies."""
         if done is None:
             return
         stream = raw_stream(self._device.index)
@@ -135,8 +136,8 @@ class Offload:
         self._waited[1].add(stream)
 
     def synchronize(self) -> None:
-        """Block the host until all copies have finished and the current stream, which may read
-        rows, is idle."""
+        """Block the host until all copies have finished, and until the work on the current stream,
+        which may read rows, has finished."""
         if self._done is not None:
             self._done.synchronize()
         if self._side is not None:

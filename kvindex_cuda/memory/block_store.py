@@ -1,5 +1,5 @@
-"""Store of rows (keys and values) in blocks that kernels read, in pinned host memory, on the
-device, or both."""
+"""Store of rows (keys and values) in memory blocks that kernels read. The blocks are in pinned host
+memory, in device memory, or in both."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ copies."""
 
 
 class BlockStore(Restorable):
-    """Stores rows (one token's key and value) as bytes in blocks `[G, 256, row_bytes]`. A block
-    contains rows of one sequence, and never moves.
+    """Stores rows (one token's key and value) as bytes in blocks `[G, 256, row_bytes]`. A block has
+    rows of one sequence, and never moves.
 
-    It implements the protocols `RowStore`, `PlacedRows` (the pages are the blocks) and, for
-    latents, `AttendsToRows` of `kvindex.storage.store`. Only one thread may use a store at a time.
+    It implements the protocols `RowStore`, `PlacedRows` (each block is a page) and, for latents,
+    `AttendsToRows` of `kvindex.storage.store`. Only one thread may use a store at a time.
 
     Args:
         geometry: Geometry of the index.
@@ -99,7 +99,7 @@ class BlockStore(Restorable):
         self._writing: torch.cuda.Event | None = None  # recorded when `_written` is complete
         self._copied: torch.cuda.Event | None = None  # recorded when appended rows are complete
         self._table = BlockTable(self._geometry, self.row_bytes, self._max_tokens, self._pool)
-        # the center that was subtracted from the stored keys; updated in place, because CUDA
+        # the center that was subtracted from stored keys; always the same tensor, because CUDA
         # graphs read it
         self._center: Tensor | None = None
         if is_centered(self.row_codec, self._geometry):
@@ -128,52 +128,42 @@ class BlockStore(Restorable):
 
     @property
     def on_host(self) -> bool:
-        """True if some rows are in host memory, so that a cache of fetched rows on the device is
-        useful.
-
-        With a `preferred` tier, this becomes True when the first block is allocated on the host.
-        """
+        """True if some rows are in host memory, so that a row cache on the device helps. If the
+        store has a `preferred` tier, this becomes True once a block is allocated on the host."""
         return self._table.on_host if self._pool.mixed else self._tiers[-1].allocator.on_host
 
     @property
     def table(self) -> Tensor:
         """Addresses of blocks, int64 `[B, S]` on the compute device, 0 where there is no block.
 
-        The table is `[0, S]` before the first append. After that it is the same tensor until
-        `reset`, with one exception: after a truncation, an append into a block that a deep copy
-        shares makes a new table. Call `wait` before a kernel reads through the table.
+        The table is `[0, S]` before the first append, and the same tensor from then on until
+        `reset`. Exception: if a deep copy shares the last block after a truncation, the next append
+        makes a new table. Call `wait` before a kernel reads through the table.
         """
         return self._table.addresses
 
     @property
     def on_device(self) -> Tensor | None:
-        """1 for blocks in device memory, uint8 `[B, S]` on the device; None if all blocks are in
-        one memory tier.
-
-        The tensor is replaced only when `table` is replaced.
-        """
+        """For each block, 1 if it is in device memory and 0 if it is on the host, uint8 `[B, S]` on
+        the device. None if all blocks are in one kind of memory. Replaced only when `table` is."""
         return self._table.on_device
 
     @property
     def center(self) -> Tensor | None:
-        """The center that was subtracted from stored keys, float32 `[B, G, D]`. None means that the
-        center is 0.
-
-        It is undefined while the store is empty.
-        """
+        """The center that was subtracted from the keys before they were encoded, float32 `[B, G,
+        D]`. None means that nothing was subtracted. Undefined while the store is empty."""
         return self._center
 
     def wait(self) -> None:
         """Make the current stream wait for copies of appended rows. Do not call this during the
         capture of a CUDA graph.
 
-        It does not wait for rows that were only written (`write`). An append of few rows is a
+        Rows that were written (`write`) but not appended are not waited for. Small appends use a
         kernel on the current stream, which needs no wait.
         """
         self._offload.wait(self._copied)
 
     def _settle(self) -> None:
-        """Block the host until all copies have finished and the current stream is idle."""
         if self._copied is not None:
             self._copied.synchronize()
         self._offload.synchronize()
@@ -181,13 +171,14 @@ class BlockStore(Restorable):
     def join(
         self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Encode keys `[B, G, N, D]` and values `[B, G, N, Dv]` as rows, for an append.
+        """Encode keys `[B, G, N, D]` and values `[B, G, N, Dv]` as rows, in parts that `append` can
+        copy.
 
-        Whole blocks get their final layout, `[B, S, G, 256, row_bytes]`, so that adjacent blocks
-        need one copy. Rows before and after whole blocks are `[B, G, n, row_bytes]`. Up to `FEW`
-        rows are returned as the given keys and values if one kernel can join and write them.
-
-        valid: Bool `[B, N]`, the keys from which a center is computed, or None for all keys.
+        Rows for whole blocks are `[B, S, G, 256, row_bytes]`, the layout of the store, so that
+        adjacent blocks need one copy. Rows before and after them are `[B, G, n, row_bytes]`. If
+        there are at most `FEW` rows and one kernel can encode and write them, the keys and values
+        are returned unchanged. If the codec needs a center, it is computed from the keys where
+        `valid`, bool `[B, N]`, is True; None means all keys.
         """
         N, start, encode = keys.shape[2], self._length, self._codec.encode
         center = self._center
@@ -213,7 +204,7 @@ class BlockStore(Restorable):
         return joined
 
     def reserve(self, rows: dict[str, Tensor]) -> None:
-        """Make room for `rows`, a result of `join`, without changing the stored rows.
+        """Allocate memory for `rows`, a result of `join`. The stored rows do not change.
 
         Raises ValueError if the store would exceed `max_tokens`, MemoryError if it would exceed the
         budget, and MemoryError or RuntimeError if memory cannot be pinned.
@@ -221,12 +212,12 @@ class BlockStore(Restorable):
         self._room(next(iter(rows.values())).shape[0], _count(rows))
 
     def reserve_tokens(self, tokens: int) -> None:
-        """Allocate the memory for `tokens` tokens now, so that appends up to that length allocate
-        no memory.
+        """Allocate the memory for `tokens` tokens now, so that later appends up to that length
+        allocate nothing.
 
-        Until then, appends do not start to pin a slab in the background, because kernel launches
-        wait while the driver pins memory. This method also loads the kernel that writes few rows.
-        It does nothing before the first append, which sets the batch size. It raises the errors of
+        Pinning memory delays kernel launches. For this reason, appends up to that length also do
+        not pin slabs in the background. The method also loads the kernel for small appends. It does
+        nothing before the first append, which sets the batch size. It raises the errors of
         `reserve`.
         """
         if self._table.batch:
@@ -236,8 +227,8 @@ class BlockStore(Restorable):
                 load_kernel(self._geometry.device)
 
     def pin_ahead(self, tokens: int, batch: int) -> None:
-        """Start to pin memory for `tokens` tokens of `batch` sequences in the background, and
-        return."""
+        """Start to pin memory for `tokens` tokens of `batch` sequences in the background. Does not
+        wait."""
         self._pool.expect(batch * -(-tokens // BLOCK))
 
     def _room(self, batch: int, count: int) -> None:
@@ -251,16 +242,16 @@ class BlockStore(Restorable):
             self._table.room(batch, self._length, count)
 
     def write(self, rows: dict[str, Tensor]) -> None:
-        """Copy `rows` to their blocks. Call `reserve` before this, and `append` with the same rows
-        after it.
+        """Copy `rows`, a result of `join`, to their blocks. Call `reserve` before this, and
+        `append` with the same rows after it.
 
-        If there are few rows, a kernel on the current stream writes them. Otherwise they are copied
-        concurrently (see `wait`). Raises ValueError if the store had another length when `join`
-        made the rows.
+        Few rows are written by a kernel on the current stream; more rows are copied concurrently
+        (see `wait`). Raises ValueError if the length of the store has changed since `join`.
         """
         if "blocks" in rows and (self._length + _count(rows, upto="blocks")) % BLOCK:
             raise ValueError(
-                f"rows: got rows joined at another length; join them again at {self._length} tokens"
+                "rows: got rows that were joined when the store had another length; join them "
+                f"again at {self._length} tokens"
             )
         self._written = rows
         if self._launched and _count(rows) <= FEW:
@@ -288,16 +279,16 @@ class BlockStore(Restorable):
             self._pool.ahead()
 
     def _put(self, held: Tensor, rows: dict[str, Tensor]) -> Tensor:
-        """Copy the center of the first append into `held` and return it, or return a new tensor if
-        the batch size has changed."""
+        """Copy the center of the first append into the tensor `held` and return `held`, or return a
+        new tensor if the batch size has changed."""
         batch, center = self._table.batch, rows.center if isinstance(rows, JoinedRows) else None
         if len(held) != batch:
             held = held.new_empty((batch, *held.shape[1:]))
         return held.zero_() if center is None else held.copy_(center)
 
     def gather(self, ids: Tensor) -> Rows:
-        """Return the rows of token ids int64 `[B, G, K]`, from 0 to N - 1, or -1 for a row of
-        zeros."""
+        """Return the rows of token ids int64 `[B, G, K]`. An id of -1 gives zeros; other ids must
+        be from 0 to N - 1."""
         encoded, center = self._gathered(ids), self._center
         if center is None or not self._length:
             return self._codec.decode(encoded)
@@ -306,10 +297,8 @@ class BlockStore(Restorable):
 
     @property
     def attends(self) -> bool:
-        """True if kernels can attend to the stored rows: latents with a supported shape and codec.
-
-        For other rows, the fused decode step that searches also computes attention
-        (`pariskv.executor`).
+        """True if `attend` supports the stored rows. They must be latents with a supported shape
+        and codec. (For other rows, the fused decode step computes attention; `pariskv.executor`.)
         """
         latents = self._geometry.value_in_key and self.row_codec not in BITS
         return latents and unserved(self._geometry) is None
@@ -364,10 +353,11 @@ class BlockStore(Restorable):
         return rows
 
     def append_encoded(self, rows: Tensor, center: Tensor | None = None) -> None:
-        """Append encoded rows `[B, G, N, row_bytes]`, whose keys are relative to `center`; None for
-        zeros.
+        """Append encoded rows `[B, G, N, row_bytes]`. Their keys had `center` subtracted; None
+        means that nothing was subtracted.
 
-        Raises ValueError for a center that the store cannot take, and the errors of `reserve`.
+        Raises ValueError if a center is given but the store is not empty or its codec uses no
+        center, and the errors of `reserve`.
         """
         check_center(center, centered=self._center is not None, held=self._length)
         start = self._length
@@ -398,10 +388,8 @@ class BlockStore(Restorable):
         self._length, self._written = min(self._length, length), None
 
     def reordered(self, batch_indices: Tensor) -> BlockStore:
-        """Return a copy in which sequence `b` is sequence `batch_indices[b]` of this store.
-
-        The copy shares no blocks with this store. Raises the errors of `reserve`.
-        """
+        """Return a copy in which sequence `b` is sequence `batch_indices[b]` of this store. The
+        copy has blocks of its own. Raises the errors of `reserve`."""
         copied = self._shallow()
         copied._open()
         if not self._length:
@@ -419,8 +407,8 @@ class BlockStore(Restorable):
         return copied
 
     def expand_batch(self, count: int) -> BlockStore:
-        """Return a read-only view of a store with one sequence as a batch of `count` equal
-        sequences."""
+        """Return a read-only view of a store with one sequence. The view is a batch of `count`
+        equal sequences."""
         view = self._shallow()
         view._lent_by = self
         view._table = self._table.expand_batch(count)
@@ -429,17 +417,16 @@ class BlockStore(Restorable):
         return view
 
     def emptied(self) -> BlockStore:
-        """Return an empty store with the same options."""
+        """Return a new, empty store with the same options."""
         empty = self._shallow()
         empty._open()
         return empty
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockStore:
-        """Return a copy that shares full blocks with this store. The copy of a view shares no
-        blocks.
+        """Return a copy that shares full blocks with this store. (A copy of a view shares nothing.)
 
-        Shared blocks are never written to: if a store was truncated into a shared block, it copies
-        that block before it appends.
+        Nothing is written to shared blocks: if a store was truncated so that its last block is
+        shared, it copies that block before it appends.
         """
         if self._lent_by is not None:
             return self.reordered(torch.arange(self._table.batch))
@@ -453,10 +440,8 @@ class BlockStore(Restorable):
         return twin
 
     def rollback(self, checkpoint: Any) -> None:
-        """Restore the state of `checkpoint`.
-
-        The memory after the last row is then undefined, because a copy may still write to it.
-        """
+        """Restore the state of `checkpoint`. The memory after the last row is then undefined,
+        because a copy may still write to it."""
         writing = self._writing
         super().rollback(checkpoint)
         self._written, self._writing = None, writing or self._writing
@@ -475,11 +460,11 @@ class BlockStore(Restorable):
         return self._table.batch * self._geometry.kv_heads * self._length * self.row_bytes
 
     def memory(self) -> dict[int, int]:
-        """Return the size of each block in bytes, by the block's address."""
+        """Return the size in bytes of each block, keyed by the block's address."""
         return self._table.memory()
 
     def rows_by_place(self) -> dict[str, int]:
-        """Return the number of rows on the `device` and on the `host`, for all heads and
+        """Return the number of rows on the `device` and on the `host`, over all heads and
         sequences."""
         g, rows = self._geometry, self._table.batch * self._length
         if self._pool.mixed:
@@ -503,8 +488,7 @@ def _in_blocks(part: Tensor) -> Tensor:
 
 
 def _count(rows: dict[str, Tensor], upto: str = "values") -> int:
-    """Count the tokens in a result of `join`: in all its parts, or in those before the part
-    `upto`."""
+    """Count the tokens of `parts`, a result of `join`, or only those before the part `upto`."""
     count = 0
     for name, part in rows.items():
         if name == upto:

@@ -15,10 +15,10 @@ from kvindex_cuda.memory.layout import BLOCK
 
 
 class BlockTable:
-    """Blocks `[G, 256, row_bytes]` of each sequence, in the order of their tokens.
+    """The blocks `[G, 256, row_bytes]` of each sequence, in the order of their tokens.
 
-    `addresses` and `on_device` stay the same tensors until `B` changes, or until a write to a block
-    that a fork shares.
+    A fork is a copy that shares full blocks. `addresses` and `on_device` stay the same tensors
+    until `B` changes, or until a write to a block that a fork shares.
 
     Attributes:
         addresses: Addresses of blocks on the compute device, int64 `[B, S]`, where `S` is the
@@ -50,11 +50,11 @@ class BlockTable:
         return self._numbers.shape[1] == self.addresses.shape[1]
 
     def spare(self, length: int) -> int:
-        """Return the number of allocated blocks that contain none of the first `length` tokens."""
+        """Count the allocated blocks that have none of the first `length` tokens."""
         return self.batch * (self._numbers.shape[1] - -(-length // BLOCK))
 
     def room(self, batch: int, length: int, count: int) -> None:
-        """Make room for `count` tokens after the first `length` tokens of `batch` sequences.
+        """Allocate blocks for `count` tokens after the first `length` tokens of `batch` sequences.
 
         Raises ValueError if a sequence would exceed `max_tokens` or the batch size differs, and the
         errors of `Pool.take`. After an error, the table is unchanged.
@@ -91,8 +91,9 @@ class BlockTable:
     def fork(self, length: int) -> BlockTable:
         """Return a table that shares the full blocks of the first `length` tokens.
 
-        The fork has its own ledger, and a copy of the last block if that is not full. The caller
-        must have waited for writes to that block. Raises the errors of `Pool.take`.
+        The fork has its own list of blocks (`ledger`), and its own copy of the last block if that
+        is not full. Before the call, writes to that block must have finished. Raises the errors of
+        `Pool.take`.
         """
         twin, full = copy(self), length // BLOCK
         twin._numbers = self._numbers[:, :full].clone()
@@ -119,11 +120,11 @@ class BlockTable:
         return any(self._pool.shared([number for row in rows for number in row]))
 
     def owned(self, length: int) -> BlockTable:
-        """Return a copy of this table in which blocks after the first `length` tokens are not
-        shared with forks.
+        """Return a copy of this table in which no fork shares the blocks after the first `length`
+        tokens.
 
-        The block that contains token `length` is copied in each sequence, so all writes to that
-        block must be complete. Raises the errors of `Pool.take`.
+        The block of token `length` is copied in each sequence, so writes to it must have finished.
+        Raises the errors of `Pool.take`.
         """
         slot = length // BLOCK
         own, shared = copy(self), self._pool.shared(self._numbers[:, slot:].flatten().tolist())
@@ -162,13 +163,13 @@ class BlockTable:
         return count
 
     def memory(self) -> dict[int, int]:
-        """Return the size of each block in bytes, by the block's address."""
+        """Return the size in bytes of each block, keyed by the block's address."""
         held, pool = self._numbers.flatten().tolist(), self._pool
         return {pool.device_address(number): pool.block_bytes for number in held}
 
     def read(self, ids: Tensor) -> Tensor:
-        """Return the encoded rows `[B, G, K, row_bytes]` of token ids int64 `[B, G, K]`; zeros for
-        id -1."""
+        """Return the encoded rows `[B, G, K, row_bytes]` of token ids int64 `[B, G, K]`. An id of
+        -1 gives zeros."""
         rows = torch.zeros((*ids.shape, self._row_bytes), dtype=torch.uint8)
         b, g, k = (ids > UNUSED).nonzero(as_tuple=True)
         token = ids[b, g, k]
@@ -180,12 +181,11 @@ class BlockTable:
         return rows
 
     def pieces(self, parts: Iterable[Tensor], start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pairs (part of a block, part of the new rows) whose copies write rows from token
-        `start` on.
+        """Yield the copies that write new rows from token `start` on, as pairs (destination in
+        blocks, source in the new rows).
 
-        Both are views uint8 `[h, w]` with contiguous matrix rows: either adjacent blocks (`h` is
-        1), or rows for one block, with one matrix row per KV head.
-
+        Both are views uint8 `[h, w]` with contiguous matrix rows: either `h` is 1 and they are
+        adjacent blocks, or they are rows of one block and `h` is the number of KV heads.
         parts: New rows in order: whole blocks `[B, S, G, 256, row_bytes]`, and rows before and
             after these `[B, G, n, row_bytes]`.
         """
@@ -204,8 +204,6 @@ class BlockTable:
                 start += count
 
     def _whole(self, blocks: Tensor, slot: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the pairs of `pieces` for whole blocks `[B, S, G, 256, row_bytes]`, from block
-        number `slot` on."""
         for b, new in enumerate(blocks):
             numbers = self._numbers[b, slot : slot + len(new)].tolist()
             for at, length in runs(numbers, self._pool.slab_blocks):
@@ -214,14 +212,15 @@ class BlockTable:
                 yield target.view(1, -1), new[at : at + length].view(1, -1)
 
     def copy_from(self, other: BlockTable, batch_indices: Tensor) -> None:
-        """Copy blocks from another table: its sequence `batch_indices[b]` becomes sequence `b`."""
+        """Copy blocks from another table: its sequence `batch_indices[b]` becomes sequence `b` of
+        this table."""
         sources = other._numbers[batch_indices.cpu(), : self._numbers.shape[1]]
         for to, come in zip(self._numbers.flatten(), sources.flatten(), strict=True):
             self._block(int(to)).copy_(other._block(int(come)))
 
     def expand_batch(self, count: int) -> BlockTable:
-        """Return a read-only view of a table with one sequence as a batch of `count` equal
-        sequences."""
+        """Return a read-only view of a table with one sequence. The view is a batch of `count`
+        equal sequences."""
         view = copy(self)
         if not self.batch:  # before the first append
             view.addresses, view._numbers = self._empty(count)
@@ -233,8 +232,8 @@ class BlockTable:
         return view
 
     def _empty(self, batch: int) -> tuple[Tensor, Tensor]:
-        """Return a table of zeros for the addresses, and an empty tensor for block numbers, int64
-        `[B, 0]` (CPU)."""
+        """Return the addresses and block numbers of `batch` sequences without blocks: zeros, and
+        int64 `[B, 0]` on the CPU."""
         shape = (batch, -(-self._max_tokens // BLOCK))
         addresses = torch.zeros(shape, dtype=torch.int64, device=self._device)
         return addresses, torch.zeros((batch, 0), dtype=torch.int64)
@@ -246,7 +245,7 @@ class BlockTable:
 
     def _name(self, row: int, start: int, blocks: list[int]) -> None:
         """Write the addresses of a sequence's blocks to the table, from block number `start` on.
-        This neither pins memory nor waits for the device."""
+        Does not wait for the device."""
         size = self._pool.block_bytes
         for at, length in runs(blocks, self._pool.slab_blocks):
             first, places = (
@@ -277,8 +276,8 @@ def spans(start: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def runs(numbers: list[int], slab_blocks: int) -> Iterator[tuple[int, int]]:
-    """Group block numbers into runs of blocks that are adjacent in a slab. Yield (index in
-    `numbers` of the first block, number of blocks) for each run."""
+    """Group block numbers into runs of adjacent blocks. Yield (index in `numbers` of the first
+    block, number of blocks) for each run."""
     at = 0
     for place in range(1, len(numbers) + 1):
         follows = place < len(numbers) and numbers[place] == numbers[place - 1] + 1

@@ -1,4 +1,5 @@
-"""Limits on the memory that all pools of a process may allocate, mainly for pinned memory."""
+"""Limits on the memory that all stores of a process may allocate together, mainly for pinned
+memory."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ available when the first store is made."""
 
 
 class Budget:
-    """Limits the bytes that several pools take together. A limit of None means no limit.
+    """Limits the bytes that several pools of memory take together. A limit of None means no limit.
     Thread-safe."""
 
     def __init__(self, limit_bytes: int | None = None) -> None:
@@ -51,14 +52,14 @@ class Budget:
 
 @lru_cache(maxsize=1)
 def shared_budget() -> Budget:
-    """Return the process's budget: 90% of the memory that was available at the first call, or no
-    limit if that number is unknown."""
+    """Return the budget that the process shares: 90% of the host memory that was available at the
+    first call. There is no limit if the available memory is unknown."""
     available = available_bytes()
     return Budget(None if available is None else int(FRACTION * available))
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Return the available bytes of host memory, or None if this number is unknown."""
+    """Return the available bytes of host memory, or None if unknown."""
     try:
         lines = dict(
             line.split(":", 1) for line in meminfo.read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""Storage of an index's codes in blocks of 256 tokens, which never move."""
+"""Storage of an index's codes in memory blocks of 256 tokens, which never move."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ class Fill:
     """Codes and centers that a kernel will write for new tokens.
 
     Attributes:
-        batch: Number of sequences. count: Number of new tokens of each sequence. write: A function
-        that launches the kernel. Its argument is the table of block addresses, int64 `[B, S]`.
+        batch: Number of sequences.
+        count: Number of new tokens of each sequence.
+        write: A function that launches the kernel. Its argument is the table of block addresses,
+            int64 `[B, S]`.
         late: True if `write` must be called only when the codes are appended. Until then, searches
-        read the last, partly filled block, which the kernel overwrites. beyond: Number of tokens
-        that follow the new ones in a last, partly filled block.
+            read the last, partly filled block, which the kernel overwrites.
+        beyond: Number of tokens that follow the new ones in a last, partly filled block.
     """
 
     batch: int
@@ -54,8 +56,8 @@ class CodeBlocks(Restorable):
     there is no block. It stays the same tensor until `B` changes, or until a write to a block that
     a deep copy shares. Appends beyond `max_tokens` raise ValueError.
 
-    unit: Number of tokens that are added or removed at a time, 1 or 256. centered: Whether blocks
-    have centers.
+    unit: Number of tokens that are added or removed at a time, 1 or 256.
+    centered: Whether blocks have centers (mean keys).
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class CodeBlocks(Restorable):
         self._blocks = 0  # blocks of each sequence
         self._length = 0
         self._written: Fill | None = None  # codes that are written, but not yet appended
-        # how many of the first blocks deep copies share; a rollback does not change this number
+        # number of blocks at the beginning that deep copies share; a rollback does not change it
         self._shared, self._sharing = [0], Sharing()
         self.table = torch.zeros((0, self._most), dtype=torch.int64, device=self._device)
 
@@ -130,20 +132,18 @@ class CodeBlocks(Restorable):
 
     @property
     def written(self) -> int:
-        """Number of tokens that `every` may read: appended tokens, and those whose codes are
-        written."""
+        """Number of tokens that `every` may read. It includes tokens whose codes are written but
+        not yet appended."""
         return self._length + (0 if self._written is None else self._written.count)
 
     def _column(self, name: str, run: Run) -> Tensor:
-        """Return a column's entries in a run (a range of adjacent blocks), `[G, N, ...]`."""
         fields = self._fields(run)
         if name == "centers":
             return fields["center"].transpose(0, 1).contiguous().view(torch.bfloat16)[..., 0]
         return self.layout.column(name, fields).transpose(0, 1).flatten(1, 2)
 
     def reserve(self, new: Mapping[str, Tensor] | Fill) -> None:
-        """Allocate memory for the codes `new`. If there is too little memory, the stored codes stay
-        unchanged."""
+        """Allocate memory for the codes `new`. Stored codes do not change, even if this fails."""
         if not new:
             return
         beyond = new.beyond if isinstance(new, Fill) else 0
@@ -151,17 +151,18 @@ class CodeBlocks(Restorable):
         self._room(batch, count + beyond)
 
     def reserve_open(self, batch: int) -> None:
-        """Allocate memory for an open block (the last, partly filled block). If there is too little
-        memory, the stored codes stay unchanged."""
+        """Allocate memory for an open block (the last, partly filled block). The stored codes do
+        not change, even if this fails."""
         self._room(batch, 1)
 
     def put_open(self, new: Mapping[str, Tensor]) -> None:
         """Write the codes of the open block (the last, partly filled block). `len` does not count
-        its tokens."""
+        the tokens of this block."""
         self._copy(new, self._length, _shape(new)[1])
 
     def reserve_tokens(self, tokens: int) -> None:
-        """Allocate memory for `tokens` tokens now, so that appends up to that length allocate none.
+        """Allocate memory for `tokens` tokens now, so that later appends up to that length allocate
+        nothing.
 
         This does nothing before the first append, which sets the batch size. Raises the errors of
         `reserve`.
@@ -199,10 +200,8 @@ class CodeBlocks(Restorable):
         self._free, self._held, self._blocks = free, rows, need
 
     def _own(self, first: int) -> None:
-        """Replace the blocks from block `first` on if a deep copy shares any of them.
-
-        The table is then a new tensor, and the old one remains for a rollback.
-        """
+        """Replace the blocks from block `first` on if a deep copy shares any of them. The table
+        becomes a new tensor, and a rollback can return to the old one."""
         if first < self._shared[0] and not self._sharing.claim(self, first, first):
             before = self._held, self._blocks, self.table, self._shared
             try:
@@ -212,8 +211,8 @@ class CodeBlocks(Restorable):
                 raise
 
     def _replace(self, first: int) -> None:
-        """Replace the blocks from block `first` on by free blocks. Copy the contents of block
-        `first` only."""
+        """Replace the blocks from block `first` on by free blocks. Only the contents of block
+        `first` are copied."""
         rows = range(len(self._held))
         old = [[*self._runs(row, first, 1)] for row in rows]
         blocks, self._blocks, self._shared = self._blocks, first, [first]
@@ -223,14 +222,14 @@ class CodeBlocks(Restorable):
             self._copy_block(old[row], [*self._runs(row, first, 1)], self)
 
     def _copy_block(self, come: list[Run], to: list[Run], other: CodeBlocks) -> None:
-        """Copy the contents of one block per sequence. `come` has the blocks of `other`, and `to`
-        has the blocks of this object."""
+        """Copy one block of each sequence of `other`, in the runs `come`, to the runs `to` of this
+        object."""
         for source, target in zip(come, to, strict=True):
             block = other._slabs[source.slab][source.first]
             self._slabs[target.slab][target.first].copy_(block)
 
     def write(self, new: Mapping[str, Tensor] | Fill) -> None:
-        """Launch the kernel that writes the codes now, unless it must wait for `append`
+        """Launch the kernel of `new`, which writes codes, unless this must wait for `append`
         (`Fill.late`). Call this between `reserve` and `append`."""
         if isinstance(new, Fill) and new.count and not new.late:
             self._fill(new)
@@ -256,7 +255,7 @@ class CodeBlocks(Restorable):
         self._length += count
 
     def forget(self) -> None:
-        """Discard codes that `write` has written but `append` has not appended."""
+        """Discard codes that were written with `write` but not appended."""
         self._written = None
 
     def _after_rollback(self) -> None:
@@ -268,7 +267,7 @@ class CodeBlocks(Restorable):
         self._length, self._written = min(self._length, length // self._unit * self._unit), None
 
     def reordered(self, batch_indices: Tensor) -> CodeBlocks:
-        """Return a copy whose sequence `b` is sequence `batch_indices[b]` of this one."""
+        """Return a copy whose sequence `b` is sequence `batch_indices[b]` of this object."""
         other = self.emptied()
         order, blocks = batch_indices.tolist(), -(-self._length // BLOCK)
         other._held = [[] for _ in order]
@@ -286,14 +285,15 @@ class CodeBlocks(Restorable):
         return other
 
     def expand_batch(self, count: int) -> CodeBlocks:
-        """Return a read-only view of one sequence's codes as a batch of `count` equal sequences."""
+        """Return a read-only view of codes with one sequence. The view is a batch of `count` equal
+        sequences."""
         view = self._shallow()
         view._held = self._held * count
         view.table = self.table.expand(count, -1).contiguous()
         return view
 
     def emptied(self) -> CodeBlocks:
-        """Return an empty object with the same options."""
+        """Return a new, empty object with the same options."""
         most, same = self._most * BLOCK, dict[str, Any](unit=self._unit, centered=self._centered)
         return CodeBlocks(self.layout, self._heads, self._device, most, **same)
 
@@ -324,7 +324,7 @@ class CodeBlocks(Restorable):
         return len(self._held) * self._heads * used
 
     def memory(self) -> dict[int, int]:
-        """Return the size of each block in bytes, by the block's address."""
+        """Return the size in bytes of each block, keyed by the block's address."""
         size, pieces = self._block_bytes, dict[int, int]()
         for run in (run for held in self._held for run in held):
             first = self._slabs[run.slab].data_ptr() + run.first * size
@@ -332,8 +332,8 @@ class CodeBlocks(Restorable):
         return pieces
 
     def _copy(self, new: Mapping[str, Tensor], start: int, count: int) -> None:
-        """Copy codes of new tokens, `[B, G, count, ...]`, to their blocks. `start` is the position
-        of the first token."""
+        """Copy codes of new tokens, `[B, G, count, ...]`, to their blocks, from position `start` in
+        the sequence on."""
         for name, part in self.layout.parts(new).items():
             order = self.layout.order(name, self._device)
             for row in range(len(self._held)):
@@ -358,8 +358,8 @@ class CodeBlocks(Restorable):
                 given = given[run.blocks :]
 
     def _runs(self, row: int, block: int, count: int) -> Iterator[Run]:
-        """Yield runs (ranges of adjacent blocks) with `count` blocks of a sequence, from block
-        number `block` on."""
+        """Yield runs (ranges of adjacent blocks) with the blocks `block` to `block + count - 1` of
+        a sequence."""
         for run in self._held[row]:
             some = min(run.blocks - block, count)
             if some > 0:
@@ -368,22 +368,24 @@ class CodeBlocks(Restorable):
             block -= run.blocks
 
     def _fields(self, run: Run) -> dict[str, Tensor]:
-        """Return the fields of a run (a range of adjacent blocks) as views, `[count, G, 256,
-        ...]`."""
+        """Return views of the fields (signs, magnitudes, …) of a run of adjacent blocks, `[count,
+        G, 256, ...]`."""
         return self.layout.views(self._slabs[run.slab][run.first : run.first + run.blocks])
 
     def _name(self, row: int, block: int, run: Run) -> None:
-        """Write the addresses of a range of adjacent blocks to the table, from block number `block`
-        on. The host does not wait for the device."""
+        """Write the addresses of adjacent blocks to the table, from block number `block` on. Does
+        not wait for the device."""
         size = self._block_bytes
         first = self._slabs[run.slab].data_ptr() + run.first * size
         names = self.table[row, block : block + run.blocks]
         torch.arange(first, first + run.blocks * size, size, out=names)
 
     def _grow(self, blocks: int, *, ahead: bool) -> None:
-        """Allocate at least `blocks` more blocks. With `ahead`, allocate at least a quarter of the
-        number of existing blocks, but at most `AHEAD_BYTES`, so that later appends allocate less
-        often."""
+        """Allocate at least `blocks` more blocks per sequence.
+
+        If `ahead`, also allocate some in advance, so that appends allocate less often: at least a
+        quarter of the number of existing blocks, but at most `AHEAD_BYTES`.
+        """
         held = sum(len(slab) for slab in self._slabs)
         count = max(blocks, min(held // 4, AHEAD_BYTES // self._block_bytes) if ahead else 0)
         shape = (count, self._heads, self.layout.head_bytes)
@@ -396,7 +398,6 @@ class CodeBlocks(Restorable):
 
 
 def _first(held: list[Run], count: int) -> list[Run]:
-    """Return runs (ranges of adjacent blocks) with the first `count` blocks of a sequence."""
     rest, first = count, []
     for run in held:
         if rest > 0:
@@ -419,7 +420,7 @@ def _taken(free: list[Run], count: int) -> Iterator[Run]:
 
 
 def _shape(new: Mapping[str, Tensor] | Fill) -> tuple[int, int]:
-    """Return the number of sequences and the number of tokens of new codes."""
+    """Return the number of sequences and the number of tokens per sequence in `new`."""
     if isinstance(new, Fill):
         return new.batch, new.count
     return new["signs"].shape[0], new["signs"].shape[2]

@@ -12,11 +12,12 @@ from kvindex_cuda.memory.slab_pool import Pool, Tier
 
 
 class CountedPool(Pool):
-    """A `Pool` whose blocks may belong to several stores, such as stores that share a prefix.
+    """A `Pool` whose blocks may belong to several stores, for example stores with a common prefix.
 
-    A store is a member of the pool, with a ledger: a list of all blocks that it has used. These
-    blocks belong to the member until it leaves, so that a rollback to a checkpoint still finds
-    them. The pool closes when the last member leaves. Different threads may use the members.
+    A store is a member of the pool, with a ledger: a list of all blocks that it has used. A block
+    in the ledger belongs to the member until the member leaves, so that a rollback to a checkpoint
+    still finds the block. The pool closes when the last member leaves. Members may be used by
+    different threads.
 
     device: The device whose kernels read the blocks.
     """
@@ -39,14 +40,15 @@ class CountedPool(Pool):
         )  # reentrant: a garbage-collected member calls `leave`
 
     def join(self, ledger: list[int]) -> None:
-        """Add a member. The blocks in its ledger belong to other members, too."""
+        """Add a member with the given ledger. Blocks in the ledger may already belong to other
+        members."""
         with self._lock:
             self._more.update(ledger)
             self._ledgers[id(ledger)] = ledger
 
     def leave(self, ledger: list[int]) -> None:
-        """Remove a member, given its ledger. This never waits, so a finalizer may call it at any
-        time."""
+        """Remove the member with the given ledger. This never waits, so that a finalizer may call
+        it at any time."""
         if self._ledgers.pop(id(ledger), None) is None:
             return
         self._left.append(ledger)
@@ -54,14 +56,17 @@ class CountedPool(Pool):
             self.close()
 
     def shared(self, blocks: Sequence[int]) -> list[bool]:
-        """Return for each block whether it belongs to several members."""
+        """Return for each block whether it belongs to more than one member."""
         with self._lock:
             self._count()
             return [self._more[block] > 0 for block in blocks]
 
     def take(self, count: int) -> list[int]:
-        """Return the numbers of `count` free blocks, ascending. Blocks of members that have left
-        are reused before new memory is allocated. Raises the errors of `Pool.take`."""
+        """Return the numbers of `count` free blocks, ascending.
+
+        Blocks of members that have left are reused before memory is allocated. Raises the errors of
+        `Pool.take`.
+        """
         with self._lock:
             self._count()
             if len(self._free) < count and self._unread:
@@ -72,8 +77,7 @@ class CountedPool(Pool):
             return super().take(count)
 
     def give(self, blocks: list[int]) -> None:
-        """Return a member's blocks to the pool. Blocks that also belong to other members stay in
-        use."""
+        """Give up a member's blocks. A block that also belongs to another member stays in use."""
         with self._lock:
             super().give(self._released(blocks))
 
@@ -86,13 +90,12 @@ class CountedPool(Pool):
                 super().ahead()
 
     def _count(self) -> None:
-        """Release the blocks of members that have left since the last call."""
+        """Free the blocks of members that have left since the last call."""
         while self._left:
             self._unread += self._released(self._left.popleft())
 
     def _released(self, blocks: list[int]) -> list[int]:
-        """Decrease the number of members of each block by one. Return the blocks without
-        members."""
+        """Remove one member from each block, and return the blocks that have no member left."""
         shared = [block for block in blocks if self._more[block] > 0]
         self._more.subtract(shared)
         self._more = +self._more  # drops entries of 0

@@ -1,4 +1,4 @@
-"""Limits the GPU memory of rows in a store that can also use host memory."""
+"""Limits the GPU memory that rows take in a store that can also place rows on the host."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class DeviceBudget(Budget):
 
 @lru_cache
 def rows_of(device: torch.device) -> Budget:
-    """Return the counter of the bytes that rows take on a device. All stores share this counter."""
+    """Return the counter of the bytes that rows take on a device, which all stores share."""
     return Budget()
 
 

@@ -1,4 +1,5 @@
-"""Pages of rows in pinned host memory, for an engine such as vLLM. Kernels read and write them."""
+"""Pages of rows (keys and values) in pinned host memory, for an inference engine such as vLLM.
+Kernels read and write them."""
 
 from __future__ import annotations
 
@@ -17,23 +18,25 @@ from kvindex_cuda.memory.slab_pool import Allocator, DeviceAllocator, Slab
 
 
 class HostPages:
-    """Pages of rows for each layer in host memory, `[pages, G, tokens, 2 D]`, uninitialized.
-    `close` or the garbage collector frees them.
+    """Pages of rows in host memory for each layer of a model, `[pages, G, tokens, 2 D]`,
+    uninitialized. `close` or the garbage collector frees them.
 
     Args:
         geometry: Geometry that all layers have.
         layers: Number of layers.
         pages: Number of pages of each layer.
         tokens: Tokens of a page.
-        allocator: Allocates the memory. By default it is pinned, or torch's if the device is a CPU.
+        allocator: Allocates the memory. The default allocates pinned memory, or ordinary memory if
+            the device is a CPU.
         budget: Limit of the memory. The default is the process's budget for pinned memory.
 
     Attributes:
         rows: The rows of each layer, as tensors on the CPU.
-        places: The address of each layer's rows for kernels.
+        places: The address by which kernels access the rows of each layer.
 
     Raises:
-        MemoryError: The budget or the machine's memory is too small. All memory is freed again.
+        MemoryError: The budget or the memory of the machine is too small. Everything that was
+            allocated is freed.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Layout of blocks of codes, imported from `kvindex/pariskv/block_layout.py`."""
+"""The layout of blocks of codes, re-exported from `kvindex/pariskv/block_layout.py`."""
 
 from kvindex.pariskv.block_layout import (
     ALIGNED,

@@ -1,5 +1,5 @@
-"""Write rows to the pages of an engine such as vLLM, or gather whole sequences from them, with one
-kernel each."""
+"""Kernels that write rows (keys and values) to the pages of an engine such as vLLM, or gather whole
+sequences from the pages."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ WRITE, GATHER = "append/write_pages.cu", "append/gather_pages.cu"
 
 
 def load_kernels(device: torch.device) -> None:
-    """Load both kernels on a device in advance, because kernels cannot be compiled during a graph
-    capture."""
+    """Compile and load the kernels `write_pages` and `gather_pages` on a device in advance. During
+    the capture of a CUDA graph, kernels cannot be compiled."""
     load(WRITE, "write_pages", device)
     load(GATHER, "gather_pages", device)
 
@@ -42,9 +42,10 @@ def write_pages(
         layer: Number of the layer.
         keys: `[T, G, D]`.
         values: `[T, G, D]`.
-        slots: Slot of each token, int64 `[T]`: `page · tokens + offset`, below 0 to skip the token.
-        cache: The layer's row cache, with a group for each KV head. Overwritten rows are removed
-            from the cache.
+        slots: Where each token is written, int64 `[T]`: `page · tokens + offset`, or a number below
+            0 to skip the token.
+        cache: The layer's row cache, with one group per KV head. Rows that this call overwrites are
+            removed from the cache.
 
     Raises:
         ValueError: Shapes or dtypes do not fit.
@@ -99,9 +100,10 @@ def gather_pages(
         tables: Pages of each sequence, int32 `[R, blocks]`.
         lengths: Length of each sequence including its new tokens, int32 `[R]`.
         starts: Index of each sequence's first new token among all new tokens, then the number of
-        all new tokens, int32 `[R + 1]`. keys: Keys of all new tokens, `[T, G, D]`. Rows of new
-        tokens come from `keys` and `values`, not from the pages. values: Values of all new tokens,
-        `[T, G, D]`.
+            all new tokens, int32 `[R + 1]`.
+        keys: Keys of all new tokens, `[T, G, D]`. Rows of new tokens come from `keys` and `values`,
+            not from the pages.
+        values: Values of all new tokens, `[T, G, D]`.
 
     Raises:
         ValueError: Shapes, dtypes, strides or devices do not fit.
@@ -141,16 +143,17 @@ def gather_pages(
 
 
 def _counted(pieces: int) -> int:
-    """Return `pieces`, a number of 16-byte units to copy. Raises ValueError if it exceeds the 32
-    bits that kernels count with."""
+    """Return `pieces`, a number of units of 16 bytes. Raises ValueError if it does not fit into the
+    32 bits in which the kernels count."""
     if pieces >= 2**31:
         raise ValueError(f"rows: got {pieces} units of 16 bytes, allowed are fewer than 2^31")
     return pieces
 
 
 def _pieces(pages: Pages, keys: Tensor, values: Tensor) -> dict[str, int]:
-    """Return the kernels' arguments for keys and values, in units of 16 bytes: sizes of a key and
-    of a row, and strides. Raises ValueError for dtypes, shapes or strides that do not fit."""
+    """Return the kernels' arguments about keys and values, in units of 16 bytes: sizes of a key and
+    of a row, and strides. Raises ValueError for a dtype, shape or stride that the kernels do not
+    support."""
     rows = pages.rows[0]
     size = rows.element_size()
     given: dict[str, int] = {}

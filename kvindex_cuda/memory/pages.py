@@ -1,4 +1,5 @@
-"""Describes where an engine such as vLLM stores the codes and rows of all layers in its pages."""
+"""Describes where an inference engine such as vLLM stores the codes and rows of all layers in its
+pages."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from kvindex_cuda.memory.layout import BLOCK, Layout
 
 @dataclass(frozen=True)
 class PagedLayout(Layout):
-    """Layout of codes in an engine's pages. `head_bytes` is the stride between the codes of two KV
-    heads in a page."""
+    """Layout of the codes in an engine's pages, where the codes of several KV heads need not be
+    contiguous."""
 
     record_bytes: int
 
@@ -27,13 +28,15 @@ class PagedLayout(Layout):
 
 @dataclass(frozen=True)
 class Pages:
-    """The engine's two caches of each layer: codes and rows. All layers have the same strides.
+    """The caches of an inference engine: the codes and the rows of each layer, in pages. All layers
+    have the same strides.
 
     Args:
         codes: Codes of each layer, uint8 `[pages, G, parts, bytes]`, in records of 256 tokens.
         rows: Rows of each layer, `[pages, G, tokens, 2 D]`, the key before the value. Each row must
             be contiguous; other strides are arbitrary.
-        places: Addresses of the rows for kernels, if they are in pinned host memory.
+        places: Addresses by which kernels access the rows of each layer, if rows are in pinned host
+            memory.
 
     Raises:
         ValueError: Layers differ, or shapes do not fit.
@@ -48,8 +51,8 @@ class Pages:
             found = {(part.shape, part.stride(), part.dtype, part.device) for part in parts}
             if len(found) != 1:
                 raise ValueError(
-                    f"{name}: got {len(found)} combinations of shape, strides, dtype and device, "
-                    "allowed is the same one for all layers"
+                    f"{name}: got {len(found)} different combinations of shape, strides, dtype and "
+                    "device; all layers must have the same"
                 )
         codes, rows = self.codes[0], self.rows[0]
         tokens = rows.shape[2]
@@ -60,12 +63,11 @@ class Pages:
             )
         if rows.stride(3) != 1 or codes.stride(3) != 1:
             raise ValueError(
-                "pages: got rows or records that are not contiguous in their last dimension"
+                f"pages: got rows with strides {rows.stride()} and codes with strides "
+                f"{codes.stride()}; the last dimension must be contiguous (stride 1)"
             )
         if self.places is None and rows.device != codes.device:
-            raise ValueError(
-                f"rows: got a tensor on {rows.device}, but codes are on {codes.device}"
-            )
+            raise ValueError(f"rows: got rows on {rows.device}, but codes are on {codes.device}")
         size = rows.element_size()
         places = [*(part.data_ptr() for part in self.codes), *self.row_places]
         steps = [step * size for step in rows.stride()[:3]] + [*codes.stride()[:3]]
@@ -95,7 +97,7 @@ class Pages:
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """Strides of codes and rows in bytes, by the names of the kernels' parameters."""
+        """Strides of codes and rows in bytes, keyed by the names of the kernels' parameters."""
         codes, rows = self.codes[0], self.rows[0]
         size, part = rows.element_size(), codes.stride(2) if codes.shape[2] > 1 else 0
         return dict(

@@ -1,12 +1,13 @@
-"""Cache on the device of rows that were recently fetched from the host.
+"""Cache in device memory of rows that were recently fetched from the host.
 
 Each KV head has a table of slots in sets of 4. A hash of a row's token id selects the set. If the
-set contains the row, attention reads it from the cache. Otherwise it is fetched from the host and
-replaces the least recently used row of the set, unless all four slots are used in the same decode
-step. All rows of a step are looked up in parallel, so one row may replace another that is needed in
-the same step. The replaced row is then fetched from the host (kernels/common/row_cache.cuh). The
-kernel `attend` looks up, reads and fills the cache (kernels/step/attend.cu). All tensors stay at
-fixed addresses.
+set contains the row, attention reads it from the cache. Otherwise the row is fetched from the host
+and replaces the least recently used row of the set, unless all four slots are used in the same
+decode step.
+
+The kernel `attend` looks up, reads and fills the cache (kernels/step/attend.cu). It looks up all
+rows of a step in parallel, so a row may be replaced that the same step needs; it is then fetched
+from the host (kernels/common/row_cache.cuh). All tensors stay at fixed addresses.
 """
 
 from __future__ import annotations
@@ -28,18 +29,17 @@ class RowCache:
         groups: Number of groups: sequences times KV heads.
         row_bytes: Bytes of a row.
         device: Device of the cache.
-        capacity: Slots per group, a power of two and at least 4. Raises ValueError for another
-        number. clock: Number of decode steps so far, int32 `[1]`, if several caches share this
-        counter and their owner updates it (`steps.paged`). By default each group counts its own
-        steps.
+        capacity: Slots per group, a power of two and at least 4. Raises ValueError otherwise.
+        clock: A counter of decode steps, int32 `[1]`, that several caches share and their owner
+            increments (`steps.paged`). By default each group counts its own steps.
 
     Attributes:
         tags: Token id in each slot, int32 `[groups, capacity]`, -1 for none.
-        stamps: When a slot was last used: twice the number of the step, or one more, int32
-            `[groups, capacity]`.
-        clocks: Steps so far, int32 `[groups]` or `[1]`.
-        counts: Number of rows that were looked up, and number that were found, int32 `[groups, 2]`.
-            They wrap around.
+        stamps: The decode step in which a slot was last used, as twice its number, plus 1 if the
+            slot got another row in that step, int32 `[groups, capacity]`.
+        clocks: Number of decode steps so far, int32 `[groups]` or `[1]`.
+        counts: Number of rows that were looked up, and number of these that were found, int32
+            `[groups, 2]`. Both wrap around.
         data: The rows, uint8 `[groups, capacity, row_bytes]`.
     """
 
@@ -67,8 +67,8 @@ class RowCache:
         self.data = torch.empty((groups, capacity, row_bytes), dtype=torch.uint8, device=device)
 
     def forget(self, groups: slice = slice(None)) -> None:
-        """Remove all rows of some groups, because their token ids may now mean other rows. The host
-        does not wait for the device."""
+        """Remove all rows of some groups, because their token ids may now belong to other rows.
+        Does not wait for the device."""
         self.tags[groups].fill_(-1)
 
     def hit_rate(self) -> float:

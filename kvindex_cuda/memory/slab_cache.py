@@ -1,8 +1,9 @@
-"""Cache of pinned memory: memory of a deleted index stays pinned for the index of the next prompt.
+"""Cache of pinned host memory: when an index is deleted, its memory stays pinned and is reused by
+the next index.
 
-Pinning is slow, about 3 GB/s. A freed slab (a range of memory) stays pinned in this cache until a
-slab of the same size is needed. `release_pinned` returns the memory to the operating system. A
-background thread can pin memory before the index that needs it has its first token.
+Pinning is slow, about 3 GB/s. Freed slabs (ranges of memory) stay pinned in the cache until a slab
+of the same size is needed. `release_pinned` returns the memory to the operating system. A
+background thread can pin memory before the first token of an index arrives.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from kvindex_cuda.memory.slab_pool import Allocator, Slab
 
 
 class SlabCache:
-    """Stores unused slabs of several allocators. One budget limits the unused slabs and the slabs
-    in use together. The cache is thread-safe. Finalizers may call it, and the garbage collector may
-    run a finalizer whenever a thread makes an object. For that reason, loops iterate over copies of
-    the cache's collections.
+    """Stores unused slabs (ranges of pinned memory) of several allocators. One budget limits unused
+    slabs and slabs in use together.
+
+    The cache is thread-safe. Finalizers may call it, and Python may run a finalizer in any thread
+    whenever an object is made. Therefore, loops iterate over copies of the cache's collections.
 
     budget: The budget from which slabs in use are taken.
     """
@@ -50,10 +52,8 @@ class SlabCache:
             self._kept += slab.nbytes
 
     def take(self, allocator: Allocator, nbytes: int) -> _Lent | None:
-        """Take a slab from the cache: the newest slab of `nbytes` bytes that the allocator made.
-
-        Returns None if there is no such slab.
-        """
+        """Take the newest slab of `nbytes` bytes that this allocator made from the cache. Return
+        None if there is none."""
         with self._lock:
             for slab in reversed(list(self._slabs.values())):
                 if slab.nbytes == nbytes and slab.owner.allocator is allocator:
@@ -65,8 +65,8 @@ class SlabCache:
         return self._slabs.pop(slab.device_address)
 
     def expect(self, owner: CachingAllocator, nbytes: int, count: int) -> None:
-        """Announce that `count` more slabs will be requested, or -`count` fewer if `count` is
-        negative.
+        """Announce that `count` more slabs will be requested. A negative `count` withdraws earlier
+        announcements.
 
         A background thread pins the slabs that the cache lacks, as long as the budget has room and
         the machine has memory. This method never fails.
@@ -95,8 +95,8 @@ class SlabCache:
             self.keep(_Lent(slab, nbytes, owner))
 
     def _missing(self) -> tuple[CachingAllocator, int] | None:
-        """Return the allocator and size of the next slab to pin, or None if the thread has nothing
-        left to do."""
+        """Return the allocator and size of the next slab that the background thread should pin, or
+        None if there is none."""
         with self._lock:
             limit = self._budget.limit_bytes
             room = None if limit is None else limit - self._kept - self._budget.used_bytes
@@ -108,14 +108,14 @@ class SlabCache:
         return None
 
     def make_room(self) -> None:
-        """Free the oldest unused slabs until the budget has room for all slabs."""
+        """Free unused slabs, oldest first, until the budget has room for the other slabs."""
         limit = self._budget.limit_bytes
         if limit is not None:
             self.release(max(0, limit - self._budget.used_bytes))
 
     def release(self, keep_bytes: int = 0) -> int:
-        """Free the oldest unused slabs until at most `keep_bytes` bytes are left. Return the number
-        of bytes freed."""
+        """Free unused slabs, oldest first, until at most `keep_bytes` bytes of unused slabs are
+        left. Return the number of bytes freed."""
         freed = 0
         while True:
             with self._lock:
@@ -128,7 +128,7 @@ class SlabCache:
 
 @dataclass(frozen=True)
 class CachingAllocator:
-    """An `Allocator` that takes slabs from a cache, and returns freed slabs to it."""
+    """An `Allocator` that reuses slabs from a cache, and returns freed slabs to the cache."""
 
     allocator: Allocator
     cache: SlabCache

@@ -1,9 +1,9 @@
-"""Pool of memory slabs that are divided into blocks of equal size. Host memory is pinned one slab
-in advance.
+"""Pool of memory slabs, which are divided into blocks of equal size. The next slab of host memory
+is pinned in advance, on a background thread.
 
-Only one thread may use a pool. The pool's background thread passes slabs to it through deques,
-whose operations are atomic, so there are no locks. `close` never waits, because a finalizer may
-call it at any time.
+Only one thread may use a pool. The background thread passes slabs to it through deques, whose
+operations are atomic, so there are no locks. `close` never waits, because a finalizer may call it
+at any time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Slab(Protocol):
         ...
 
     def free(self) -> None:
-        """Wait for work on the slab, and free it. Callers call this once, and do not use the slab
+        """Wait for kernels and copies that may use the slab, and free it. It must not be used
         afterwards."""
         ...
 
@@ -59,17 +59,17 @@ class Allocator(Protocol):
 
 @runtime_checkable
 class Foresees(Protocol):
-    """An `Allocator` that can allocate slabs in advance."""
+    """An `Allocator` that can allocate slabs in advance, before they are requested."""
 
     def expect(self, nbytes: int, count: int) -> None:
-        """Announce that `count` more slabs of `nbytes` bytes will be requested, or -`count` fewer
-        if `count` is negative. Does not wait."""
+        """Announce that `count` more slabs of `nbytes` bytes will be requested. A negative `count`
+        withdraws earlier announcements. Does not wait."""
         ...
 
 
 @dataclass(frozen=True)
 class DeviceSlab:
-    """A slab (range of memory) in a torch tensor, uint8 `[bytes]`."""
+    """A slab (range of memory) that is a torch tensor, uint8 `[bytes]`."""
 
     memory: Tensor
 
@@ -88,7 +88,7 @@ class DeviceSlab:
             torch.cuda.synchronize(self.memory.device)
 
     def free(self) -> None:
-        """Wait for all work on the device. Torch reuses the memory after the last view of it is
+        """Wait for all work on the device. Torch can reuse the memory once the last view of it is
         deleted."""
         self.settle()
 
@@ -121,8 +121,6 @@ class Tier:
 
 @dataclass(frozen=True)
 class _Held:
-    """An allocated slab and its memory tier."""
-
     slab: Slab
     tier: Tier
 
@@ -165,11 +163,8 @@ class Pool:
         return len(self._held) * self._slab_bytes
 
     def view(self, slab: int) -> Tensor:
-        """Return a slab by its number, uint8 `[slab_blocks, block_bytes]`. Its first block has the
-        number `slab · slab_blocks`.
-
-        Raises RuntimeError after `close`.
-        """
+        """Return a slab by its number, as uint8 `[slab_blocks, block_bytes]`. Its first block has
+        the number `slab · slab_blocks`. Raises RuntimeError after `close`."""
         if self._closed:
             raise RuntimeError("host store: its memory has been freed")
         return self._views[slab]
@@ -188,8 +183,8 @@ class Pool:
         slabs if needed.
 
         Raises MemoryError if the budget is exceeded, and MemoryError or RuntimeError if memory
-        cannot be pinned, here or on the background thread. In these cases no block is taken, and
-        new memory is freed.
+        cannot be pinned, also if this happened on the background thread. Then no block is taken,
+        and new memory is freed.
         """
         self._adopt()
         if len(self._free) < count:
@@ -205,10 +200,11 @@ class Pool:
         self._free = sorted(self._free + blocks)
 
     def ahead(self) -> None:
-        """Start allocating a slab on a background thread if less than a slab is free and the budget
-        has room.
+        """Start to allocate a slab on a background thread if there are fewer free blocks than in
+        one slab and the budget has room.
 
-        This never fails. It does nothing if all slabs are in device memory, which needs no pinning.
+        This never fails. It does nothing if all slabs are in device memory, which need not be
+        pinned.
         """
         if self._worker is not None and self._worker.is_alive():
             return
@@ -229,11 +225,8 @@ class Pool:
             tier.budget.give(self._slab_bytes)
 
     def expect(self, blocks: int) -> None:
-        """Announce that `blocks` blocks will be used in total, so that slabs can be pinned in
-        advance.
-
-        This does nothing if some blocks may be in device memory and others in host memory.
-        """
+        """Announce how many blocks will be used in total, so that their slabs can be pinned in
+        advance. This does nothing if the pool has both device memory and host memory."""
         slabs = -(-blocks // self.slab_blocks) + 1 - len(self._held) - self._expected
         if slabs > 0 and not self._preferred:
             self._tell(slabs)
@@ -245,13 +238,13 @@ class Pool:
             allocator.expect(self._slab_bytes, slabs)
 
     def settle(self) -> None:
-        """Wait until the background thread has allocated its slab."""
+        """Wait until the background thread has allocated the slab that it is working on."""
         if self._worker is not None:
             self._worker.join()
 
     def close(self) -> None:
-        """Free all slabs. A slab that the background thread is pinning is freed as soon as it is
-        pinned."""
+        """Free all slabs. If the background thread is pinning a slab, that slab is freed as soon as
+        it is pinned."""
         self._closed = True
         self._tell(-self._expected)
         self._drain()
@@ -281,12 +274,12 @@ class Pool:
 
     def _with_room(self, *tiers: Tier) -> Tier | None:
         """Return the first tier whose budget has room for a slab, and take the slab's bytes from
-        that budget; None if no budget has room."""
+        this budget. Return None if no budget has room."""
         return next((tier for tier in tiers if tier.budget.try_take(self._slab_bytes)), None)
 
     def _allocated(self, tier: Tier) -> _Held:
-        """Allocate a slab in a tier whose budget already includes it. If that fails, use the last
-        tier."""
+        """Allocate a slab in a tier from whose budget its bytes are already taken. If that fails,
+        allocate in the last tier."""
         try:
             held = _Held(tier.allocator.allocate(self._slab_bytes), tier)
             if self._expected:
@@ -326,7 +319,7 @@ class Pool:
             raise error
 
     def _adopt(self) -> None:
-        """Number the blocks of newly allocated slabs, and add them to the free blocks."""
+        """Number the blocks of new slabs, and add them to the free blocks."""
         while self._ready:
             held = self._ready.popleft()
             first = len(self._views) * self.slab_blocks

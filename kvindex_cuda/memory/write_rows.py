@@ -1,5 +1,5 @@
-"""Write a small number of rows to their blocks with one kernel, without copies or events on the
-host."""
+"""Append a small number of rows (keys and values) to their blocks with one kernel. Compared with
+asynchronous copies, this needs no events."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def write_rows(parts: Sequence[Tensor], table: Tensor, start: int) -> None:
 
 
 def load_kernel(device: torch.device) -> None:
-    """Load the kernel on a device before its first launch."""
+    """Load the kernel on a device before it is needed."""
     load(FILE, "write_rows", device)
 
 

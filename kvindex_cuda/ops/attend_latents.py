@@ -1,5 +1,5 @@
-"""Attention over stored latents (multi-head latent attention). A latent row is a key; its first
-coordinates are also its value."""
+"""Attention over stored latents (multi-head latent attention). The stored row of a token is its
+key; the first coordinates of the key are also its value."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ WIDEST = 1024
 
 
 class LatentAttention:
-    """Runs the two kernels of `attend_latents.cu`, and owns the buffers through which they pass
-    results."""
+    """Runs the kernels `attend_latents` and `merge_latents`, and owns the buffers between them."""
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
@@ -62,10 +61,12 @@ class LatentAttention:
             found: Number of ids of each group, int32 `[B G]`, or None to use all.
             weights: Log weights of these rows, float32 `[B, H, k]`, `[B G, k]` for all heads of a
                 group, or None.
-            rows: See `device_state.State`, also for the next five arguments. row_bytes: See
-            `device_state.State`. codec: See `device_state.State`. resident: See
-            `device_state.State`. resident_mask: See `device_state.State`. resident_count: See
-            `device_state.State`.
+            rows: See `device_state.State`, also for the next five arguments.
+            row_bytes: See `device_state.State`.
+            codec: See `device_state.State`.
+            resident: See `device_state.State`.
+            resident_mask: See `device_state.State`.
+            resident_count: See `device_state.State`.
             output: Tensor for the result, `[B, H, Dv]`.
             lse: Tensor for the logarithms of sums of exponentials, float32 `[B, H]`.
             on_host: True if rows are on the host. Then each row is read only once; otherwise, each
@@ -141,7 +142,7 @@ class LatentAttention:
 
 
 def unserved(geometry: Geometry) -> str | None:
-    """Return why the kernels do not support a geometry with latents, or None if they support it."""
+    """Return why the kernels do not support latents of this geometry, or None if they do."""
     g = geometry
     limits = [
         ("q_heads", g.group_size, g.group_size <= MOST_HEADS, f"up to {MOST_HEADS} a head"),
@@ -158,7 +159,6 @@ def _padded(geometry: Geometry) -> int:
 
 
 def _shared_bytes(geometry: Geometry, part: int) -> int:
-    """Return the bytes of dynamic shared memory that attend_latents.cu needs."""
     pitch = -(-geometry.head_dim * geometry.dtype.itemsize // 128) * 128 + 32
     logits = part if geometry.dtype == torch.float32 else MOST_HEADS
     return LATENT_ROWS * pitch + logits * 4 * (LATENT_ROWS + 4) + part * 2 * LATENT_ROWS

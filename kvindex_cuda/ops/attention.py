@@ -1,5 +1,5 @@
-"""Exact softmax attention on the device: with a kernel for one query per head, with torch for
-prefill."""
+"""Exact softmax attention on the device. One query per head uses a kernel of this package; prefill
+uses torch."""
 
 from __future__ import annotations
 
@@ -160,8 +160,8 @@ def attend_blocks(
     """Attend with `T` queries per head to blocks of rows, with an online softmax. Returns `[B, H,
     T, Dv]`.
 
-    This calls the reference implementation `kvindex.ops.attention.attend_blocks` with the same
-    arguments, because torch already runs the large products of a prefill on tensor cores.
+    This calls `kvindex.ops.attention.attend_blocks` with the same arguments: torch already runs the
+    large products of a prefill on tensor cores.
     """
     parts = reference.attend_blocks(queries, blocks, scale=scale, softcap=softcap, return_lse=True)
     return parts if return_lse else parts[0]
@@ -173,7 +173,7 @@ def attend_causal(
     """Attend causally from the newest `T` tokens to all `N` rows in one call. Returns `[B, H, T,
     Dv]`.
 
-    This calls the reference implementation `kvindex.ops.attention.attend_causal` with the same
-    arguments. The reference uses torch's fused kernel.
+    This calls `kvindex.ops.attention.attend_causal` with the same arguments, which uses torch's
+    fused kernel.
     """
     return reference.attend_causal(queries, keys, values, scale=scale, valid=valid)

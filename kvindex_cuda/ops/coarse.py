@@ -1,5 +1,5 @@
-"""Coarse stage on the device: histogram of centroids, lookup tables and votes. All results equal
-those of the reference (`kvindex.ops.coarse`) bit for bit."""
+"""Coarse stage of a search on the device: histogram of centroids, lookup tables and votes. All
+results equal those of `kvindex.ops.coarse` bit for bit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KB."""
 
 
 def histogram(signs: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Count the keys of each centroid (a sign pattern of 8 coordinates).
+    """Count the keys of each centroid, that is, of each sign pattern of 8 coordinates (a subspace).
 
     Args:
         signs: uint8 `[B, G, N, M]`.
@@ -67,11 +67,11 @@ def histogram(signs: Tensor, valid: Tensor | None = None) -> Tensor:
 
 
 def tier_table(queries: Tensor, histogram: Tensor, limits: Tensor) -> Tensor:
-    """Compute the points of tiered votes that each centroid earns.
+    """Compute the points that tiered votes give to each centroid (a sign pattern of 8 coordinates).
 
-    In each subspace, the centroids `c` are ordered by their inner product with the query, `⟨q̃_b,
-    c⟩`, best first; of equal products, the lower centroid is first. A centroid earns one point for
-    each tier `t` if the centroids before it have fewer than `limits[t]` keys in total.
+    In each subspace `b`, the centroids `c` are sorted by their inner product with the query,
+    `⟨q̃_b, c⟩`, best first; of equal products, the lower centroid is first. A centroid earns one
+    point for each tier `t` if the centroids before it have fewer than `limits[t]` keys in total.
 
     Args:
         queries: Rotated, float32 `[B, G, g, D]`.
@@ -111,8 +111,8 @@ def dot_table(queries: Tensor, query_max: int) -> Tensor:
     (`kvindex.ops.coarse.rounded`) and `s_c` is sign pattern `c` (coordinates ±1).
 
     Args:
-        queries: Rotated queries, float32 `[B, G, g, D]`. query_max: Largest integer of a rounded
-            query.
+        queries: Rotated queries, float32 `[B, G, g, D]`.
+        query_max: Largest integer of a rounded query.
 
     Returns:
         int16 `[B, G, g, M, 256]`.
@@ -133,12 +133,12 @@ def dot_table(queries: Tensor, query_max: int) -> Tensor:
 def dot_offsets(
     offsets: Tensor, queries: Tensor, query_max: int, weight_scale: Tensor, level: float
 ) -> Tensor:
-    """Compute the offset that a block's center `μ` adds to the votes of the block's keys, from `⟨q,
-    μ⟩`.
+    """Convert the products of queries and block centers to offsets, which are added to the votes of
+    a block's keys.
 
-    Without an offset, a vote with factors is an estimate of `⟨q, k - μ⟩` in a unit that depends on
-    the query (docs/pipeline/coarse.md). This function converts `⟨q, μ⟩` to the same unit and rounds
-    it to an integer. Results are limited to ±2^30, so that no sum overflows.
+    The vote of a key `k` estimates `⟨q, k - μ⟩`, where `μ` is the center of its block, in a unit
+    that depends on the query (docs/pipeline/coarse.md). This function converts `⟨q, μ⟩` to the same
+    unit and rounds it to an integer. Results are limited to ±2^30, so that no sum overflows.
 
     Args:
         offsets: `⟨q, μ⟩` of each block, float32 `[B, G, g, S]`.
@@ -183,15 +183,16 @@ def votes(
     offsets: Tensor | None = None,
     every: int = 1,
 ) -> Tensor:
-    """Sum the table entries of each key over the subspaces.
+    """Compute votes: look up the table entries of each key, and add them up over the subspaces.
 
     Args:
         signs: uint8 `[B, G, N, M]`.
         table: uint8 or int16 `[B, G, g, M, 256]`.
         factors: int32 `[B, G, N, M]` to multiply each table entry of a key, `[B, G, N, 1]` to
-        multiply the sum of a key's entries, or None. offsets: int32 `[B, G, g, S]`, or None. Offset
-        `s` is added to the votes of keys `s · every` to `(s + 1) · every - 1`. every: Number of
-        consecutive keys that have the same offset.
+            multiply the sum of a key's entries, or None.
+        offsets: int32 `[B, G, g, S]`, or None. Offset `s` is added to the votes of keys `s · every`
+            to `(s + 1) · every - 1`.
+        every: Number of consecutive keys that have the same offset.
 
     Returns:
         int32 `[B, G, g, N]`.

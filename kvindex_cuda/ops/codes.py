@@ -1,4 +1,4 @@
-"""Sign and magnitude codes of rotated keys on the device (ParisKV paper, A.2 and A.3)."""
+"""Encode rotated keys on the device as signs, magnitudes and weights (ParisKV, A.2 and A.3)."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def encode(
     """Encode rotated keys as `signs`, `magnitudes` and `weights`, like `kvindex.ops.codes.encode`.
 
     Signs and magnitudes equal those of the reference bit for bit. Weights may differ by rounding,
-    because sums have another order. Raises ValueError for wrong dtypes or shapes, for a `block`
-    that is not a multiple of 8 or does not divide `D`, or for a `D` above 2,048.
+    because numbers are added up in another order. Raises ValueError for wrong dtypes or shapes, for
+    a `block` that is not a multiple of 8 or does not divide `D`, or for a `D` above 2,048.
     """
     *outer, D = rotated.shape
     if D % SUBSPACE or D > SUBSPACE * CODES_THREADS or block < 1 or block % SUBSPACE or D % block:
@@ -95,10 +95,8 @@ def encode(
 
 
 def log_codes(weights: Tensor, bits: int) -> Tensor:
-    """Return the logarithms of float32 weights as integers with `bits` bits, int32.
-
-    Like `kvindex.ops.codes.log_codes`, this computes the logarithm in double precision.
-    """
+    """Return the logarithms of float32 weights as integers of `bits` bits, int32. The logarithm is
+    computed in double precision, as in `kvindex.ops.codes.log_codes`."""
     given = of_type("weights", weights, torch.float32).contiguous()
     codes = torch.empty(weights.shape, dtype=torch.int32, device=weights.device)
     _on_scale("log_codes", bits, weights=given, codes=codes)
@@ -114,7 +112,6 @@ def log_weights(codes: Tensor, bits: int) -> Tensor:
 
 
 def _on_scale(kernel: str, bits: int, *, weights: Tensor, codes: Tensor) -> None:
-    """Launch `log_codes` or `log_weights`. Raises ValueError unless `bits` is from 1 to 16."""
     if not 1 <= bits <= 16:
         raise ValueError(f"bits: got {bits}, allowed are 1 to 16")
     count = codes.numel()

@@ -1,4 +1,4 @@
-"""Gather rows by token id on the device (ParisKV paper, B.3)."""
+"""Gather rows (keys and values) by token id on the device (ParisKV paper, B.3)."""
 
 from __future__ import annotations
 

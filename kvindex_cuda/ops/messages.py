@@ -1,5 +1,5 @@
-"""Pack a rank's attention results into a message, and merge the messages of all ranks, with one
-kernel each."""
+"""Combine the attention of several ranks (GPUs) that store different rows. One kernel packs the
+results of a rank into a message; another merges the messages of all ranks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ FILE, THREADS = "ops/messages.cu", 256
 
 
 def pack(own: Attended, *, seen: bool, take: bool = False) -> Tensor:
-    """Pack a rank's attention results into one message with a kernel (`kvindex.ops.messages.pack`).
-
-    If `take` is True, `found` must be contiguous.
-    """
+    """Pack the attention results of a rank into one message with a kernel. Arguments and results
+    are those of `kvindex.ops.messages.pack`. If `take` is True, `found` must be contiguous."""
     found = of_type("found", own.found, torch.int32, torch.int64)
     if take and not found.is_contiguous():
         raise ValueError(f"found: got strides {found.stride()}, allowed is a contiguous tensor")
@@ -49,10 +47,8 @@ def pack(own: Attended, *, seen: bool, take: bool = False) -> Tensor:
 
 
 def merge_messages(messages: Tensor, like: Attended, *, total: Tensor | None = None) -> Attended:
-    """Merge the attention of all ranks from their messages, added up in the order of ranks.
-
-    The arguments are those of `kvindex.ops.messages.merge_messages`.
-    """
+    """Merge the attention of all ranks from their messages. Arguments and results are those of
+    `kvindex.ops.messages.merge_messages`. Numbers are added up in the order of ranks."""
     parts = message_parts(messages, like)
     if total is not None and not of_type("total", total, torch.int64).is_contiguous():
         raise ValueError(f"total: got strides {total.stride()}, allowed is a contiguous tensor")

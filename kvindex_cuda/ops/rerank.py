@@ -1,5 +1,5 @@
-"""Reranking on the device: estimates of inner products from codes (ParisKV paper, B.2.2, equation
-10)."""
+"""Rerank on the device: estimate inner products of keys and queries from codes (ParisKV paper,
+B.2.2, equation 10)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ shared memory."""
 def estimate(
     queries: Tensor, signs: Tensor, magnitudes: Tensor, weights: Tensor, levels: Tensor
 ) -> Tensor:
-    """Estimate inner products of keys and queries: `⟨k, q⟩ ≈ ‖q‖ Σ_b w_b ⟨v_b, q̃_b⟩` (equation
-    10).
+    """Estimate inner products of keys and queries from the codes of the keys: `⟨k, q⟩ ≈ ‖q‖ Σ_b w_b
+    ⟨v_b, q̃_b⟩` (equation 10).
 
     Args:
         queries: Rotated, with their norms, float32 `[B, G, g, D]`.
@@ -52,7 +52,7 @@ def errors(
     """Compute the standard deviation of each result of `estimate`, float32 `[B, G, g, C]`.
 
     The arguments are those of `estimate`, and `tangent`: the mean of `tan² θ`, where `θ` is the
-    angle between a key and its code (`kvindex.ops.codes.tangent`).
+    angle between a key and its decoded code (`kvindex.ops.codes.tangent`).
     """
     block = queries.shape[-1] // weights.shape[-1]
     scale = dict(share=1 + tangent, spread=tangent / (block - 1))

@@ -1,4 +1,4 @@
-"""Select some rows at random on the device, by their attention weights (docs/decisions/0010)."""
+"""Sample rows on the device, at random by their attention weights (docs/decisions/0010)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ MOST = 2**14
 
 
 def sample(logits: Tensor, ids: Tensor, k: int, sampled: int) -> tuple[Tensor, Tensor]:
-    """Choose the rows to read: the best `k - sampled` of `P` rows, and `sampled` random rows of the
+    """Choose the rows to read: the best `k - sampled` of `P` rows, and a random sample of `sampled`
     others.
 
-    Sampling is systematic in the order of ids, and each of the other rows has a known probability
-    `π`. The results equal those of the reference, except where float64 rounding decides: a sum of
-    probabilities very close to half an odd number, or a probability very close to the middle
-    between two float32 numbers.
+    Sampling is systematic in the order of ids, and the probability `π` of each row is known. The
+    results equal those of `kvindex.ops.sampling.sample`, except where rounding in float64 decides:
+    a sum of probabilities very close to half an odd number, or a probability very close to the
+    middle between two float32 numbers.
 
     Args:
         logits: float32 `[B, G, P]`, descending, `-inf` for an unused slot.

@@ -1,4 +1,4 @@
-"""Exact top-k selection by score on the device. Of entries with equal scores, the one with the
+"""Exact top-k selection by score on the device. Of entries with equal scores, the entry with the
 lower index is selected."""
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def candidates(votes: Tensor, limits: Tensor, valid: Tensor | None = None) -> Te
     order.
 
     Each head selects the `limits[b]` keys with the most votes. Of keys with equal votes, it selects
-    those with the lower ids. The host waits for the device to learn the size `C` of the result.
+    those with the lower ids. The host waits for the device, because the size of the result depends
+    on the data.
 
     Args:
         votes: int32 `[B, G, g, N]`.
@@ -129,10 +130,8 @@ def candidates(votes: Tensor, limits: Tensor, valid: Tensor | None = None) -> Te
 
 
 def compact(chosen: Tensor) -> Tensor:
-    """Return the positions of True entries, in ascending order.
-
-    The host waits for the device to learn `C`, the largest number of True entries in one row of
-    `chosen`.
+    """Return the positions of True entries, in ascending order. The host waits for the device,
+    because the size of the result depends on the data.
 
     Args:
         chosen: bool `[..., N]`.
@@ -167,11 +166,11 @@ def compact(chosen: Tensor) -> Tensor:
 def _cut(
     scores: Tensor, *, k: int = 0, limits: Tensor | None = None, valid: Tensor | None = None
 ) -> Tensor:
-    """Find the lowest score to select in each matrix row of `scores` `[R, N]`. Returns a `Row`
+    """Find the lowest selected score in each matrix row of `scores` `[R, N]`. Returns a `Row`
     struct of select.cu for each matrix row, int64 `[R, 2]`.
 
-    Without limits, `k` float32 scores are selected in each matrix row. With limits, `limits[b]`
-    int32 scores are selected in each matrix row of sequence `b`.
+    Without `limits`, the best `k` float32 scores of each matrix row are selected. With `limits`,
+    the best `limits[b]` int32 scores of each matrix row of sequence `b` are selected.
     """
     (R, N), device = scores.shape, scores.device
     bits, each = _bits(N), R if limits is None else R // len(limits)
@@ -209,7 +208,6 @@ def _marks(rows: int, entries: int, device: torch.device) -> tuple[Tensor, Tenso
 
 
 def _placed(words: Tensor, counts: Tensor) -> Tensor:
-    """Return the positions of the set bits of each matrix row, int64 `[R, C]`, padded with -1."""
     ends = counts.cumsum(-1, dtype=torch.int64)
     width = int(ends[:, -1].max())
     ids = torch.full((len(ends), width), UNUSED, device=words.device)

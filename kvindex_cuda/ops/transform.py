@@ -71,11 +71,8 @@ def rotate(vectors: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _outer(vectors: Tensor) -> tuple[Tensor, dict[str, int]]:
-    """Return vectors as a tensor `[A, B, C, D]`, and the kernels' arguments for its sizes and
-    strides.
-
-    The vectors are copied if their strides do not allow a view of this shape.
-    """
+    """Return vectors as a tensor `[A, B, C, D]`, and its sizes and strides as arguments for the
+    kernels. Vectors are copied if their strides do not allow a view of this shape."""
     given = contiguous_rows(of_type("vectors", vectors, *CODES), 1)
     while given.ndim < 4:
         given = given[None]

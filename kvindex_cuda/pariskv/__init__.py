@@ -1,1 +1,1 @@
-"""ParisKV on a GPU: its executor, decode steps and appends, with fused kernels."""
+"""ParisKV on a GPU with fused kernels: decode steps, appends, and the executor that runs both."""

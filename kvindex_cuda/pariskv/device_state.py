@@ -1,4 +1,5 @@
-"""Device tensors that the decode steps of a layer read, at addresses that do not change."""
+"""The device tensors of a layer that decode steps read. Their addresses do not change, so that CUDA
+graphs can read them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from kvindex_cuda.memory.row_cache import RowCache
 @dataclass(frozen=True)
 class State:
     """The tensors of a layer that a decode step reads. They are on the device, and their addresses
-    stay the same.
+    do not change.
 
     Attributes:
         codes: Addresses of blocks of codes, int64 `[B, S]`.
@@ -89,22 +90,23 @@ class State:
     page_head_bytes: int | None = None
     segments: Tensor | None = None
 
-    # These properties have the names of kernels' parameters, by which `runtime.resolve` finds them.
+    # `runtime.resolve` finds kernel arguments by name, so these properties are named like kernel
+    # parameters.
 
     @property
     def row(self) -> int:
-        """Number of blocks of codes per sequence that the table has room for."""
+        """Number of blocks of codes per sequence for which the table has room."""
         return self.codes.shape[1]
 
     @property
     def table_row(self) -> int:
-        """Number of blocks of rows per sequence that the table has room for."""
+        """Number of blocks of rows per sequence for which the table has room."""
         return self.rows.shape[1]
 
     @property
     def room(self) -> int:
-        """Number of resident rows (sink and local window) per sequence that the tensor `resident`
-        has room for."""
+        """Number of resident rows (sink and local window) per sequence for which `resident` has
+        room."""
         return self.resident.shape[2]
 
     @property
@@ -114,8 +116,8 @@ class State:
 
     @property
     def sink_rows(self) -> int:
-        """Number of first tokens of each sequence that are resident, for an engine's pages;
-        otherwise 0."""
+        """Number of tokens at the beginning of each sequence that are always attended to, for an
+        engine's pages; otherwise 0."""
         return self.sink or 0
 
     @property
@@ -152,11 +154,11 @@ class State:
 
 
 def opened(geometry: Geometry, table: Tensor, contents: Contents) -> State:
-    """Return the state of an empty layer. `table` has the addresses of blocks of codes, int64 `[B,
-    S]`.
+    """Return the state of a layer without tokens. `table` has the addresses of blocks of codes,
+    int64 `[B, S]`.
 
-    contents: Contents of the index. If they include a histogram (tiered votes) or a regression, the
-        state gets tensors for them.
+    contents: Contents of the index. If they include a histogram (for tiered votes) or a regression
+        (which decodes signs), the state gets tensors for it.
     """
     histogram = contents.statistics.get("histogram")
     regression = None if contents.regression is None else contents.regression()
@@ -186,7 +188,7 @@ def opened(geometry: Geometry, table: Tensor, contents: Contents) -> State:
 
 
 def put(target: Tensor, values: Sequence[int]) -> None:
-    """Copy one number per sequence to `target` `[B]`, without waiting for the device."""
+    """Write one number per sequence to `target` `[B]`, without waiting for the device."""
     if len(set(values)) == 1:
         target.fill_(values[0])  # for equal numbers, no pinned memory is needed
         return
@@ -203,8 +205,8 @@ def put_valid(state: State, valid: Tensor, first: int, last: int) -> None:
 
 
 def put_tiers(state: State, histogram: Tensor, bounds: Sequence[Sequence[int]]) -> None:
-    """Copy the number of keys per centroid, and the number of keys that limits each tier, to the
-    state."""
+    """Copy two inputs of tiered votes to the state: the number of keys per centroid, and the number
+    of keys that limits each tier."""
     if state.histogram is None or state.tiers is None:
         raise ValueError("histogram: got a tensor, but this state has no fields for tiered votes")
     state.histogram.copy_(histogram)

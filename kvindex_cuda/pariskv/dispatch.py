@@ -64,14 +64,14 @@ def kind_of(config: ParisKVConfig, geometry: Geometry) -> str | None:
 
 
 def _most_heads(geometry: Geometry) -> int:
-    """Return the largest number of query heads per KV head that decode steps other than `latents`
-    support."""
+    """Return the largest number of query heads per KV head that the kinds of step other than
+    `latents` support."""
     return MOST_HEADS if geometry.head_dim <= WIDEST else TILE
 
 
 def refusal(config: ParisKVConfig, geometry: Geometry) -> str | None:
-    """Return the first option of a ParisKV index that no fused decode step supports, with what is
-    allowed, or None if a step supports the index."""
+    """Return why no fused decode step supports a ParisKV index: its first unsupported option, and
+    the values allowed. Return None if a step supports the index."""
     kind = min(OPTIONS, key=lambda kind: len(_unlike(config, kind)))
     for name in _unlike(config, kind):
         return _said(name, getattr(config, name), f"{OPTIONS[kind][name]!r} for {kind!r}")
@@ -112,8 +112,8 @@ def _said(name: str, got: object, allowed: str) -> str:
 def unreadable(rows: object, geometry: Geometry) -> str | None:
     """Return why kernels cannot attend to the rows of a store, or None if they can.
 
-    Kernels read pages of 256 tokens, `[G, 256, row_bytes]`, and 8 elements of a row at a time.
-    Latents have separate kernels (`ops.attend_latents`).
+    Kernels need pages of 256 tokens, `[G, 256, row_bytes]`, and read 8 elements of a row at a time.
+    For latents there are separate kernels (`ops.attend_latents`).
     """
     if geometry.value_in_key and (why := unserved(geometry)):
         return why
@@ -137,7 +137,8 @@ def layout_of(config: ParisKVConfig, geometry: Geometry) -> Layout:
 
 
 def options_of(kind: str, config: ParisKVConfig) -> dict[str, Any]:
-    """Return the constructor options of a kind of step that follow from a `ParisKVConfig`."""
+    """Return the arguments for the constructor of a kind of step that follow from a
+    `ParisKVConfig`."""
     options = dict(seed=config.seed, policy=config.group)
     if kind != "tiered_votes":
         options |= dict(query_max=config.query_max, centered=bool(config.center))
@@ -147,6 +148,6 @@ def options_of(kind: str, config: ParisKVConfig) -> dict[str, Any]:
 
 
 def room_of(kind: str, tokens: int, candidates: int) -> int:
-    """Return the argument `most` of a step: the number of tokens for tiered votes, the number of
-    candidates for other kinds."""
+    """Return the argument `most` of a step: a number of tokens for tiered votes, a number of
+    candidates for the other kinds."""
     return tokens if kind == "tiered_votes" else candidates

@@ -1,10 +1,9 @@
-"""The executor of a ParisKV index, which runs appends, searches and decode steps with fused
-kernels.
+"""The executor of a ParisKV index: it runs appends, searches and decode steps with fused kernels.
 
-Codes stay on the device, in blocks. A search reads tensors at fixed addresses, which are updated in
-place as tokens are added and removed. It writes to buffers that are allocated once, and returns new
-tensors. So a search that was captured in a CUDA graph can be replayed while the index grows.
-The methods for appends are in `append/codes.py`.
+Codes stay on the device, in blocks. A search reads tensors at fixed addresses, which appends update
+in place, and writes to buffers that are allocated once. So a search that was captured in a CUDA
+graph can be replayed while the index grows. Without a graph, a search returns new tensors. The
+methods for appends are in `append/codes.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,8 @@ from kvindex_cuda.runtime.launch import capturing
 
 
 class ParisKVExecutor(AppendedCodes):
-    """Runs a ParisKV index with fused kernels. The protocol `Executor` documents its methods.
+    """Runs a ParisKV index with fused kernels. The protocol `kvindex.core.protocol.Executor`
+    documents its methods.
 
     Args:
         geometry: Geometry of the index.
@@ -92,8 +92,8 @@ class ParisKVExecutor(AppendedCodes):
         )
 
     def cache_use(self) -> tuple[int, int, int]:
-        """Return the row cache's slots per KV head, and how many rows were looked up and found.
-        Waits for the device."""
+        """Return the number of slots of the row cache per KV head, and how many rows were looked up
+        and found. Waits for the device."""
         cache = self.cache  # read only once: another thread may set it to None
         return (0, 0, 0) if cache is None else (cache.capacity, *cache.use())
 
@@ -111,8 +111,8 @@ class ParisKVExecutor(AppendedCodes):
         self._version, self._text = object(), object()  # see `BatchRow`
 
     def update(self, contents: Contents) -> ParisKVExecutor:
-        """Adapt to a change of the index's tokens or batch. Return the executor for the changed
-        index."""
+        """Adapt to a change of the index's tokens or batch size. Return the executor for the
+        changed index."""
         if contents.codes is not self.codes:
             return self._over(contents.codes).update(contents)
         self._contents, self._version = contents, object()
@@ -149,22 +149,23 @@ class ParisKVExecutor(AppendedCodes):
         return ParisKVExecutor(self._geometry, self._config, self._kind, codes, self._encode)
 
     def warm_up(self, k: int, tokens: int) -> None:
-        """Allocate and compile everything for searches of `k` rows in up to `tokens` tokens."""
+        """Allocate the buffers and compile the kernels for searches of `k` rows in up to `tokens`
+        tokens."""
         room, use = self._room(k, tokens), self._newest(k)
         if use is None or use.step.most < room:
             self._begin(k, room)
 
     def reserve(self, tokens: int) -> None:
-        """Allocate memory for the codes of `tokens` tokens, and for candidates, so that steps keep
-        their buffers."""
+        """Allocate memory for the codes of `tokens` tokens and for their candidates, so that later
+        steps allocate nothing."""
         self.codes.reserve_tokens(tokens)
         self._promised = max(self._promised, tokens)
         for k in {use.step.k for use in self._uses}:
             self.warm_up(k, self._promised)
 
     def _room(self, k: int, tokens: int) -> int:
-        """Return the number of tokens or candidates that a step for `k` rows needs room for at a
-        length of `tokens` tokens."""
+        """Return for how many tokens or candidates the buffers of a step need room, for `k` rows
+        and an index of `tokens` tokens."""
         return room_of(self._kind, tokens, self._config.most_candidates(tokens, k))
 
     def search(self, queries: Tensor, k: int) -> Hits:
@@ -194,10 +195,11 @@ class ParisKVExecutor(AppendedCodes):
         wrong: Tensor | None,
         graphs: bool,
     ) -> Attended:
-        """Write a token to the window, search for `k` rows, and attend to all of them.
+        """Write a token to the window, search for `k` rows, and attend to these rows, the sink and
+        the window.
 
-        If several decode steps in a row read the same tensors, the step is captured as a CUDA
-        graph, which later steps replay.
+        When several decode steps in a row have read the same tensors, the step is captured as a
+        CUDA graph, which later steps replay.
         """
         if graphs and (replay := self._replay_of(resident, k, wrong)):
             assert self._rows is not None
@@ -214,10 +216,8 @@ class ParisKVExecutor(AppendedCodes):
         return self.attend(queries, resident, k, wrong)
 
     def prepare_replay(self, resident: ResidentRows, k: int, wrong: Tensor | None) -> State:
-        """Prepare a capture or a replay on the current stream (`CapturesStep.prepare_replay`).
-
-        The result is the same object as long as a captured graph may be replayed.
-        """
+        """Prepare a capture or a replay on the current stream (`CapturesStep.prepare_replay`). As
+        long as this returns the same object, a captured graph may be replayed."""
         use = self._with_room(k)
         if self._rows is not None:
             self._rows.wait()
@@ -237,7 +237,7 @@ class ParisKVExecutor(AppendedCodes):
         k: int,
         wrong: Tensor | None,
     ) -> Attended:
-        """Run a decode step that a caller's CUDA graph may capture, because it reads all counts on
+        """Run a decode step that a caller's CUDA graph may capture: the step reads all counts on
         the device."""
         if self._found_sum is None:
             raise RuntimeError("graph: call prepare_replay() before captured_step()")
@@ -265,7 +265,7 @@ class ParisKVExecutor(AppendedCodes):
         return ParisKVBatch(self._geometry, self._config, self._kind, self._layout)
 
     def batch_row(self, wrong: Tensor | None) -> BatchRow:
-        """Return the data of this index that a joint decode step reads. Valid until the index
+        """Return what a decode step for several indexes reads of this index. Valid until the index
         changes."""
         state, rows = self._opened_state(), self._rows
         assert rows is not None
@@ -291,8 +291,8 @@ class ParisKVExecutor(AppendedCodes):
         return self._replays.of(use.step, self._reads(use, resident, wrong))
 
     def _reads(self, use: Use, resident: ResidentRows, wrong: Tensor | None) -> State:
-        """Return the `State` that a step reads. It is the same object as long as its tensors are
-        the same."""
+        """Return the `State` that a step reads. Calls return the same object as long as its tensors
+        are the same."""
         rows = self._rows
         assert rows is not None
         center = self._centered.center if self._centered is not None else None
@@ -330,11 +330,11 @@ class ParisKVExecutor(AppendedCodes):
     def _ready(
         self, k: int, resident: ResidentRows | None = None, wrong: Tensor | None = None
     ) -> tuple[Use, State]:
-        """Return a step whose buffers are large enough, and the state that the step reads.
+        """Return a step whose buffers are large enough, and the state that it reads. The current
+        stream waits for the previous use of the step.
 
-        The current stream waits for the previous use of the step. The step writes its results to
-        new tensors, because all layers share its buffers. `resident` is required for attention, not
-        for a search.
+        All layers share the buffers of a step; only its results are new tensors. `resident` is
+        required for attention, not for a search.
         """
         captured, use = capturing(self._geometry.device), self._with_room(k)
         assert self._state is not None
@@ -349,22 +349,21 @@ class ParisKVExecutor(AppendedCodes):
         return use, replace(self._state, wanted=use.wanted)
 
     def _with_room(self, k: int) -> Use:
-        """Return the newest step for `k` rows, or a new step if the buffers of that step are too
-        small."""
+        """Return the newest step for `k` rows or, if its buffers are too small, a new step."""
         use = self._newest(k)
         if use is not None and not use.outgrown:
             return use
         if capturing(self._geometry.device):
             raise RuntimeError(
-                f"graph: no buffers for a search of k = {k} rows or for so many candidates; call "
+                f"graph: no buffers that are large enough for a search of k = {k} rows; call "
                 "warm_up() or run the same search once before the capture"
             )
         promised = self._room(k, self._promised) if self._promised else 0
         return self._begin(k, max(with_headroom(self._need(k)), promised))
 
     def _begin(self, k: int, most: int) -> Use:
-        """Create a step for `k` rows with room for `most` tokens or candidates, and record it as
-        the newest step."""
+        """Create a step for `k` rows whose buffers have room for `most` tokens or candidates, and
+        store it as the newest step."""
         self._opened_state()
         self._begin_cache()
         device, (batch, blocks) = self._geometry.device, self.codes.table.shape
@@ -377,8 +376,8 @@ class ParisKVExecutor(AppendedCodes):
         return use
 
     def _opened_state(self) -> State:
-        """Return the state that steps read, without the fields that describe rows. Create it if
-        there is none."""
+        """Return the state that steps read, without the fields about rows. Create it if there is
+        none."""
         if self._state is None:
             self._regression, self._read = None, 0  # an earlier state may be incomplete
             state = opened(self._geometry, self.codes.table, self._contents)
@@ -398,16 +397,16 @@ class ParisKVExecutor(AppendedCodes):
         return [self._config.candidates(n, k) for n in self._contents.counts.tolist()]
 
     def _need(self, k: int) -> int:
-        """Return the number of tokens or candidates that a step for `k` rows needs room for at the
-        present length."""
+        """Return for how many tokens or candidates the buffers of a step need room, for `k` rows
+        and the present length of the index."""
         return room_of(self._kind, self._length, max(self._candidates(k)))
 
     def _newest(self, k: int) -> Use | None:
         return next((use for use in reversed(self._uses) if use.step.k == k), None)
 
     def _update(self, state: State, first: int) -> None:
-        """Update a state in place, from block `first` on. This takes one launch if all sequences
-        have equally many valid tokens."""
+        """Update a state in place, from block `first` on. If all sequences have equally many valid
+        tokens, this takes one launch."""
         contents, valid = self._contents, self._contents.valid
         start, tokens, counts = first * BLOCK, contents.length, contents.counts.tolist()
         real = valid is None or start >= contents.real_from

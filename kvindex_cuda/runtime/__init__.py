@@ -1,1 +1,1 @@
-"""Compile kernels, find their arguments by name, and launch them."""
+"""Compile CUDA kernels and launch them, with arguments that are found by name."""

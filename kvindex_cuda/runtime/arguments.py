@@ -1,4 +1,4 @@
-"""Helpers for functions that launch kernels: check tensors, and compute strides and grid sizes."""
+"""Helpers of functions that launch kernels: check tensors, and compute strides and grid sizes."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def of_shape(name: str, tensor: Tensor, *shape: int) -> Tensor:
 
 
 def contiguous_rows(tensor: Tensor, inner: int, aligned: int = 1) -> Tensor:
-    """Return the tensor, or a contiguous copy if its last `inner` dimensions are not contiguous.
+    """Return the tensor, or a contiguous copy if one is needed.
 
-    The tensor is also copied if the contiguous parts do not all begin at a multiple of `aligned`
-    bytes.
+    A copy is needed if the last `inner` dimensions are not contiguous, or if such a contiguous part
+    does not begin at a multiple of `aligned` bytes.
     """
     if inner == aligned == 1 and tensor.stride(-1) == 1:
         return tensor  # the most frequent case
@@ -57,14 +57,14 @@ def steps(tensor: Tensor) -> list[int]:
 
 
 def strides(name: str, tensor: Tensor | None, *dimensions: str) -> dict[str, int]:
-    """Return the strides of a tensor's first dimensions by the names `{name}_{dimension}`. If the
+    """Return the strides of a tensor's first dimensions, keyed by `{name}_{dimension}`. If the
     tensor is None, all strides are 0."""
     found = [0] * len(dimensions) if tensor is None else steps(tensor)
     return {f"{name}_{part}": step for part, step in zip(dimensions, found, strict=False)}
 
 
 def wide(rows: Tensor) -> bool:
-    """Return True if every row along the last dimension begins at a multiple of 16 bytes."""
+    """Return True if each row (last dimension) of a tensor begins at a multiple of 16 bytes."""
     places, size = rows.data_ptr(), rows.element_size()
     for count, step in zip(rows.shape[:-1], rows.stride()[:-1], strict=True):
         if count > 1:
@@ -73,10 +73,10 @@ def wide(rows: Tensor) -> bool:
 
 
 def busy(device: torch.device, rows: int, work: int, each: int, blocks: int = 4) -> int:
-    """Return the number of thread blocks per row, for `rows` rows with `work` items each.
+    """Return the number of thread blocks per row for `rows` rows with `work` items each.
 
-    All rows together get about `blocks` thread blocks per multiprocessor, but a thread block gets
-    at least `each` items.
+    All rows together get about `blocks` thread blocks per multiprocessor, but each thread block
+    gets at least `each` items.
     """
     wanted = -(-blocks * multiprocessors(device) // max(1, rows))
     return max(1, min(wanted, -(-work // each), 65535))

@@ -1,5 +1,5 @@
-"""Constants that kernels and the Python code that launches them share. The compiler passes them to
-kernels as macros (`-D`)."""
+"""Constants that are used by kernels and by the Python code that launches them. The compiler gets
+them as macros (`-D`)."""
 
 from __future__ import annotations
 
@@ -132,5 +132,6 @@ others."""
 
 @cache
 def constants(file: str) -> dict[str, int]:
-    """Return the macros for a kernel's source file. Its Python launcher defines further macros."""
+    """Return the macros that a kernel's source file needs from this module. Its launcher passes
+    further macros."""
     return EVERYWHERE | FILES.get(file, {})

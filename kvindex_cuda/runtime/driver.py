@@ -1,4 +1,4 @@
-"""The launch function of the CUDA driver. It is called directly, because CuPy cannot pass launch
+"""The launch function of the CUDA driver, called through ctypes. CuPy cannot pass launch
 attributes."""
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import ClassVar
 
 
 class Attribute(ctypes.Structure):
-    """The driver's struct CUlaunchAttribute. Id 6 with value 1 allows programmatic dependent
-    launch."""
+    """The driver's struct CUlaunchAttribute. Id 6 with value 1 stands for programmatic dependent
+    launch, with which kernels overlap."""
 
     _fields_: ClassVar = [
         ("id", ctypes.c_longlong),  # an int and its padding

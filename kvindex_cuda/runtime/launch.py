@@ -1,9 +1,9 @@
 """Compile kernels with NVRTC, and launch them on the current stream.
 
-A kernel is a function in a `.cu` file of `kernels/`. It is compiled at its first launch with a set
-of macro definitions. Launchers pass arguments by name, in any order (`signature.py`). A tensor
-becomes its address, and None becomes a null pointer. This module checks names, types and the
-device. Launchers check dtypes, strides and ranges.
+A kernel is a function in a `.cu` file of `kernels/`. It is compiled at the first launch with each
+set of macros. Arguments are passed by name, in any order (`signature.py`). A tensor is passed as
+its address, and None as a null pointer. This module checks the names and types of arguments and the
+device of tensors; the functions that call it check dtypes, strides and ranges.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def source(file: str) -> str:
 
 
 def included(text: str) -> list[str]:
-    """Return the texts of all headers in `kernels/` that a source includes, directly or through
-    headers."""
+    """Return the texts of all headers in `kernels/` that a source file includes, directly or
+    indirectly."""
     found = []
     for name in re.findall(r'^#include "([\w/]+\.cuh)"', text, re.MULTILINE):
         found += [source(name), *included(source(name))]
@@ -80,10 +80,10 @@ def included(text: str) -> list[str]:
 
 
 def keyed(file: str) -> str:
-    """Return the text of a source file, followed by a digest of the headers that it includes.
+    """Return the text of a source file, followed by a digest of its headers.
 
-    The digest is needed because CuPy caches machine code by the source's text and options, and does
-    not check headers.
+    CuPy caches machine code by the text of the source and the options. Without the digest, it would
+    not notice a changed header.
     """
     text = source(file)
     return f"{text}\n// {_digest(*included(text))}\n"
@@ -101,8 +101,8 @@ def options(file: str, defines: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
 
 
 def warpgroups(device: torch.device) -> int:
-    """Return the value of the macro `WARPGROUPS`: 1 if the device supports `wgmma`, as the emulator
-    does."""
+    """Return the value of the macro `WARPGROUPS`: 1 if the device supports `wgmma` or is the
+    emulator of the tests, else 0."""
     return int(device.type != "cuda" or torch.cuda.get_device_capability(device) == WARPGROUPS)
 
 
@@ -110,7 +110,8 @@ _signatures: dict[tuple[str, str], tuple[Path, Signature]] = {}
 
 
 def signature_of(file: str, name: str) -> Signature:
-    """Return the signature of a kernel. The source is parsed at the first call."""
+    """Return the signature (parameters and their types) of a kernel. The source is parsed at the
+    first call."""
     known = _signatures.get((file, name))
     if known is None or known[0] is not SOURCES:
         known = _signatures[file, name] = SOURCES, signature(source(file), name)
@@ -167,7 +168,7 @@ def run(
     overlap: bool | int,
     defines: tuple[tuple[str, int], ...],
 ) -> None:
-    """Run a kernel like `launch`, given a list of arguments in the order of the kernel's
+    """Run a kernel like `launch`, but with a list of arguments in the order of the kernel's
     parameters."""
     device, passed = _passed(takes, values)
     if device.type not in LOADERS:
@@ -183,10 +184,11 @@ def run(
 
 
 def load(file: str, name: str, device: torch.device, **defines: int) -> None:
-    """Compile a kernel and load it on a device in advance, so that its first launch does not wait.
+    """Compile a kernel and load it on a device in advance, so that its first launch does not wait
+    for that.
 
-    The arguments and errors are those of `launch`. This does nothing on a device that cannot run
-    kernels.
+    The arguments and errors are those of `launch`. On a device that cannot run kernels, this does
+    nothing.
     """
     if device.type not in LOADERS:
         return
@@ -198,8 +200,8 @@ def load(file: str, name: str, device: torch.device, **defines: int) -> None:
 
 
 def _passed(takes: Signature, passed: list[Any]) -> tuple[torch.device, list[Any]]:
-    """Return the device of the tensors, and the arguments with each tensor replaced by its
-    address."""
+    """Replace each tensor in `arguments` by its address. Return the device of the tensors, and the
+    new list."""
     device: torch.device | None = None
     number = -1  # number of the device, -1 for none; ints compare faster
     for i, kind in takes.numbers:
@@ -242,8 +244,8 @@ def _compiled(file: str, name: str, defines: tuple[tuple[str, int], ...], device
 
 
 def _kept(nvrtc: Any, file: str, given: tuple[str, ...]) -> bytes:
-    """Return machine code for `sm_90a` from a file in CuPy's cache folder, or compile it and write
-    that file."""
+    """Return machine code for `sm_90a` from a file in CuPy's cache folder. If there is no such
+    file, compile the code and write the file."""
     folder = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")
     key = _digest(keyed(file), *given, *ADDED, str(nvrtc.getVersion()))
     path = Path(folder, f"kvindex-{key}.cubin")
@@ -259,7 +261,8 @@ def _kept(nvrtc: Any, file: str, given: tuple[str, ...]) -> bytes:
 
 
 def _assembled(nvrtc: Any, file: str, given: tuple[str, ...]) -> bytes:
-    """Compile a source to machine code for `sm_90a`. CuPy would compile for `sm_90`."""
+    """Compile a source to machine code for `sm_90a`, which CuPy cannot do (it compiles for
+    `sm_90`)."""
     program = nvrtc.createProgram(source(file), file, (), ())
     try:
         nvrtc.compileProgram(program, (*given, *ADDED, "-arch=sm_90a"))
@@ -275,11 +278,8 @@ def _on_cuda(file: str, name: str, defines: tuple[tuple[str, int], ...]) -> Laun
 
 
 class _Kernel:
-    """Launches a kernel that CuPy has loaded, on the current stream of its device.
-
-    The memory in which the driver receives the arguments is allocated once. Each launch writes its
-    arguments to it.
-    """
+    """Launches a kernel that CuPy has loaded, on the current stream of its device. Each launch
+    writes its arguments to the same memory, from which the driver reads them."""
 
     def __init__(self, takes: Signature, function: Any, device: int) -> None:
         self._name, self._function, self._device = takes.kernel, function, device
@@ -314,8 +314,8 @@ class _Kernel:
             )
 
     def _resize(self, grid: Grid, block: Grid, shared_bytes: int) -> None:
-        """Write grid and block sizes to the launch configuration if they have changed since the
-        previous launch."""
+        """Write grid size, block size and shared memory to the launch configuration if they differ
+        from the previous launch."""
         if shared_bytes + self._static > self._allowed:
             self._function.max_dynamic_shared_size_bytes = shared_bytes
             self._allowed = shared_bytes + self._static

@@ -1,8 +1,8 @@
-"""Find a kernel's arguments by the names of its parameters, once, when a launch is built.
+"""Launch kernels whose arguments are found by name, so that Python code does not list them.
 
-A `NamedLaunch` looks up each parameter name among the attributes of some objects (namespaces), such
-as a step's buffers and the state of a layer. So Python code does not list a kernel's arguments. A
-new parameter of a kernel only needs an attribute of that name.
+A `NamedLaunch` looks up the name of each parameter of a kernel among the attributes of some objects
+(namespaces), for example the buffers of a decode step and the state of a layer. For a new parameter
+of a kernel, it is enough to add an attribute of that name.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from kvindex_cuda.runtime.launch import Argument, Grid, run, signature_of
 
 
 class NamedLaunch:
-    """Launches a kernel whose arguments are attributes of some objects, by the names of its
-    parameters.
+    """Launches a kernel. Each argument is the attribute, of one of several objects, that has the
+    name of the parameter.
 
     Args:
         file: Path of the source below `kernels/`.
@@ -74,10 +74,10 @@ class NamedLaunch:
         overlap: bool = False,
         **given: Argument,
     ) -> None:
-        """Launch the kernel. Its arguments are the present values of the objects' attributes.
+        """Launch the kernel with the present values of the objects' attributes.
 
-        The arguments that the constructor names in `given` are passed by keyword. All other
-        parameters, and the errors, are those of `launch.launch`.
+        Arguments that the constructor names in `given` are passed by keyword. All other parameters,
+        and the errors, are those of `launch.launch`.
         """
         values: list[Argument] = []
         for read, namespace in zip(self._readers, namespaces, strict=True):
@@ -113,8 +113,7 @@ def _called(namespace: object) -> str:
 
 
 def _reader(names: Sequence[str]) -> Callable[[object], Sequence[Any]]:
-    """Return a function that returns the values of the named attributes of an object, in this
-    order."""
+    """Return a function that reads the attributes `names` of an object, in this order."""
     if not names:
         return lambda namespace: ()
     read = attrgetter(*names)

@@ -1,7 +1,8 @@
-"""Read a kernel's parameters from its source: their names, types and places in memory.
+"""Read a kernel's parameters from its source: their names, their types, and their positions in
+memory.
 
-A kernel has up to six parameters, or one parameter that is a struct, passed by value. In both cases
-launchers pass arguments by name, and only the source defines their order and types.
+A kernel has either up to six parameters, or one parameter that is a struct. In both cases arguments
+are passed by name from Python, and only the source defines their order and types.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ class Signature:
 
     @cached_property
     def packing(self) -> Struct:
-        """Format string of the module `struct` for all fields. As in C, each field begins at a
-        multiple of its size."""
+        """Format of all fields for the module `struct`. As in C, each field begins at a multiple of
+        its size."""
         return Struct(f"@{self.formats}0q" if self.by_value else f"@{self.formats}")
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """Offset of each field in the parameter memory, in bytes."""
+        """Offset of each field in the memory of the parameters, in bytes."""
         ends = [calcsize("@" + self.formats[: i + 1]) for i in range(len(self.formats))]
         return tuple(e - calcsize(kind) for e, kind in zip(ends, self.formats, strict=True))
 
@@ -75,8 +76,7 @@ class Signature:
         return tuple((i, kind) for i, (_, kind) in enumerate(self.fields) if kind is not Tensor)
 
     def wrong_names(self, given: Mapping[str, Any]) -> ValueError:
-        """Return the ValueError to raise if the names of arguments are not those of the
-        parameters."""
+        """Return the ValueError for arguments whose names are not those of the parameters."""
         names = self.names
         missing, unknown = set(names) - given.keys(), given.keys() - set(names)
         parts = [f"unknown {sorted(unknown)}"] * bool(unknown)
@@ -84,8 +84,7 @@ class Signature:
         return ValueError(f"{self.kernel}: got {' and '.join(parts)}, allowed are {[*names]}")
 
     def wrong_type(self, i: int, given: Any) -> ValueError:
-        """Return the ValueError to raise if the type of an argument does not fit parameter number
-        `i`."""
+        """Return the ValueError for an argument whose type does not fit parameter number `i`."""
         name, kind = self.fields[i]
         allowed = "a tensor or None" if kind is Tensor else kind.__name__
         got = "a tensor" if isinstance(given, Tensor) else repr(given)
@@ -105,7 +104,7 @@ def signature(text: str, kernel: str) -> Signature:
         body = re.search(rf"struct {by_value} \{{(.*?)\}};", text, re.DOTALL)
         if body is None:
             raise ValueError(
-                f"{kernel}: got no struct {by_value}, the type of its parameter, in its source"
+                f"{kernel}: got a parameter of type {by_value}, but its source has no such struct"
             )
         declarations = body[1].split(";")
     else:

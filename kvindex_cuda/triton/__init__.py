@@ -1,7 +1,8 @@
-"""Triton kernels for the layers of a language model, for one token of each of 1 to 16 sequences.
+"""Triton kernels for the layers of a language model. They process one token of each of 1 to 16
+sequences, that is, a decode step.
 
 The module `reference` implements the same functions in plain torch. This package imports `triton`,
-which no other part of `kvindex_cuda` needs, so it must be imported by its full name.
+which no other part of `kvindex_cuda` needs. Therefore it must be imported by its full name.
 """
 
 from kvindex_cuda.triton import reference

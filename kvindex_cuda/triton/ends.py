@@ -1,5 +1,5 @@
-"""Launches before and after the layers of a model: look up embeddings and rotary angles, and find
-the most likely token."""
+"""What a decode step computes before and after the layers of a model: embeddings and rotary angles,
+and the most likely token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def begin_token(
     *,
     overlap: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Look up embeddings and compute the rotary angles of tokens, in one launch.
+    """Look up the embeddings of tokens and compute their rotary angles, in one launch.
 
     Args:
         ids: Token ids, int64 `[B]`, of any stride. For an id outside of 0 to V - 1, the result is

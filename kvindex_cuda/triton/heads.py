@@ -40,11 +40,11 @@ def project_heads(
     tile: Tile = TILE,
 ) -> None:
     """Compute the queries, keys and values of one token per sequence, and write them to given
-    tensors. The kernel reads the positions for keys and values on the device.
+    tensors. The positions of keys and values in these tensors are read on the device.
 
-    The kernel multiplies RMS-normalized activations by a matrix, as `norm_linear` does. Then it
-    applies RMS normalization to each query and key head (optional), and the rotary embedding, which
-    pairs coordinate `i` with `i + D/2` (Su et al., 2021).
+    Activations are RMS-normalized and multiplied by a matrix, as in `norm_linear`. Then each query
+    and key head is RMS-normalized (optional) and rotated by the rotary embedding, which pairs
+    coordinate `i` with `i + D/2` (Su et al., 2021).
 
     Args:
         x: Activations `[B, K]`.
@@ -133,6 +133,6 @@ def _check_angles(cos: Tensor, sin: Tensor, B: int, D: int, device: torch.device
 
 
 def _steps(name: str, rows: Tensor) -> dict[str, int]:
-    """Return the strides of keys or values `[B, G, C, D]`, by the names of the kernel's
+    """Return the strides of keys or values `[B, G, C, D]`, keyed by the names of the kernel's
     parameters."""
     return {f"{name}_{part}": rows.stride(at) for at, part in enumerate(("batch", "head", "row"))}

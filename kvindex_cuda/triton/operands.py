@@ -1,5 +1,5 @@
-"""Arguments of the Triton kernels for a model's layers (matrices, norms, tile sizes): types,
-checks, and the launch."""
+"""Arguments of the Triton kernels (matrices, norms, tile sizes): their types, checks of them, and
+the launch."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ READS_FP8, OVERLAPS = (8, 9), (9, 0)
 
 
 class Matrix(NamedTuple):
-    """Weights `[N, K]`, a bias `[N]`, and for FP8 weights a float32 scale of each matrix row `[N]`.
+    """A matrix `[N, K]` of weights, with an optional bias `[N]` and, for FP8 weights, a float32
+    scale of each matrix row `[N]`.
 
-    Bias and weights have the activations' dtype, unless the weights are float8_e4m3fn.
+    The bias has the dtype of the activations, and so have weights that are not float8_e4m3fn.
     """
 
     weight: Tensor
@@ -53,7 +54,7 @@ class Tile(NamedTuple):
     """Tile sizes and options of a launch.
 
     With several sequences, each warp multiplies a slice of the columns by all rows. A slice has at
-    least 32 columns. With 64 or more columns, it is prefetched in whole memory lines.
+    least 32 columns; with 64 or more, prefetches cover whole memory lines.
 
     Attributes:
         rows: Matrix rows that a program reads at once, a power of two.
@@ -75,11 +76,11 @@ class Tile(NamedTuple):
 
 
 def stack(*matrices: Matrix) -> Matrix:
-    """Stack matrices `[N, K]`, such as Q, K and V or gate and up, so that one product computes all
-    of them.
+    """Stack matrices `[N, K]` that are multiplied by the same activations, so that one product
+    computes all of them: Q, K and V, or gate and up.
 
-    A matrix without a bias gets a bias of zeros if another one has a bias. Raises ValueError if
-    there is no matrix, or if only some matrices have a scale.
+    If only some matrices have a bias, the others get a bias of zeros. Raises ValueError if there is
+    no matrix, or if only some matrices have a scale.
     """
     if not matrices:
         raise ValueError("matrices: got none, allowed is at least one")
@@ -106,8 +107,8 @@ def to_fp8(matrix: Matrix) -> Matrix:
     """Round the weights of a matrix to FP8 (e4m3), with a scale for each matrix row.
 
     A scale is the smallest power of two that brings the matrix row into FP8's range, so weight
-    times scale is exact in bfloat16. A rounding error is at most 1/16 of a number, or half of the
-    smallest step. Raises ValueError for a matrix that already has a scale.
+    times scale is exact in bfloat16. A rounding error is at most 1/16 of the weight, or half of the
+    smallest FP8 step. Raises ValueError for a matrix that already has a scale.
     """
     if matrix.scale is not None:
         raise ValueError("scale: got a matrix that already has a scale, allowed is None")
@@ -123,8 +124,8 @@ def to_fp8(matrix: Matrix) -> Matrix:
 
 
 def rows_of(name: str, tensor: Tensor, columns: int, batch: int | None = None) -> int:
-    """Return the number of sequences `B` of activations `[B, columns]`. Raises ValueError if
-    kernels do not support them."""
+    """Return the number of sequences `B` of activations `[B, columns]`. Raises ValueError if the
+    kernels do not support the shape or dtype."""
     if tensor.ndim != 2 or tensor.shape[1] != columns or not 1 <= len(tensor) <= ROWS:
         allowed = f"[1 to {ROWS}, {columns}]" if batch is None else f"[{batch}, {columns}]"
         raise ValueError(f"{name}: got shape {list(tensor.shape)}, allowed is {allowed}")
@@ -136,22 +137,22 @@ def rows_of(name: str, tensor: Tensor, columns: int, batch: int | None = None) -
 
 
 def like(name: str, tensor: Tensor, model: Tensor, *shape: int) -> Tensor:
-    """Return the tensor. Raises ValueError unless it has this shape, the dtype and device of
+    """Return the tensor. Raises ValueError unless it has the given shape, the dtype and device of
     `model`, and a contiguous last dimension."""
     shaped(name, tensor, *shape)
     return gapless(name, tensor, model.dtype, model.device)
 
 
 def shaped(name: str, tensor: Tensor, *shape: int) -> Tensor:
-    """Return the tensor. Raises ValueError unless it has this shape."""
+    """Return the tensor. Raises ValueError unless it has the given shape."""
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name}: got shape {list(tensor.shape)}, allowed is {list(shape)}")
     return tensor
 
 
 def gapless(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the tensor. Raises ValueError unless it has this dtype and device, and a contiguous
-    last dimension."""
+    """Return the tensor. Raises ValueError unless it has the given dtype and device, and a
+    contiguous last dimension."""
     if tensor.dtype != dtype:
         raise ValueError(f"{name}: got {tensor.dtype}, allowed is {dtype}")
     if tensor.device != device:
@@ -164,8 +165,8 @@ def gapless(name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device)
 
 
 def of_matrix(matrix: Matrix, x: Tensor, columns: int) -> int:
-    """Return the number of rows `N` of a matrix `[N, columns]`. Raises ValueError if its tensors do
-    not fit activations `x`."""
+    """Return the number of rows `N` of a matrix `[N, columns]`. Raises ValueError if its weights,
+    bias or scale do not fit the activations `x`."""
     weight, bias, scale = matrix
     if weight.ndim != 2 or weight.shape[1] != columns or not len(weight):
         raise ValueError(f"weight: got shape {list(weight.shape)}, allowed is [N, {columns}]")
@@ -182,10 +183,8 @@ def of_matrix(matrix: Matrix, x: Tensor, columns: int) -> int:
 def launch(
     kernel: Any, grid: tuple[int, ...], tile: Tile, device: torch.device, **named: Any
 ) -> None:
-    """Launch a kernel on the device's current stream.
-
-    Raises ValueError for wrong sizes of a tile, or a device that cannot run the kernel.
-    """
+    """Launch a kernel on the device's current stream. Raises ValueError for tile sizes that are not
+    allowed, or a device that cannot run the kernel."""
     for name, value in tile._asdict().items():
         if name in ("rows", "columns", "warps") and (value < 1 or value & (value - 1)):
             raise ValueError(f"{name}: got {value}, allowed is a power of two")
@@ -204,8 +203,8 @@ def launch(
 
 
 def runs_on(device: torch.device, fp8: bool, tile: Tile) -> bool:
-    """Return whether the launch may overlap with others. Raises ValueError if the device does not
-    support FP8 weights or overlap and they are requested."""
+    """Return whether the launch may overlap with others. Raises ValueError if FP8 weights or
+    overlap are requested but the device does not support them."""
     if triton.knobs.runtime.interpret:
         return False
     if device.type != "cuda":

@@ -66,12 +66,13 @@ def norm_swiglu(
     out: Tensor | None = None,
     tile: Tile = TILE,
 ) -> Tensor:
-    """Return `silu(gate) · up` of RMS-normalized activations, `[B, N]` (SwiGLU: Shazeer, 2020).
+    """Return `silu(gate) · up`, `[B, N]`, where gate and up are products of RMS-normalized
+    activations with two matrices (SwiGLU; Shazeer, 2020).
 
-    Each Triton program computes `tile.rows / 2` matrix rows of gate, and as many of up. Other
-    arguments and errors are those of `norm_linear`.
+    Each Triton program computes `tile.rows / 2` rows of gate, and as many of up. Other arguments
+    and errors are those of `norm_linear`.
 
-    matrix: `[2N, K]`, the matrix rows of gate, then the matrix rows of up.
+    matrix: `[2N, K]`, the rows of the matrix for gate, then those of the matrix for up.
     """
     rows_of("x", x, matrix.weight.shape[-1])
     like("norm", norm.weight, x, x.shape[1])
@@ -121,12 +122,13 @@ def swiglu_linear(
     out: Tensor | None = None,
     tile: Tile = TILE,
 ) -> Tensor:
-    """Multiply `silu(gate) · up` by a matrix `[N, K]`, and add a residual `[B, N]`.
+    """Multiply `silu(gate) · up` by a matrix `[N, K]`, and add a residual `[B, N]` (SwiGLU;
+    Shazeer, 2020).
 
-    Other arguments and errors are those of `norm_linear`. Source: Shazeer, 2020 (SwiGLU).
+    Other arguments and errors are those of `norm_linear`.
 
-    gate_up: `[B, 2K]`, gate and then up, as `norm_linear` returns them for their stacked matrices.
-        out: As in `linear_residual`.
+    gate_up: `[B, 2K]`, gate and then up: the result of `norm_linear` for the two matrices stacked.
+    out: As in `linear_residual`.
     """
     rows_of("gate_up", gate_up, 2 * matrix.weight.shape[-1])
     return _multiply(gate_up, None, matrix, residual, out, tile, gated=True)
@@ -170,14 +172,14 @@ def _multiply(
 
 
 def _brings(weight: Tensor, tile: Tile) -> bool:
-    """Return True if the weights after the first tile of each matrix row can be prefetched, which
-    needs multiples of 16 bytes."""
+    """Return True if weights can be prefetched after the first tile of each matrix row. Prefetches
+    need multiples of 16 bytes."""
     columns = weight.shape[1] | tile.ahead * tile.columns
     return not (weight.data_ptr() | columns * weight.itemsize) % BROUGHT
 
 
 def of_product(x: Tensor, norm: Norm | None, matrix: Matrix, tile: Tile) -> dict[str, object]:
-    """Return the arguments that all kernels for matrix products have in common, by name."""
+    """Return the arguments that all kernels for matrix products have, keyed by name."""
     N, K = matrix.weight.shape
     return dict(
         x=x,

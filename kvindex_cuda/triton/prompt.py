@@ -1,4 +1,4 @@
-"""Attention of a chunk of a prompt to keys and values in the pages of a store."""
+"""Attention of a chunk of a prompt to the keys and values that a store has in its pages."""
 
 from __future__ import annotations
 

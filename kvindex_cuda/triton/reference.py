@@ -1,8 +1,8 @@
-"""Reference implementation, in plain PyTorch, of the Triton kernels for a model's layers.
+"""Reference implementation, in plain PyTorch, of the Triton kernels for a model's layers. Tests
+compare the kernels with these functions.
 
-Tests compare the kernels with these functions. Results are computed in float32 and rounded once.
-The functions have the arguments of the launchers, without tile sizes, and take keys and values as
-tensors.
+Results are computed in float32 and rounded once. Arguments are those of the functions that launch
+the kernels, but without tile sizes, and with keys and values as tensors.
 """
 
 from __future__ import annotations
@@ -71,10 +71,8 @@ def project_heads(
     query_norm: Norm | None = None,
     key_norm: Norm | None = None,
 ) -> None:
-    """Compute queries, keys and values of one token per sequence.
-
-    Writes `queries` `[B, H, D]`, and the key and value of sequence b at `[b, :, slots[b]]`.
-    """
+    """Compute queries, keys and values of one token per sequence. The queries are written to
+    `queries` `[B, H, D]`, and the key and value of sequence `b` to `[b, :, slots[b]]`."""
     (H, D), (G, C) = queries.shape[1:], keys.shape[1:3]
     heads = norm_linear(x, norm, matrix).view(len(x), -1, D)
     query, key, value = torch.split(heads, [H, G, G], dim=1)
@@ -97,8 +95,8 @@ def _rotated(heads: Tensor, norm: Norm | None, cos: Tensor, sin: Tensor) -> Tens
 def begin_token(
     ids: Tensor, positions: Tensor, embedding: Tensor, frequencies: Tensor, factor: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return embeddings `[B, N]`, and cosines and sines of the rotary angles `[B, D]`. An id
-    outside of the vocabulary gives NaN."""
+    """Return embeddings `[B, N]`, and cosines and sines of the rotary angles `[B, D]`. The
+    embedding of an id outside of the vocabulary is NaN."""
     known, dtype = (ids >= 0) & (ids < len(embedding)), embedding.dtype
     hidden = embedding[ids.where(known, 0)].masked_fill(~known[:, None], float("nan"))
     angles = (positions[:, None] * frequencies).repeat(1, 2)
@@ -120,10 +118,8 @@ def attend_prompt(
     scale: float,
     causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of a prompt's queries to the first `lengths[b]` rows of each sequence.
-
-    Returns outputs `[B, H, T, Dv]` and log-sum-exp values, float32 `[B, H, T]`.
-    """
+    """Attend from the tokens of a prompt to the first `lengths[b]` rows of each sequence. Returns
+    outputs `[B, H, T, Dv]` and log-sum-exp values, float32 `[B, H, T]`."""
     T, R = queries.shape[2], keys.shape[2]
     rows = torch.arange(R, device=queries.device)
     ends = lengths[:, None].expand(-1, T)
@@ -137,7 +133,7 @@ def attend_prompt(
 def attend_token(
     queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, *, scale: float
 ) -> Tensor:
-    """Attention of one token per sequence to rows `starts[b]` to `ends[b] - 1`. Returns `[B, H,
+    """Attend from one token per sequence to rows `starts[b]` to `ends[b] - 1`. Returns `[B, H,
     Dv]`."""
     rows = torch.arange(keys.shape[2], device=queries.device)
     seen = (rows >= starts[:, None]) & (rows < ends[:, None])

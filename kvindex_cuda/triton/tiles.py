@@ -1,4 +1,4 @@
-"""Tile sizes for matrix products: measured sizes for some products, and a rule for all others."""
+"""Tile sizes for matrix products: measured ones for some products, and a rule for all others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ once."""
 
 
 class Case(NamedTuple):
-    """The properties of a matrix product that determine its tile sizes.
+    """The properties of a matrix product by which its tile sizes are chosen.
 
     Attributes:
         product: Name of the function in `products.py`.
@@ -65,11 +65,12 @@ def case_of(product: str, matrix: Matrix, batch: int) -> Case:
 
 
 def usual(matrix: Matrix, batch: int) -> Tile:
-    """Return tile sizes for a product that was not measured.
+    """Return tile sizes for a product without measured sizes.
 
-    With several sequences each multiprocessor prefetches at least 40 KB, which hides about 1,000
-    cycles of memory latency: 32 rows of 1 KiB (16-bit weights) in three stages, or 16 rows in four
-    stages if 32 would leave multiprocessors without a program. Short rows get narrower tiles.
+    With several sequences, the tiles are such that each multiprocessor prefetches at least 40 KB,
+    which hides about 1,000 cycles of memory latency: 32 rows of 1 KiB (16-bit weights) in three
+    stages, or 16 rows in four stages if 32 would leave multiprocessors without a program. Short
+    rows get narrower tiles.
     """
     if batch == 1:
         return Tile()
@@ -81,7 +82,8 @@ def usual(matrix: Matrix, batch: int) -> Tile:
 def tile_of(product: str, matrix: Matrix, batch: int, *, overlap: bool = False) -> Tile:
     """Return the tile sizes for `norm_linear`, `norm_swiglu`, `linear_residual` or `swiglu_linear`.
 
-    batch: number of sequences. overlap: see `Tile`.
+    batch: number of sequences.
+    overlap: see `Tile`.
     """
     found = TILES.get(case_of(product, matrix, batch)) or usual(matrix, batch)
     return found._replace(overlap=overlap)

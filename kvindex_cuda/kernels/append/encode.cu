@@ -1,35 +1,29 @@
-// Encode keys into blocks of codes (ParisKV paper, A.1 to A.3): subtract the mean of the block's keys (its
-// center), normalize, rotate, and store signs, magnitudes and a log weight per key. Keys are read from memory
-// once. The codes of a block depend only on the keys of that block. rotated.cuh explains the rotation and the
-// codes. Reference: kvindex/pariskv/encoding.py, kvindex/ops/transform.py and kvindex/ops/codes.py with block = D.
-// The layout of the codes is in kvindex/pariskv/block_layout.py.
+// Encode keys into blocks of codes, 256 tokens per block (ParisKV paper, A.1 to A.3). The kernel subtracts the
+// mean of the block's keys (the center), normalizes and rotates each key, and stores a sign and a magnitude of
+// BITS bits per coordinate and one log weight per key.
+// Reference: kvindex/pariskv/encoding.py, kvindex/ops/transform.py and kvindex/ops/codes.py with block = D.
+// Layout of the codes: kvindex/pariskv/block_layout.py.
 //
-// Each thread block processes segments, one after another. A segment is 256 tokens of one KV head. A thread
-// block takes the next segment when it has finished one, because multiprocessors differ in speed. Each of its
-// 8 warps encodes 32 keys of the segment.
+// A segment is the 256 tokens of one block in one KV head. A thread block takes one segment after another from
+// a global counter, because multiprocessors differ in speed. Each of its 8 warps encodes 32 keys. The codes of
+// a segment depend only on the keys of that segment.
 //
-// If the keys of a segment fit into shared memory (STAGED), they are copied asynchronously while the
-// preceding segment is encoded: as soon as a warp has 8 keys in registers, it requests 8 keys of the next
-// segment for the same place. The keys of the segment are then added up on tensor cores, with a matrix of
-// ones as the other factor (one instruction for 256 coordinates). From the sum the thread block computes the
-// center, and then encodes.
+// If the keys of a segment fit into shared memory (STAGED), they are copied asynchronously while the preceding
+// segment is encoded. Tensor cores then add up the keys for the center, by a product with a matrix of ones.
 //
-// If the keys do not fit, a warp adds up keys as it loads them, and loads them again from L1 or L2 to encode.
-// Before it encodes its last 8 keys, it prefetches the next segment into L2. The last segment may have fewer
-// than 256 keys; its center is the mean of the keys that are there.
+// If the keys do not fit, each warp loads its keys twice: from memory to add them up, then from L1 or L2 to
+// encode them. Before its last 8 keys, it prefetches the next segment into L2.
 //
 // Grid: as many thread blocks as fit on the device, 8 warps each. Dynamic shared memory: 256 ROW bytes if
 // STAGED.
-// Reads each key once; writes (1 + BITS) STRIDE + 3 bytes per key and 2 D bytes per 256 keys.
-// Limited by instruction issue and by shuffles: 1,450 instructions of a warp per 16 keys (counted in the
-// machine code for D = 128, 3 bits, 16-bit keys), 1,330 of them for encoding and copying, the rest for
-// centers and bookkeeping. All warps of a thread block wait for the center of a segment between two barriers;
-// other thread blocks encode during that time. float32 keys take 1.4 times as many instructions. Measured
-// times are in benchmarks/results/append.json.
+// Reads each key once from memory; writes (1 + BITS) STRIDE + 3 bytes per key and 2 D bytes per segment.
+// Limited by instruction issue and by shuffles. For D = 128, 3 bits and 16-bit keys, a warp executes 1,450
+// instructions per 16 keys, of which 1,330 encode and copy (counted in the machine code). float32 keys take 1.4
+// times as many instructions. Measured times are in benchmarks/results/append.json.
 //
-// The result equals the reference except for rounding: sums are float32, and the center is subtracted after
-// four stages of the rotation, so the error of y is proportional to ‖k‖ + ‖μ‖. Keys of 2^120 or more may
-// overflow.
+// The result equals the reference except for rounding. Sums are float32, and the center is subtracted after
+// four stages of the rotation, so the rounding error of a rotated coordinate is proportional to ‖k‖ + ‖μ‖,
+// where k is the key and μ the center. Keys of 2^120 or more may overflow.
 //
 // This file is longer than most because it is one kernel.
 //
@@ -50,8 +44,8 @@ constexpr int HALF = 8, GROUP = 32;                   // keys encoded together; 
 constexpr int TILES = (M + 7) / 8;                    // tiles of 8 · 8 coordinates
 constexpr int STEPS = 65536 / OCTAVES;                // steps of a log weight per octave
 
-// Load the words of eight coordinates of a key from global memory. LAST is true if no later load reads them,
-// so that they may leave the caches first.
+// Load 8 coordinates of a key from global memory. LAST: no later load needs these coordinates, so load them
+// with the evict-first policy.
 template <bool LAST>
 __device__ __forceinline__ void load(u32 (&words)[BYTE_WORDS], const char* at) {
 #if WIDE
@@ -69,7 +63,7 @@ __device__ __forceinline__ void load(u32 (&words)[BYTE_WORDS], const char* at) {
 #endif
 }
 
-// Hide a shared-memory address from the compiler, so that it does not recompute or merge it.
+// Stop the compiler from recomputing this shared-memory address at every use.
 __device__ __forceinline__ Shared hidden(Shared place) {
 #ifndef EMULATED
     asm volatile("" : "+r"(place));
@@ -77,15 +71,14 @@ __device__ __forceinline__ Shared hidden(Shared place) {
     return place;
 }
 
-// Load words 4 r to 4 r + 3 of eight key coordinates from shared memory.
 __device__ __forceinline__ void of_stage(u32 (&words)[BYTE_WORDS], int r, Shared at) {
     uint4 all = load_from<uint4>(at);
     words[4 * r] = all.x, words[4 * r + 1] = all.y;
     words[4 * r + 2] = all.z, words[4 * r + 3] = all.w;
 }
 
-// The segment that a thread block encodes: 256 tokens of one KV head. The struct is in shared memory, because
-// no registers are left for its fields.
+// A segment: 256 tokens of one KV head, encoded by one thread block. This struct is in shared memory to save
+// registers.
 enum { NONE, SOME, WHOLE };
 struct Segment {
     const char* keys;  // address of the segment's first key
@@ -98,19 +91,17 @@ struct Segment {
     u8 state;          // NONE: there is no such segment; WHOLE: it has all 256 keys and no valid flags; else SOME
 };
 
-// The place, within a key's row in shared memory, of 16-byte part `chunk` of the key. The XOR (a swizzle)
-// makes lanes that read two or four keys at the same time access different banks.
+// Shared-memory swizzle: return the position at which 16-byte chunk number `chunk` of a key is stored. It
+// avoids bank conflicts when lanes read the same chunk of two or four neighboring keys.
 __device__ constexpr u32 placed(u32 chunk, u32 key) {
     return chunk ^ (CHUNKS == 1 ? key % 2 * 4 + (key & 2) : key % 2 + (key & 2) * 2);
 }
 
-// Compute sums[d], the sum of coordinate d over a warp's 32 keys, with tensor cores. `sums` has C · 32
-// elements. Products are exact; sums are float32.
-// A row of the left matrix has four coordinates of each of four keys: words 0 and 2, or words 1 and 3, of
-// their eight coordinates. A column of the right matrix has a 1 at one of these four coordinates of every
-// key, so the product adds that coordinate over the four keys.
-// read(words, i, tile) loads coordinates 8 c to 8 c + 7 of key `i + lane % 4`, where c = `tile * 8 + lane /
-// 4`, or zeros if the key is invalid.
+// Add up the 32 keys of a warp with tensor cores: sums[d] becomes the sum of coordinate d, for d < 32 C.
+// Each product adds up four keys, because the right matrix has a 1 at the same coordinate of all four. The sums
+// are float32.
+//   read(words, i, tile): loads coordinates 8 c to 8 c + 7 of key i + lane % 4, where c = 8 tile + lane / 4, or
+//     zeros if the key is not valid.
 template <class Read>
 __device__ __forceinline__ void add_up(float* sums, const Read& read) {
     int lane = threadIdx.x % 32, byte = lane / 4, t = lane % 4;
@@ -141,16 +132,16 @@ __device__ __forceinline__ void add_up(float* sums, const Read& read) {
                 found[tile][0], found[tile][1], found[tile][2], found[tile][3]};
 }
 
-// If ‖y‖² exceeds this limit, a coordinate of the key exceeds check.LARGEST, 2^48. Otherwise ‖y‖² = D ‖k −
-// μ‖² is at most (2^49 D)².
+// Upper limit of ‖y‖² for a rotated key y. If all coordinates of a key are at most check.LARGEST (2^48), then
+// ‖y‖² is at most (2^49 D)², which is below this limit.
 constexpr float TOO_LONG = 1.3e36f;
 
-// Return the mean of coordinate d over the n valid keys of a segment. sums[w] has the sums over the keys of
+// Return the mean of coordinate d over the n valid keys of a segment. sums[w][d] is the sum over the keys of
 // warp w.
 __device__ __forceinline__ u16 mean_of(const float (&sums)[WARPS][C * 32], int d, int n) {
     double total = 0;
     for (int w = 0; w < WARPS; w++) total += sums[w][d];
-    // the compiler replaces this division by TOKENS, a power of two, by a multiplication
+    // dividing by the constant TOKENS, a power of two, compiles to a multiplication
     float mean = float(n == TOKENS ? total / TOKENS : total / max(n, 1));
     return to_bfloat16(fminf(fmaxf(mean, -float(LONGEST)), float(LONGEST)));
 }
@@ -161,10 +152,11 @@ struct Arguments {
     const i64* codes;     // [B, row]: addresses of blocks of codes; the record of KV head g begins at g · head_bytes
     const uint4* flips;   // [C, 4]: sign bits of the rotation's random signs s
     const float* hartley; // [ORDER, ORDER]: the rotation's Hartley matrix
-    // Three tables, one after another. Cells divide the range of |u| (rotated.cuh).
-    //   [CELLS]: boundary between two levels in each cell, scaled, or +inf if the cell has none.
-    //   [CELLS, 2]: index of the level below and of the level above that boundary.
-    //   [LEVELS]: magnitude levels, rounded to float16 for up to 3 bits.
+    // Tables that map |u|, a coordinate of a normalized key, to a magnitude level. The range of |u| is divided
+    // into CELLS cells; a cell contains at most one boundary between two levels. In this order:
+    //   [CELLS]: the boundary in each cell, scaled to cells, or +inf.
+    //   [CELLS, 2]: indices of the levels below and above the boundary.
+    //   [LEVELS]: the magnitude levels, rounded to float16 if BITS is at most 3.
     const float* tables;
     int* wrong;           // [1]: set to 1 if a valid key is not finite or out of range, or null
     int* taken;           // [1]: counter of assigned segments, 0 before and after the launch, or null if each thread
@@ -204,8 +196,7 @@ encode(const __grid_constant__ Arguments args) {
 #else
     u32 units = u32(args.blocks * args.kv_heads * args.batches);
 #endif
-    // One thread fills in each Segment two segments before it is needed, because its address has to be read
-    // from memory first.
+    // One thread looks up the address of each segment two segments ahead, to hide the latency of the read.
     auto plan = [&](u32 unit, Segment& found) {
         found.unit = unit, found.to = 0, found.state = NONE;
         if (unit >= units) return;
@@ -229,8 +220,9 @@ encode(const __grid_constant__ Arguments args) {
         found.state = !args.valid && found.to == TOKENS ? WHOLE : SOME;
 #endif
     };
-    // Start copying keys 8 half to 8 half + 7 of a segment to shared memory, with zeros for invalid or missing
-    // keys. `piece` is the address of the first 16 bytes that this lane copies; `send` advances it past these keys.
+    // Start copying eight keys of a segment, 8 half to 8 half + 7, to shared memory. Keys that are missing or
+    // not valid become zeros. `piece` points to the first 16 bytes that this lane copies, and is advanced by 8
+    // keys.
     constexpr int PADDED = ROW / 16;    // 16-byte parts per key
     constexpr int ROWS = 32 / PADDED;   // keys that a warp copies per instruction
     u32 place = placed(lane % PADDED, lane / PADDED);
@@ -306,8 +298,7 @@ encode(const __grid_constant__ Arguments args) {
                     if (id < own.to && (!args.valid || own.flags[id])) read(words, i, tile);
                 });
         }
-        // After this barrier, all keys of the preceding segment are encoded, and all keys of this segment are
-        // added up.
+        // After this barrier, the preceding segment is encoded, and the sums of this segment are complete.
         bool real = CENTERED && threadIdx.x < own.to && (!args.valid || own.flags[threadIdx.x]);
         int n = __syncthreads_count(real);
         u32 unit = ~0u;  // no further segment
@@ -316,8 +307,8 @@ encode(const __grid_constant__ Arguments args) {
         for (int c = warp; CENTERED && c < C; c += WARPS) {
             int d = c * 32 + lane;
             u16 x = mean_of(sums, d, n);
-            // Also check the mean itself. If an invalid key is the only key of its block, its difference from
-            // the mean is 0, so that the check of ‖y‖² would not find it.
+            // Check the center for NaN and for values that are too large. The check of ‖y‖² below cannot find them
+            // in a block with a single key, because the difference of this key from the center is 0.
             if (args.wrong && fabsf(from_bfloat16(x)) > float(LARGEST)) *args.wrong = 1;
             means[d] = x;
             if (d < D) reinterpret_cast<u16*>(own.block + own.head + args.center)[d] = x;
@@ -340,8 +331,7 @@ encode(const __grid_constant__ Arguments args) {
         }
 
         u32 raw[C][BYTE_WORDS];
-        // The shuffle returns the same address, but hides its origin from the compiler, which would otherwise
-        // recompute it for every use.
+        // The shuffle stops the compiler from recomputing this address at every use.
         const char* first = own.keys + t * 8 * BYTES;
         first = reinterpret_cast<const char*>(__shfl_sync(ALL, reinterpret_cast<u64>(first), lane));
         if (!STAGED) to = __shfl_sync(ALL, to, lane);
@@ -414,8 +404,8 @@ encode(const __grid_constant__ Arguments args) {
             for (int i = 0; i < C * 8; i++)
                 squares = fmaf(y[i / 8][i / 4 % 2][i % 4], y[i / 8][i / 4 % 2][i % 4], squares);
             squares = quad_sum(squares);
-            // If ‖y‖² is near the limits of float32, multiply y by a power of two that brings its largest
-            // coordinate near 1.
+            // If ‖y‖² might overflow or underflow float32, scale y by a power of two so that its largest
+            // coordinate is near 1.
             bool far = !(squares > 1e-24f && squares < 1e30f);
             if (__any_sync(ALL, far)) {
                 // padding is zero here, so it does not count

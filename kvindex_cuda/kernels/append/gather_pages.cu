@@ -1,12 +1,12 @@
 // Copy the rows (keys and values of tokens) of whole sequences into one contiguous tensor. Rows of earlier
-// tokens come from an inference engine's pages, which may be in pinned host memory; rows of new tokens come
+// tokens come from an inference engine's pages, which may be in pinned host memory. Rows of new tokens come
 // from the tensors `keys` and `values`.
 //
-// Neighboring threads copy neighboring 16-byte parts of a page. The copy has room for `width` pages per
-// sequence, of which those up to the sequence's last token are written.
+// The result has room for `width` pages per sequence. Pages after the last token of a sequence are not written.
+// Neighboring threads copy neighboring 16-byte chunks.
 //
-// Grid: (any, R), THREADS threads. Reads and writes each row once. Limited by memory, or by the PCIe bus if
-// pages are on the host.
+// Grid: (any, R) for R sequences, THREADS threads. Reads and writes each row once. Limited by memory, or by the
+// PCIe bus if pages are on the host.
 // Compile-time constants: only those of kvindex_cuda/runtime/constants.py.
 #include "common/common.cuh"
 
@@ -23,8 +23,8 @@ struct Arguments {
     i64 key_token, key_head, value_token, value_head;  // strides
 };
 
-// The arguments `key`, `pieces` and all strides are in units of 16 bytes. A page is contiguous in memory. A
-// sequence has fewer than 2^31 such units.
+// The sizes `key` and `pieces` and all strides count units of 16 bytes. A sequence has fewer than 2^31 such
+// units.
 extern "C" __global__ void __launch_bounds__(THREADS)
 gather_pages(const __grid_constant__ Arguments args) {
     i64 r = blockIdx.y, first = args.starts[r], count = args.starts[r + 1] - first;

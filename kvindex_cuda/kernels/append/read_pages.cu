@@ -1,17 +1,18 @@
-// Prepare, for all layers, a decode step that attends to an inference engine's pages. Compute the address of
-// each segment (256 tokens) of each sequence, the number of tokens that the step searches, and the scale of
-// the log weights. Also list the segments that this step's tokens have filled, which must now be encoded.
+// Prepare a decode step over the pages of an inference engine such as vLLM, for all layers at once. For each
+// sequence, compute how many tokens are searched, the addresses of their segments (blocks of 256 tokens), and
+// the scale of their log weights. Also list the segments that the tokens of this step have filled, so that they
+// can be encoded.
 //
-// A sequence with at least `dense_below` tokens is searched in whole segments, up to `window` tokens before
-// its end, if that leaves more than `sink` tokens. Otherwise the sequence is not searched, and all its tokens
-// are resident. A sequence of the batch without tokens has no resident tokens; its addresses are those of an
-// existing page, so they can be read safely. If `segments` is given, the kernel also writes each segment's
-// number and increments a clock. Both serve a cache of rows that all sequences share (common/row_cache.cuh).
+// A sequence of at least `dense_below` tokens is searched in whole segments, except for its last `window`
+// tokens. Shorter sequences are not searched: all their tokens are resident, so attention reads all of them. A
+// sequence without tokens gets the addresses of an existing page, so that later kernels read valid memory.
+// If `segments` is not null, the kernel also writes the number of each segment and increments `clock`, for a
+// row cache that all sequences share (common/row_cache.cuh).
 //
-// Grid: (any, R + 1, L), THREADS threads. Grid rows 0 to R - 1 are the sequences, once per layer. In grid row
-// R, a single thread block looks through the slots.
-// Reads 4 bytes per page of a sequence, and 256 bytes per searched segment, layer and KV head; writes 16
-// bytes per segment and layer.
+// Grid: (any, R + 1, L) for R sequences and L layers, THREADS threads. Grid row R lists the filled segments,
+// with a single thread block.
+// Reads 4 bytes per page of a sequence, and 256 bytes per searched segment, layer and KV head; writes 16 bytes
+// per segment and layer.
 // Limited by latency, and with many tokens by memory.
 // Compile-time constants: only those of kvindex_cuda/runtime/constants.py.
 #include "common/weight_scale.cuh"
@@ -41,7 +42,7 @@ struct Arguments {
     i64 sink, window, dense_below;
 };
 
-// List the segments that this step's tokens have filled, in any order.
+// List the segments whose last token is written in this step, in any order.
 __device__ __forceinline__ void find_due(const Arguments& args) {
     __shared__ int found;
     if (threadIdx.x == 0) found = 0;
@@ -99,7 +100,7 @@ read_pages(const __grid_constant__ Arguments args) {
         u32 largest = 0;
 #pragma unroll
         for (int j = 0; j < 16; j++) largest = max(largest, (&bytes.x)[j / 4] >> j % 4 * 8 & 255);
-        // scales are positive floats, so their bits, read as integers, have the same order
+        // positive floats compare like their bit patterns, so an integer maximum is correct
         int scale = __float_as_uint(scale_of(int(largest)));
         int* all = reinterpret_cast<int*>(args.weight_scale + place * args.kv_heads + g);
         if (__ldcg(all) < scale) atomicMax(all, scale);

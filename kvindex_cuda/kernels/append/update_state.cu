@@ -1,8 +1,8 @@
-// Update the device-side state of a decode step after tokens were appended or removed: valid bits, number of
-// tokens, number of valid keys and of candidates per sequence, and scale of the log weights. Reference:
-// kvindex/pariskv/step_state.py.
+// Update the tensors that describe an index to the kernels of a decode step, after tokens were appended or
+// removed: the number of tokens, their valid bits, the numbers of valid keys and of candidates per sequence,
+// and the scale of the log weights. Reference: kvindex/pariskv/step_state.py.
 //
-// Grid: (any, number of KV heads of the batch, or 1), THREADS threads.
+// Grid: (any, B G), THREADS threads; (any, 1) if the scale of the log weights does not change.
 // Writes 32 bytes per sequence and block of 256 tokens, 8 bytes per sequence, and 8 per KV head. Reads 264
 // bytes per KV head and block from block `codes_from` on: 4 MB at a million tokens and 4 heads.
 // Limited by latency: for every 64 blocks that a thread block processes, one read of an address and one
@@ -15,8 +15,8 @@ constexpr int PIECES = TOKENS / 16;  // 16-byte parts of a block's weights
 constexpr int DONE = 1 << 16;
 
 struct Arguments {
-    // [B, row, 8]: valid bits. In blocks `first` to `last` - 1, the kernel sets the bits of the first
-    // `tokens` tokens and clears the others. If `valid` is null, no bits change.
+    // [B, row, 8]: one bit per token, 1 if the token is valid. In blocks `first` to `last` - 1, the kernel sets
+    // the bits of tokens below `tokens` to 1 and all other bits to 0. Null: no bits change.
     u32* valid;
     i64* length;               // [1]: set to `tokens`
     int* counted;              // [B]: set to `count`, or null: unchanged
@@ -30,8 +30,8 @@ struct Arguments {
     i64 kv_heads, head_bytes, weights, codes_from;
 };
 
-// Return the largest of 16 weight bytes. Keys from number `left` of the block on are ignored.
-// block_layout.places gives the order of the bytes.
+// Return the largest of 16 weight bytes, ignoring keys whose number in the block is `left` or more. The bytes
+// are in the order of block_layout.places.
 __device__ __forceinline__ int largest_of(const uint4& bytes, int piece, i64 left) {
     int largest = 0;
 #pragma unroll
@@ -42,11 +42,10 @@ __device__ __forceinline__ int largest_of(const uint4& bytes, int piece, i64 lef
     return largest;
 }
 
-// Compute the scale of one head's log weights, with all thread blocks in a column of the grid. While they
-// run, largest[bg] packs three numbers:
-//   DONE · (number of finished thread blocks) + 256 · (largest byte of the incomplete block)
-//   + (largest byte of the full blocks)
-// The last thread block to finish leaves only the largest byte of the full blocks.
+// Compute the scale of the log weights of one KV head, with all thread blocks in a column of the grid. While
+// the kernel runs, largest[bg] packs a counter and two maxima:
+//     DONE · (finished thread blocks) + 256 · (largest byte in the partly filled block) + (largest byte in full blocks)
+// The thread block that finishes last computes the scale and keeps only the maximum over full blocks.
 __device__ __forceinline__ void find_scale(const Arguments& args) {
     __shared__ int of_full, of_open;
     if (threadIdx.x == 0) of_full = of_open = 0;

@@ -1,8 +1,8 @@
-// Write the rows (keys and values) of new tokens to their slots in an inference engine's pages, which may be
-// in pinned host memory. If a cache of rows in device memory is indexed by these slots, its old rows for them
-// become invalid (common/row_cache.cuh).
+// Write the keys and values of new tokens into an inference engine's pages, which may be in pinned host memory.
+// Each token has a slot number, which says where its rows go (one row, key and value, per KV head). If there is
+// a row cache in device memory, remove the rows that it has for these slots (common/row_cache.cuh).
 //
-// Neighboring threads write neighboring 16-byte parts of a row, then of the next head's row.
+// Neighboring threads write neighboring 16-byte chunks of a row, then of the next KV head's row.
 //
 // Grid: any number of thread blocks, THREADS threads. Reads a slot number of 8 bytes per token, 16 bytes of
 // cache tags per KV head, and each row once; writes each row once.
@@ -22,8 +22,8 @@ struct Arguments {
     i64 cached;
 };
 
-// The arguments `width`, `pieces` and the key and value strides are in units of 16 bytes. There are fewer
-// than 2^31 such units to copy, and fewer than 2^31 slots.
+// `width`, `pieces` and the strides of keys and values count units of 16 bytes. The copy has fewer than 2^31
+// units.
 extern "C" __global__ void __launch_bounds__(THREADS)
 write_pages(const __grid_constant__ Arguments args) {
     u32 heads = u32(args.kv_heads), pieces = u32(args.pieces), total = u32(args.count) * heads * pieces;

@@ -1,16 +1,15 @@
-// Write the rows (keys and values) of consecutive tokens to their places in blocks of rows, on the device or
-// in pinned host memory. Moving tokens out of the local window with a kernel needs no separate stream and no
-// events. The key and the value of a row may come from two tensors.
+// Write the rows (keys and values) of consecutive tokens into an index's blocks of rows, in device memory or in
+// pinned host memory. Small appends use this kernel instead of copies on a separate stream, which would need
+// events.
 //
-// Neighboring threads write neighboring 16-byte parts of a row, then of the next row.
+// Neighboring threads write neighboring 16-byte chunks of a row, then of the next row.
 //
-// Grid: any number of thread blocks, THREADS threads. Reads and writes each row once, and reads 8 bytes of
-// the block table per row.
-// Limited by memory, or by the PCIe bus if blocks are on the host. Few thread blocks saturate the bus and
-// leave the multiprocessors to the decode step.
+// Grid: any number of thread blocks, THREADS threads. Reads and writes each row once, and reads 8 bytes of the
+// block table per row.
+// Limited by memory, or by the PCIe bus if blocks are on the host. Few thread blocks saturate the bus and leave
+// the multiprocessors to the decode step.
 // Compile-time constants: only those of kvindex_cuda/runtime/constants.py.
 #include "common/common.cuh"
-
 
 struct Arguments {
     const uint4* one;       // [B, G, count, width]: first parts of the rows, from token `start` on
@@ -21,7 +20,7 @@ struct Arguments {
     i64 one_batch, one_head, one_token, other_batch, other_head, other_token;  // strides
 };
 
-// The arguments `width`, `pieces` and all strides are in units of 16 bytes.
+// `width`, `pieces` and all strides count units of 16 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS)
 write_rows(const __grid_constant__ Arguments args) {
     const uint4* __restrict__ one = args.one;

@@ -1,6 +1,6 @@
-// Functions for the attention weights of candidates. They decide which entries are candidates, compute
-// logits, and add up exponentials as integers. Used by rerank.cu, rerank_blocks.cu, select_rows.cu, and the
-// kernels for latents.
+// Attention weights of the candidates of a search: find out which entries are candidates, compute logits, and
+// add up the exponentials of the logits for the softmax. Used by rerank.cu, rerank_blocks.cu, select_rows.cu,
+// and the kernels for latents.
 // Compile-time constants: GROUP (query heads of a group), SOFTCAP (1: logits are capped).
 #pragma once
 #include "common/common.cuh"
@@ -8,9 +8,9 @@
 constexpr int FRACTION_BITS = 28;     // fraction bits in a bucket's first octave; a bucket has room for 2^19 addends
 constexpr float LOG2E = 1.4426950408889634f;
 
-// Decides which entries of the list are candidates, that is among the C best. `bin` is the histogram bin that
-// contains the C-th best entry. Entries in higher bins are candidates. Entries in `bin` itself are compared
-// with each other once all of them are known.
+// Finds out which keys are candidates, that is, among the C keys with the highest votes. `bin` is the histogram
+// bin of the key with the C-th highest vote. Keys in higher bins are candidates; keys in the same bin still
+// have to be compared with each other.
 struct Cutoff {
     int base, shift, bin;
     __device__ __forceinline__ int side(u64 entry) const {  // 1: candidate, 0: in the cut's bin, −1: not a candidate
@@ -27,9 +27,10 @@ __device__ __forceinline__ float capped(float estimate, float scale, float softc
     return logit;
 }
 
-// Adds up exp(logit) as integers, so that the sum does not depend on the order of the additions. A bucket is
-// the sum for logits within 16 octaves (powers of two). Each lane keeps its last even-numbered and its last
-// odd-numbered bucket in registers; all other buckets are in memory.
+// Computes Σ exp(logit) with integer additions, so that the result does not depend on their order. A bucket is
+// the partial sum over all logits in one range of 16 octaves (a factor of 2^16 of the exponential). Each lane
+// has two buckets in registers, the even-numbered one and the odd-numbered one that it used last. All other
+// buckets are in memory.
 struct Exponentials {
     int even = -1, odd = -1;  // numbers of the buckets
     u64 even_sum = 0, odd_sum = 0;
@@ -55,8 +56,9 @@ struct Exponentials {
         if (odd >= 0) atomicAdd(memory + odd, odd_sum);
     }
 
-    // Add the buckets of all lanes to memory. All lanes of the warp call this function. Lanes of the same
-    // head (equal lane % FIRST) first combine the highest bucket that any of them has.
+    // Add the buckets in the registers of a warp to memory. Lanes with equal lane % FIRST belong to the same
+    // head: they first add up their highest bucket with shuffles, to save atomic additions. All lanes of the
+    // warp call this function.
     template <int FIRST>
     __device__ __forceinline__ void flush(u64* memory) {
         flush<FIRST>(memory, even, even_sum);

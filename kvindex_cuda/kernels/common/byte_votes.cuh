@@ -1,22 +1,22 @@
-// Compute votes of keys with a product of 8-bit matrices: the sign bits of 16 keys, as bytes of 0 or 1, times
-// the rounded queries r of 8 heads. For sign bits b and signs s, Σ s r = 2 Σ b r − Σ r. Used by
-// prepare_latents.cu, sample_latents.cu and vote_latents.cu. Reference: kvindex/pariskv/sign_votes.py.
+// Compute votes of keys with 8-bit tensor core products: sign bits b of 16 keys, as bytes of 0 or 1, times the
+// rounded queries r of 8 heads. The product Σ r s with the signs s = ±1 follows from Σ r s = 2 Σ r b − Σ r.
+// Used by prepare_latents.cu, sample_latents.cu and vote_latents.cu. Reference: kvindex/pariskv/sign_votes.py.
 //
-// Rounded queries are stored in parts of 16 coordinates. A part has these coordinates of all heads next to
-// each other, in the order in which tensor cores read shared memory (warpgroup.cuh). Of every 32
-// coordinates, one part has the even ones and the next part has the odd ones. In that order, four bits of a
-// key that are 8 apart become four bytes with one shift and one mask.
+// In memory, rounded queries are divided into slices of 16 coordinates, and a slice has these coordinates of
+// all heads (the layout of warpgroup.cuh). Of every 32 coordinates, the even ones are in one slice and the odd
+// ones in the next. With this order, one shift and one mask turn four sign bits of a key, 8 bits apart, into
+// four bytes.
 // Compile-time constants: D, GROUP (heads of a tile), TILES, SAMPLING (1: candidates are sampled), and those of
 // votes.cuh.
 #pragma once
 #include "common/votes.cuh"
 
-// columns of the right matrix: one per query head, then zeros up to a multiple of 16
+// columns of the query matrix: one per query head, padded with zeros to a multiple of 16
 constexpr int HEADS = TILES * GROUP, COLUMNS_OF = (HEADS + 15) / 16 * 16;
 constexpr int PIECE = COLUMNS_OF * 16;  // bytes of one part (16 coordinates) of all rounded queries
 constexpr int WIDTH = WORDS * 32;       // bytes of one rounded query
 
-// Byte offset of coordinate `32 w + lane` of head 0 among the rounded queries.
+// Return the byte offset of coordinate 32 w + lane of the first head in the array of rounded queries.
 __device__ __forceinline__ int byte_of(int w, int lane) {
     return (2 * w + lane % 2) * PIECE + lane / 2 % 4 * 4 + lane / 8;
 }
@@ -29,13 +29,13 @@ typedef int Vote;
 #define NO_VOTE LEAST
 #endif
 
-// Sign bits of 16 · HALVES keys, one left matrix per 16 keys. In matrix `half`, a lane has the sign bits of
-// keys 16 half + lane / 4 and 16 half + lane / 4 + 8.
+// Sign bits of 16 · HALVES keys, as left matrices of tensor core products with 16 keys each. In matrix `half`,
+// lane l has sign bits of keys 16 half + l / 4 and 16 half + l / 4 + 8.
 template <int HALVES>
 struct Keys {
     u32 words[HALVES][WORDS][4];
 };
-// Load the sign bits of 16 · HALVES keys. `signs` is the address of the first key's sign bits.
+// Load the sign bits of 16 · HALVES keys from address `signs`.
 template <int HALVES>
 __device__ __forceinline__ void load(Keys<HALVES>& keys, const char* signs) {
     int lane = threadIdx.x % 32, t = lane % 4;
@@ -51,11 +51,12 @@ __device__ __forceinline__ void load(Keys<HALVES>& keys, const char* signs) {
             }
 }
 
-// Convert the products Σ b r of a lane's keys to votes, and update `best`, the maximum over heads. A lane has
-// the products for two heads of a set of 8: 2 (lane % 4) and 2 (lane % 4) + 1. For these two heads:
-//   sum: Σ r.
-//   offset: product of query and center, in the unit of votes.
-//   scale: see Sampling in votes.cuh.
+// Convert products to votes, and update `best`, each key's maximum vote over the heads.
+//   dots: Σ r b for the lane's keys and two heads, numbers 2 (lane % 4) and 2 (lane % 4) + 1 of 8.
+//   factor: factor of each key, from its weight.
+//   sum: Σ r of each of the two heads.
+//   offset: product of each query with the center of the keys, in the unit of votes.
+//   scale: factor and offset that convert votes of each head to a common scale (Sampling in votes.cuh).
 template <int HALVES>
 __device__ __forceinline__ void vote(Vote (&best)[2 * HALVES], const int (&dots)[HALVES][4], const int (&factor)[2 * HALVES],
                                      int2 sum, int2 offset, float4 scale) {
@@ -76,8 +77,8 @@ __device__ __forceinline__ int offset_of(float product, float units) {
     return __float2int_rn(fminf(fmaxf(product * units, -1073741824.0f), 1073741824.0f));
 }
 
-// Compute the maximum over the heads of four neighboring lanes. Of the four, lane t returns the maximum for
-// the t-th key of `best`.
+// Four neighboring lanes have votes of the same keys, for different heads. Compute the maximum of each key over
+// the four lanes, and return that of key number lane % 4.
 template <int KEYS>
 __device__ __forceinline__ Vote best_of(Vote (&best)[KEYS]) {
     Vote mine = NO_VOTE;

@@ -1,8 +1,10 @@
-// Functions that all kernels share: types, conversions, matrix instructions, asynchronous copies, orders of
-// scores, and small reductions. The constants TOKENS (tokens of a block), BINS (bins of a histogram), APART
-// (distance of two counters, in int32), LONGEST (largest norm) and OCTAVES (range of log weights, in powers of two)
-// come from kvindex_cuda/runtime/constants.py. NVRTC compiles this file for a GPU; g++ compiles it with
-// tests/cuda/emulator.h, which defines EMULATED, for tests on a CPU.
+// Functions that all kernels share: types, conversions, tensor core instructions, asynchronous copies,
+// histograms, and synchronization between thread blocks and between kernels.
+//
+// These constants come from kvindex_cuda/runtime/constants.py: TOKENS (tokens of a block), BINS (bins of a
+// histogram), APART (distance of two counters, in int32), LONGEST (largest norm) and OCTAVES (range of log
+// weights, in powers of two). NVRTC compiles this file for a GPU; g++ compiles it with tests/cuda/emulator.h,
+// which defines EMULATED, for tests on a CPU.
 // This file is longer than most: kernels include one header, and functions that are not called cost nothing.
 #pragma once
 
@@ -25,8 +27,8 @@ __device__ __forceinline__ float from_bfloat16(u16 bits) {
     return __uint_as_float(u32(bits) << 16);
 }
 
-// Convert float16 to float32. The result is exact for subnormal numbers, even if the compiler flushes
-// subnormal float32 numbers to zero, as it does when CuPy runs it.
+// Convert float16 to float32. Subnormal float16 numbers are converted exactly even if the compiler flushes
+// subnormal float32 numbers to zero, as NVRTC does when CuPy calls it.
 __device__ __forceinline__ float from_float16(u16 bits) {
 #ifdef EMULATED
     u32 sign = u32(bits & 0x8000) << 16, exponent = bits >> 10 & 31, size = u32(bits & 0x7fff) << 13;
@@ -41,7 +43,7 @@ __device__ __forceinline__ float from_float16(u16 bits) {
 #endif
 }
 
-// Convert the two float16 numbers in a word; .x is the one in the lower half.
+// Convert two packed float16 numbers. `.x` is the number in the lower 16 bits.
 __device__ __forceinline__ float2 from_float16s(u32 pair) {
 #ifdef EMULATED
     return {from_float16(u16(pair)), from_float16(u16(pair >> 16))};
@@ -90,8 +92,8 @@ __device__ __forceinline__ void store(void* data, i64 i, float x) {
 #endif
 }
 
-// c += a b on single bits, where a is 16 x 128 and b is 128 x 8: c counts common bits (PTX: mma.m16n8k128
-// with .and.popc). With r = lane / 4 and t = lane % 4, a lane holds
+// Tensor core product of bits, mma.m16n8k128 with .and.popc: c[i][j] += number of 1 bits that row i of a and
+// column j of b have in common. Fragments, with r = lane / 4 and t = lane % 4:
 //   a0, a1: bits 32 t to 32 t + 31 of rows r and r + 8 of a.
 //   b: bits 32 t to 32 t + 31 of column r of b.
 //   c[0] to c[3]: elements (r, 2 t), (r, 2 t + 1), (r + 8, 2 t), (r + 8, 2 t + 1) of c.
@@ -106,8 +108,8 @@ __device__ __forceinline__ void mma_bits(int (&c)[4], unsigned a0, unsigned a1, 
 #endif
 }
 
-// c += a b on bytes, where a is 16 x 32, unsigned, and b is 32 x 8, signed (PTX: mma.m16n8k32). A lane holds
-// the following elements, where r = lane / 4 and t = lane % 4:
+// Tensor core product of bytes, mma.m16n8k32: c += a b with unsigned a [16, 32] and signed b [32, 8].
+// Fragments, with r = lane / 4 and t = lane % 4:
 //   a0, a1: columns 4 t to 4 t + 3 of rows r and r + 8 of a.
 //   a2, a3: columns 4 t + 16 to 4 t + 19 of rows r and r + 8 of a.
 //   b0, b1: rows 4 t to 4 t + 3, and rows 4 t + 16 to 4 t + 19, of column r of b.
@@ -124,8 +126,8 @@ __device__ __forceinline__ void mma_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u
 #endif
 }
 
-// c += a b on float16 or, if BRAIN, bfloat16, where a is 16 x 16 and b is 16 x 8 (PTX: mma.m16n8k16). With r
-// = lane / 4 and t = lane % 4, a lane holds
+// Tensor core product of float16 or (BRAIN) bfloat16 numbers, mma.m16n8k16: c += a b with a [16, 16] and b [16,
+// 8]. Fragments, with r = lane / 4 and t = lane % 4:
 //   a0, a1: columns 2 t and 2 t + 1 of rows r and r + 8 of a.
 //   a2, a3: columns 2 t + 8 and 2 t + 9 of rows r and r + 8 of a.
 //   b0, b1: rows 2 t and 2 t + 1, and rows 2 t + 8 and 2 t + 9, of column r of b.
@@ -150,8 +152,8 @@ __device__ __forceinline__ void mma_halves(float (&c)[4], unsigned a0, unsigned 
 #endif
 }
 
-// Compute a b + c with one multiply-add instruction. If a or b is a power of two, the compiler might
-// otherwise use a shift and an addition.
+// Return a b + c, always with one multiply-add instruction. For a constant power of two, the compiler might
+// choose a shift and an addition instead.
 __device__ __forceinline__ int mad(int a, int b, int c) {
 #ifdef EMULATED
     return a * b + c;
@@ -162,8 +164,8 @@ __device__ __forceinline__ int mad(int a, int b, int c) {
 #endif
 }
 
-// Convert a pointer into shared memory to an integer address. The compiler would otherwise repeat the
-// conversion at every use of the pointer; the empty assembler statement prevents that.
+// Convert a pointer to shared memory to a 32-bit address. The empty asm statement stops the compiler from
+// repeating the conversion at every use.
 #ifdef EMULATED
 typedef u64 Shared;
 #else
@@ -181,7 +183,7 @@ __device__ __forceinline__ Shared shared_place(const void* address) {
 __device__ constexpr bool is_shared(Shared) { return true; }
 __device__ constexpr bool is_shared(const char*) { return false; }
 
-// Load 4 or 16 bytes. The first overload reads global memory, the second one shared memory.
+// Load 4 or 16 bytes from global memory (first overload) or shared memory (second overload).
 template <class T>
 __device__ __forceinline__ T load_from(const char* place) {
     return *reinterpret_cast<const T*>(place);
@@ -226,9 +228,9 @@ __device__ __forceinline__ void store_pair(Shared place, u32 low, u32 high) {
 __device__ __forceinline__ const char* with_bits(const char* place, u32 bits) { return place + bits; }
 __device__ __forceinline__ Shared with_bits(Shared place, u32 bits) { return place | bits; }
 
-// Load four 8 x 8 matrices of 16-bit numbers from shared memory as operands of the tensor cores (PTX:
-// ldmatrix .x4). Lane l passes the address of row l % 8 of matrix l / 8. A lane receives, from each of the
-// four matrices, columns 2 t and 2 t + 1 of row lane / 4, where t = lane % 4.
+// Load four 8 x 8 matrices of 16-bit numbers from shared memory into tensor core fragments (ldmatrix .x4). Lane
+// l passes the address of row l % 8 of matrix l / 8. From each of the four matrices, lane l receives columns 2
+// t and 2 t + 1 of row l / 4, where t = l % 4.
 __device__ __forceinline__ void load_rows(u32 (&words)[4], Shared place) {
 #ifdef EMULATED
     int lane = threadIdx.x % 32;
@@ -243,10 +245,10 @@ __device__ __forceinline__ void load_rows(u32 (&words)[4], Shared place) {
 #endif
 }
 
-// Asynchronous copies to shared memory, which proceed while a warp computes (PTX: cp.async.bulk, from compute
-// capability 9.0; on older GPUs the copy is synchronous). Each warp has barriers of its own. `expect`
-// announces the number of bytes, `copy` starts a copy, and `wait` returns when all bytes of the barrier's
-// n-th phase have arrived (n = 0, 1, …; parity is n % 2). Addresses and sizes are multiples of 16.
+// Asynchronous bulk copies to shared memory (cp.async.bulk, from compute capability 9.0; on older GPUs the
+// copies are synchronous). Call `expect` with the number of bytes, then `copy`, then `wait`, which returns when
+// all these bytes have arrived. The n-th wait on a barrier (n = 0, 1, …) has parity n % 2. Addresses and sizes
+// are multiples of 16. Each warp uses barriers of its own.
 #if defined(EMULATED) || __CUDA_ARCH__ >= 900
 #define ASYNCHRONOUS 1
 #else
@@ -266,8 +268,8 @@ __device__ __forceinline__ void expect(Shared barrier, u32 bytes) {  // called b
                  : "memory");
 #endif
 }
-// Start a copy. All lanes of a warp call this function. The constant in the instruction is the cache policy
-// evict_first, as in CUTLASS, so that the data does not stay in L2.
+// Start a copy, with the L2 policy evict_first (the hexadecimal constant, which is also in CUTLASS). All lanes
+// of a warp call this function.
 __device__ __forceinline__ void copy(Shared to, const void* from, u32 bytes, Shared barrier) {
 #ifdef EMULATED
     auto pointer = [](Shared place) { return reinterpret_cast<void*>(place); };
@@ -299,9 +301,9 @@ __device__ __forceinline__ void wait(Shared barrier, u32 parity) {  // called by
 #endif
 }
 
-// Asynchronous copies of a single thread to shared memory (PTX: cp.async). They copy 4, 8 or 16 bytes at
-// addresses that are multiples of that size, or write zeros if `in` is false. `async_wait` returns when all
-// copies of this thread have arrived.
+// Asynchronous copies of one thread to shared memory (cp.async), of 4, 8 or 16 bytes. Addresses are multiples
+// of that size. If `in` is false, zeros are written instead. `async_wait` returns when all copies of this
+// thread have arrived.
 template <int SIZE>
 __device__ __forceinline__ void copy_async(Shared to, const void* from) {
 #ifdef EMULATED
@@ -332,8 +334,8 @@ __device__ __forceinline__ void async_wait() {
 #endif
 }
 
-// End a group of copies: those that this thread has started since its previous `async_commit`.
-// `async_wait_but` returns when all groups except the last COUNT have arrived.
+// Commit and wait for groups of cp.async copies. A group is the copies that this thread has started since its
+// previous `async_commit`. `async_wait_but<COUNT>` waits for all groups except the last COUNT.
 __device__ __forceinline__ void async_commit() {
 #ifdef EMULATED
     emulated_async_commit();
@@ -357,21 +359,21 @@ __device__ __forceinline__ void to_l2(const void* address) {
 #endif
 }
 
-// Prefetch `bytes` bytes from global memory into L2 (PTX: cp.async.bulk.prefetch). `bytes` is a multiple of
-// 16. This does nothing before compute capability 9.0.
+// Prefetch `bytes` bytes, a multiple of 16, into L2 (cp.async.bulk.prefetch). Before compute capability 9.0
+// this does nothing.
 __device__ __forceinline__ void to_l2(const void* address, u32 bytes) {
 #if !defined(EMULATED) && ASYNCHRONOUS
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
 #endif
 }
 
-// Return the histogram bin of a vote: (vote - base) / 2^shift, limited to 0 … BINS - 1.
+// Return the histogram bin of a vote: (vote - base) / 2^shift, clamped to 0 … BINS - 1.
 __device__ __forceinline__ int bin_of(int vote, int base, int shift) {
     return vote < base ? 0 : int(min((u32(vote) - u32(base)) >> shift, u32(BINS - 1)));
 }
 
-// Pack a vote and a token id into a 64-bit word, called an entry. A larger word has a higher vote or, if the
-// votes are equal, a lower id.
+// Pack a vote and a token id into a 64-bit integer, an "entry". Entries are ordered by vote; of equal votes,
+// the entry with the lower token id is larger.
 __device__ __forceinline__ u64 entry_of(int vote, int id) {
     return u64(u32(vote) ^ 0x80000000u) << 32 | ~u32(id);
 }
@@ -380,8 +382,7 @@ __device__ __forceinline__ int vote_of(u64 entry) {
 }
 __device__ __forceinline__ int id_of(u64 entry) { return int(~u32(entry)); }
 
-// Map a float to an unsigned integer that has the same order, also for subnormal numbers. -0 maps to the same
-// integer as 0.
+// Map a float to an unsigned integer that has the same order, also for subnormal numbers. -0 and 0 are equal.
 __device__ __forceinline__ u32 ordered(float x) {
     u32 bits = __float_as_uint(x);
     if (bits == 0x80000000u) bits = 0;
@@ -402,11 +403,12 @@ __device__ __forceinline__ T warp_max(T x) {
     return x;
 }
 
-// Kernels of a decode step overlap (programmatic dependent launch, from compute capability 9.0). Code before
-// `after_previous` runs while the previous kernel still runs. It must not write to global memory, and may
-// read only what the previous kernel does not write. If every thread block calls `let_next_begin` after
-// `after_previous`, all kernels before the previous one have ended. Data that was written in the same step is
-// read from L2 (`__ldcg`).
+// The kernels of a decode step overlap (programmatic dependent launch, from compute capability 9.0): a kernel
+// starts before the previous kernel has ended, and waits for it in `after_previous`. Before that call, a kernel
+// must not write to global memory, and must not read what the previous kernel writes.
+// `let_next_begin` allows the next kernel to start. If every thread block calls it after `after_previous`, then
+// all kernels before the previous one have ended when a kernel starts. Data that was written in the same step
+// is read from L2 (`__ldcg`), because L1 may be stale.
 __device__ __forceinline__ void after_previous() {
 #if !defined(EMULATED) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -418,10 +420,10 @@ __device__ __forceinline__ void let_next_begin() {
 #endif
 }
 
-// Return true in the last of `blocks` thread blocks that call this function. `ticket` counts the calls and
-// starts at 0. The last thread block sees everything that the others wrote before their calls. All threads
-// call the function: one thread performs the release and the acquire, and barriers order the accesses of the
-// other threads.
+// Count the thread blocks that have finished; return true in the last of `blocks`, which can then combine the
+// results of all. `ticket` is the counter, 0 before the first call. All threads of a thread block call this
+// function. Writes of the other thread blocks before their calls are visible to the last one, because thread 0
+// performs an atomic release and acquire between barriers.
 static __device__ bool last_block(int* ticket, int blocks) {
     __shared__ int mine;
     __syncthreads();
@@ -438,16 +440,17 @@ static __device__ bool last_block(int* ticket, int blocks) {
     return last;
 }
 
-// Signals between kernels that overlap. A kernel that starts early need not wait for the end of the previous
-// kernel: `await` waits until each thread block or warp that works on the same group has called `signal`.
-// Everything that these wrote before `signal` is then visible, whatever L1 contained.
-// There is no deadlock, because a kernel starts only once all thread blocks of the previous kernel have
-// started. `let_next_begin` may then be called first: when the next kernel starts, prepare_query.cu and
-// everything before it have certainly ended, because the scan waits for them; other kernels may still run.
-// `after_previous` is still called before the end, so that the end of a kernel implies the end of all kernels
-// before it.
-// The counters are int32 [3, BG] APART, cleared by a step's first kernel: finished warps of the scan,
-// finished thread blocks of the rerank, and 1 once the group's rows are selected.
+// Wait for the data of one group of heads instead of the end of the whole previous kernel. The previous kernel
+// calls `signal` when a thread block or warp has finished its work for a group; `await` returns after
+// `signalers` of these calls. All writes before `signal` are then visible.
+//
+// This cannot deadlock, because a kernel starts only when all thread blocks of the previous kernel are running.
+// A kernel that uses `await` may call `let_next_begin` at its beginning: prepare_query.cu and earlier kernels
+// have ended by then, because the scan waits for them. Each kernel still calls `after_previous` before it ends,
+// so that the end of a kernel implies the end of all kernels before it.
+//
+// The counters are int32 [3, BG] APART, cleared by the first kernel of a step. Per group, they count finished
+// warps of the scan, finished thread blocks of the rerank, and are 1 once its rows are selected.
 __device__ __forceinline__ void signal(int* counter) {  // called by one thread, after a barrier
 #ifdef EMULATED
     atomicAdd(counter, 1);
@@ -469,9 +472,9 @@ __device__ __forceinline__ void await(const int* counter, int signalers) {  // c
     __syncthreads();
 }
 
-// Reserve room for this thread's `count` items in a list that all thread blocks append to, and return the
-// position of the thread's first item. `filled` is the length of the list. All BLOCK_THREADS threads of a
-// block call this function.
+// Append to a list that all thread blocks share: reserve room for this thread's `count` items, and return the
+// position of the first. `filled` is the length of the list. All BLOCK_THREADS threads of a block call this
+// function.
 template <int BLOCK_THREADS>
 __device__ __forceinline__ int room_for(int count, int* filled) {
     __shared__ int sums[BLOCK_THREADS / 32 + 1];
@@ -495,8 +498,8 @@ __device__ __forceinline__ int room_for(int count, int* filled) {
     return start + mine + before - count;
 }
 
-// The histogram bins that one of BLOCK_THREADS threads reads; thread 0 reads the highest bins. If SHARED, the
-// histogram is in shared memory. It is aligned to 16 bytes.
+// The histogram bins that one thread reads, BINS / BLOCK_THREADS of them; thread 0 has the highest bins. The
+// histogram is in shared memory if SHARED, else in global memory, and is aligned to 16 bytes.
 template <int BLOCK_THREADS>
 struct Bins {
     static constexpr int EACH = BINS / BLOCK_THREADS;
@@ -513,10 +516,9 @@ __device__ __forceinline__ Bins<BLOCK_THREADS> bins_of(const int* histogram) {
     return bins;
 }
 
-// Count the entries of a histogram from the highest bin down. `bin` is the bin in which the count reaches
-// `wanted`, and `above` is the number of entries in higher bins. If the histogram has fewer entries than
-// `wanted`, `bin` is -1 and `above` is the number of all entries. All BLOCK_THREADS threads of a block call
-// cut_of.
+// Find the histogram bin that contains the `wanted`-th largest entry. All threads of a block call `cut_of`.
+//   bin: that bin, or -1 if the histogram has fewer than `wanted` entries.
+//   above: number of entries in higher bins, or of all entries if `bin` is -1.
 struct Cut {
     int bin, above;
 };
@@ -558,8 +560,9 @@ __device__ Cut cut_of(const int* histogram, int wanted) {
     return cut_of(bins_of<SHARED, BLOCK_THREADS>(histogram), wanted);
 }
 
-// Return the `rank`-th largest word, by a radix select in 8 passes of 8 bits. One thread block runs it.
-// each(use) calls use(word) for all words. bins: 256 ints in shared memory.
+// Return the `rank`-th largest of a set of 64-bit words, by a radix select with 8 passes of 8 bits. All threads
+// of a block call this function, with 256 ints of shared memory in `bins`. `each(use)` calls `use(word)` for
+// all words of this thread.
 template <class Each>
 __device__ u64 radix_cut(Each each, int rank, int* bins) {
     u64 prefix = 0;
@@ -579,8 +582,8 @@ __device__ u64 radix_cut(Each each, int rank, int* bins) {
     return prefix;
 }
 
-// Return the histogram bin of an attention weight with logarithm `share`. Larger weights have higher bins: 48
-// bins per unit of the logarithm down to -32, then 4 bins per unit.
+// Return the histogram bin of an attention weight, given its natural logarithm `share`. Higher bins have larger
+// weights. There are 48 bins per unit of the logarithm down to -32, then 4 bins per unit.
 __device__ __forceinline__ int bin_of(float share) {
     float bin = share > -32 ? share * -48 : 1408 - share * 4;
     return BINS - 1 - int(fminf(fmaxf(bin, 0.0f), float(BINS - 1)));

@@ -1,15 +1,14 @@
-// Find exactly the C keys with the highest votes, where C is the number of candidates, without the list of
-// scan.cu. This is needed if fewer than C keys reached the scan's threshold, or if more keys did than the
-// list can store; prepare_query.cu chooses the threshold so that both are very unlikely. This search is slow:
-// every thread block that calls it computes all votes of its group 8 times, and then once more the votes of the keys
-// that it is assigned. These functions are not inlined, because
-// the callers' own code has to stay small.
+// Slow path of a search: find the C keys with the highest votes by computing all votes again. It is needed if
+// the list of scan.cu has fewer than C keys, or if the list has overflowed. prepare_query.cu chooses the
+// threshold of the scan so that both are very unlikely. Every thread block that takes this path computes the
+// votes of all keys of its group 8 times, for a radix select, and the votes of its own keys once more.
+// The functions are not inlined, to keep the code of the callers small.
 // Compile-time constants: those of votes.cuh.
 #pragma once
 #include "common/votes.cuh"
 
-// Inputs for the votes of one group (the query heads that share a KV head). The fields are arguments of
-// scan.cu.
+// What is needed to compute the votes of one group (the query heads that share a KV head). scan.cu has
+// arguments of the same names.
 struct Voters {
     const i64* table;  // table row of its sequence
     i64 head, bg, kv_heads;
@@ -24,8 +23,8 @@ struct Voters {
     Sampling draw;
 };
 
-// Compute the entries (vote and token id) of keys `first` to `first + 31`; `first` is a multiple of 32. A
-// lane returns the entry of key `first + own_key()`, or 0 if that key is not valid.
+// Compute the entries (vote and token id) of 32 keys from `first` on, one per lane: a lane returns the entry of
+// key first + own_key(), or 0 if that key is not valid. `first` is a multiple of 32.
 __device__ __forceinline__ u64 entry_of(const Voters& voters, const Group& group, u32 first) {
     u32 s = first / TOKENS;
     int part = first % TOKENS / 32, offsets[SETS][2];
@@ -48,7 +47,7 @@ __device__ __noinline__ u64 entry_alone(const Voters& voters, u32 first) {
     return entry_of(voters, group, first);
 }
 
-// Return the `target`-th best entry of all keys, where 1 is the best. All 256 threads of a block call this
+// Return the entry with the `target`-th highest vote of all keys. All 256 threads of a block call this
 // function.
 __device__ __noinline__ u64 last_of_the_best(const Voters& voters, int target) {
     __shared__ int bins[256];

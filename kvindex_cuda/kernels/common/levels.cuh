@@ -1,14 +1,14 @@
-// Decode signs and magnitudes to float16 numbers, which represent the magnitude levels exactly
-// (kvindex.ops.codes.levels), in the order in which tensor cores take them. With 3 magnitude bits, one
-// byte permutation looks up four levels.
+// Decode the codes of keys (a sign and a magnitude of BITS bits per coordinate) to float16 numbers, in the
+// order that tensor core fragments need. The magnitude levels are float16 numbers, so decoding is exact
+// (kvindex.ops.codes.levels). With 3 bits, four levels are looked up at once with byte permutations.
 // Compile-time constant: BITS (of a magnitude).
 #pragma once
 #include "common/common.cuh"
 
 constexpr int LEVELS = 1 << BITS;
 
-// The magnitude levels, which are float16 numbers. `low` and `high` have their lower and upper bytes for
-// __byte_perm, `table` points to all of them in shared memory.
+// The magnitude levels as float16 numbers. `table` is all levels in shared memory. `low` and `high` are the
+// lower and the upper bytes of 8 levels, for lookups with __byte_perm.
 struct Levels {
     u32 low[2], high[2];
     const u16* table;
@@ -25,8 +25,8 @@ __device__ __forceinline__ Levels levels_of(const u16* halves) {
     return levels;
 }
 
-// Decode four coordinates to two pairs of float16 numbers. Each nibble of `indices` is a coordinate's level
-// index. A nibble of `signs` is 1 if the coordinate is negative.
+// Decode four coordinates to two words of two float16 numbers each. Nibble i of `indices` is the level of
+// coordinate i; nibble i of `signs` is 1 if the coordinate is negative.
 __device__ __forceinline__ void four(u32 (&pairs)[2], u32 indices, u32 signs, const Levels& levels) {
     u32 low = __byte_perm(levels.low[0], levels.low[1], indices);
     u32 high = __byte_perm(levels.high[0], levels.high[1], indices) | __byte_perm(0x8000, 0, signs);
@@ -34,8 +34,8 @@ __device__ __forceinline__ void four(u32 (&pairs)[2], u32 indices, u32 signs, co
     pairs[1] = __byte_perm(low, high, 0x7362);
 }
 
-// Decode four of the 32 coordinates in a word, b + 16 half + {0, 4, 8, 12}, to two pairs of float16 numbers.
-// The matrix product takes a word in 8 steps; these are the coordinates of step 2 b + half.
+// Decode 4 of the 32 coordinates in a word, those at bits b + 16 half + {0, 4, 8, 12}, to two words of two
+// float16 numbers each.
 __device__ __forceinline__ void decode(u32 (&pairs)[2], u32 sign, const u32 (&plane)[BITS > 0 ? BITS : 1],
                                        int b, int half, const Levels& levels) {
     int shift = b + 16 * half;

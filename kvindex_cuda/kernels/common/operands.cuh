@@ -1,8 +1,9 @@
-// Layout of codes and queries as operands of the tensor cores.
+// Layout of rotated queries as tensor core operands for rerank.cu.
 //
-// Each query coordinate is stored as two float16 numbers, its rounded value and the remainder, with 22 bits
-// of precision together. With up to four heads (FOLDED), the remainders are the other four columns of the
-// right matrix, so that one product serves both.
+// Each query coordinate is stored as two float16 numbers, the rounded value and the remainder, which together
+// have 22 bits of precision. A tensor core product has 8 columns. With up to four heads (FOLDED), the columns
+// are the rounded values and the remainders of four heads; with more heads, 8 rounded values and 8 remainders
+// need two products.
 // Compile-time constants: D, GROUP (query heads of a group).
 #pragma once
 #include "common/common.cuh"
@@ -14,9 +15,9 @@ constexpr bool FOLDED = GROUP <= 4;
 constexpr int COLUMNS = (GROUP + 7) / 8;     // sets of 8 heads
 constexpr int OPERANDS = COLUMNS * QUADS * 256 * (FOLDED ? 1 : 2);  // operands of a group, 8 bytes each
 
-// Return the index of a float16 number among a group's operands. h: head. j: coordinate. part: 0 for the
-// rounded value, 1 for the remainder. The matrix product takes a word of 32 coordinates in 8 steps; step 2 b
-// + half multiplies coordinates b + 16 half + {0, 4, 8, 12} of the word.
+// Return the position of coordinate j of head h in the operands of a group. part: 0 for the rounded value, 1
+// for the remainder. A word of 32 coordinates is processed by 8 products; product 2 b + half takes coordinates
+// b + 16 half + {0, 4, 8, 12} of the word.
 __device__ __forceinline__ int operand_of(int h, int j, int part) {
     int word = j / 32, bit = j % 32, step = 2 * (bit % 4) + bit / 16, at = bit % 16 / 4;
     int column = FOLDED ? h + 4 * part : h % 8, lane = column * 4 + word % 4;

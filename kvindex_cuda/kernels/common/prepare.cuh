@@ -1,5 +1,5 @@
-// Functions that prepare queries: rotate a vector with one warp, convert it to float16, and compute the seed
-// of the noise. Used by prepare_query.cu and prepare_latents.cu.
+// Prepare queries: rotate a vector with one warp, convert it to float16 numbers, and compute the seed of the
+// sampling noise. Used by prepare_query.cu and prepare_latents.cu.
 // Compile-time constants: D, GROUP, DTYPE, CENTERED, PLANES, SAMPLING (see votes.cuh).
 #pragma once
 #include "common/votes.cuh"
@@ -11,12 +11,11 @@ constexpr double LARGEST = 1.8e16;  // √4096 times check.LARGEST, the largest 
 constexpr float SAFE = D > 256 ? 5e14f : 1e15f;  // if all coordinates are smaller than this, no norm exceeds LARGEST,
                                                  // for D up to 1,024
 
-// Rotate a vector x that is distributed over the lanes of a warp: x becomes R x with R = (Q ⊗ H) diag(s)/√D.
-// Reference: kvindex/ops/transform.py.
-//   H: Sylvester's Hadamard matrix, with one butterfly for each bit of j below ORDER.
-//   Q: a Hartley matrix of order ODD.
-//   signs: s/√D.
-//   waves: float32 [ODD], cos + sin of 2πi/ODD.
+// Rotate a vector whose coordinates 32 w + lane are in x[w] of each lane: x becomes R x, where R = (Q ⊗ H)
+// diag(s) / √D, H is Sylvester's Hadamard matrix of order ORDER, Q is a Hartley matrix of order ODD, and s are
+// random signs. Reference: kvindex/ops/transform.py.
+//   signs: s / √D, in the same layout as x.
+//   waves: float32 [ODD], waves[i] = cos + sin of 2πi/ODD. The entries of Q are waves[i j mod ODD].
 __device__ __forceinline__ void rotate(float (&x)[PER_LANE], const float (&signs)[PER_LANE],
                                        const float* waves) {
     constexpr int WORDS_OF = ORDER >= 32 ? ORDER / 32 : 1;  // words that a factor H mixes
@@ -53,8 +52,7 @@ __device__ __forceinline__ void rotate(float (&x)[PER_LANE], const float (&signs
     for (int w = 0; w < PER_LANE; w++) x[w] = sums[w];
 }
 
-// Split x into two float16 numbers: the rounded value `high` and the remainder `low`. x is finite, and |x| is
-// below 2^15.
+// Split x into two float16 numbers, the rounded value `high` and the remainder `low`. |x| is below 2^15.
 __device__ __forceinline__ void split(float x, u16& high, u16& low) {
 #ifdef EMULATED
     high = to_float16(x), low = to_float16(x - from_float16(high));
@@ -64,8 +62,8 @@ __device__ __forceinline__ void split(float x, u16& high, u16& low) {
 #endif
 }
 
-// Return the largest absolute coordinate. The comparison uses unsigned integers, so NaN counts as the
-// largest.
+// Return the largest absolute coordinate of a vector that is distributed over the lanes. Floats are compared as
+// unsigned integers, so NaN is the largest value.
 __device__ __forceinline__ float peak_of(const float (&x)[PER_LANE]) {
     u32 peak = 0;
 #pragma unroll
@@ -85,10 +83,10 @@ __device__ __forceinline__ float up_of(float peak) {
 }
 
 #if SAMPLING
-// Compute the seed of a group's noise from the first valid key of its sequence and the number of valid keys.
-// Reference: kvindex.ops.priority.seeds. All lanes of a warp call this function.
+// Compute the seed of a group's sampling noise, from the sign bits of the first valid key of the sequence and
+// the number of valid keys. Reference: kvindex.ops.priority.seeds. All lanes of a warp call this function.
 //   bits: word number `lane` of the sequence's valid bits.
-//   byte: byte number `lane` of the signs of the sequence's first token.
+//   byte: byte number `lane` of the sign bits of the sequence's first token.
 template <class Arguments>
 __device__ __forceinline__ u32 seed_of(const Arguments& args, i64 batch, i64 head_offset, i64 tokens, u32 bits,
                                        u32 byte) {

@@ -1,9 +1,6 @@
-// Multiply the codes of 16 keys with the queries of all heads of a group, on tensor cores (ParisKV paper,
-// B.2.2, equation 10). Reference: kvindex.ops.rerank.estimate.
-//
-// Codes are decoded to float16 in registers. float16 represents the magnitude levels exactly
-// (kvindex.ops.codes.levels). A lane gets the sums of one key if the group has up to four heads (FOLDED),
-// otherwise of two keys.
+// Multiply the codes of 16 keys with the queries of all heads of a group on tensor cores (ParisKV paper, B.2.2,
+// equation 10). The codes are decoded to float16 in registers, without rounding. Reference:
+// kvindex.ops.rerank.estimate.
 // Compile-time constants: D, BITS (of a magnitude), GROUP (query heads of a group).
 #pragma once
 #include "common/levels.cuh"
@@ -11,14 +8,15 @@
 
 constexpr int ROWS = FOLDED ? 1 : 2;  // keys, out of 16, whose estimates a lane has
 
-// Codes of 16 keys. A lane holds words of two keys: lane / 4 (index 0) and lane / 4 + 8 (index 1).
+// Codes of 16 keys. Lane l has words of the sign bits and magnitude planes of keys l / 4 (index 0) and l / 4 +
+// 8 (index 1): words l % 4, l % 4 + 4, and so on.
 struct Tile {
     u32 signs[2][QUADS], planes[2][QUADS][BITS > 0 ? BITS : 1];
     int logs[2];
 };
 
-// Load the codes of key number `key` of a block into index `half` of a tile. logs, magnitudes: byte offsets
-// of the log weights and of the magnitudes in the block's record.
+// Load the codes of key number `key` of a block, as the lane's first (`half` = 0) or second key of the tile.
+//   logs, magnitudes: byte offsets of the log weights and of the magnitudes in the block.
 __device__ __forceinline__ void load(Tile& tile, int half, const char* block, int key, i64 logs,
                                      i64 magnitudes) {
     const u32* signs = reinterpret_cast<const u32*>(block) + key * WORDS;
@@ -36,13 +34,13 @@ __device__ __forceinline__ void load(Tile& tile, int half, const char* block, in
     tile.logs[half] = reinterpret_cast<const u16*>(block + logs)[key];
 }
 
-// Return the head to which sums[·][side] belong. A lane has sums for two of the 8 heads in a set or, if
-// FOLDED, for two of the group's four heads.
+// Return the number of the query head whose results `multiply` has put into sums[·][side] of this lane.
 __device__ __forceinline__ int head_of(int set, int side) {
     int t = threadIdx.x % 4;
     return FOLDED ? 2 * (t % 2) + side : set * 8 + 2 * t + side;
 }
-// Return the key, out of 16, to which sums[half] belong. `log_of` returns that key's log weight.
+// Return the number (0 to 15) of the key whose results `multiply` has put into sums[half] of this lane.
+// `log_of` returns the log weight of this key.
 __device__ __forceinline__ int key_of(int half) {
     int lane = threadIdx.x % 32;
     return (FOLDED ? lane % 4 >= 2 : half) * 8 + lane / 4;
@@ -51,7 +49,7 @@ __device__ __forceinline__ int log_of(const Tile& tile, int half) {
     return (FOLDED ? threadIdx.x % 4 >= 2 : half) ? tile.logs[1] : tile.logs[0];
 }
 
-// Multiply the levels of 16 keys with the operands of a set of 8 heads. sums[half][side] belongs to key
+// Multiply the decoded codes of 16 keys with the queries of 8 heads. sums[half][side] is the result for key
 // `key_of(half)` and head `head_of(set, side)`. operands: uint2 [OPERANDS] in shared memory, written by
 // prepare_query.cu. All lanes of a warp call this function.
 __device__ __forceinline__ void multiply(float (&sums)[ROWS][2], const Tile& tile, const uint2* operands,
@@ -71,9 +69,8 @@ __device__ __forceinline__ void multiply(float (&sums)[ROWS][2], const Tile& til
             b = operands[2 * from + 1];
             mma_halves(c, upper[0], lower[0], upper[1], lower[1], b.x, b.y);
         }
-    // With FOLDED operands, each sum has two halves. Columns 0 to 3 (lanes with lane % 4 < 2) have the
-    // products with the rounded values, columns 4 to 7 (the other lanes) those with the remainders. Lanes
-    // exchange halves and add them.
+    // With up to four heads (FOLDED), columns 0 to 3 of the product belong to the rounded queries, and columns
+    // 4 to 7 to the remainders. Lanes exchange these results and add them up.
     bool later = threadIdx.x % 4 >= 2;
 #pragma unroll
     for (int side = 0; side < 2; side++) {

@@ -1,17 +1,19 @@
-// Rotate a key and convert it to codes, with four lanes per key (ParisKV paper, A.1 to A.3). Used by
+// Rotate keys and convert them to codes, with four lanes per key (ParisKV paper, A.1 to A.3). Used by
 // encode.cu.
 //
-// The rotation is R = (Q ⊗ H) diag(s) / √D. It is linear, so tensor cores can compute four of H's butterfly
-// stages for 8 keys at a time, directly on the stored keys. This is exact: entries of H are ±1, and a float32
-// number is the sum of 3 bfloat16 numbers. The sums start at minus the rotated center.
-// The remaining stages are additions in registers, and Q, of order p, takes p² products. Four lanes share a
-// key; each lane has whole groups of 8 coordinates. The result is y = √D R (k − μ), u = y/‖y‖ and w = ‖k −
-// μ‖/⟨v, u⟩, where v has the coded coordinates.
+// The rotation is R = (Q ⊗ H) diag(s) / √D with a Hadamard matrix H of order POWER, a Hartley matrix Q of order
+// ODD (D = POWER · ODD), and random signs s. For each key k and the center μ of its block, the result is y = √D
+// R (k − μ), its direction u = y/‖y‖, and the weight ‖k − μ‖/⟨v, u⟩, where v are the decoded coordinates.
 //
-// The range of |u| is divided into equal cells, each of which contains at most one edge between two levels. A
-// level's index follows from the cell and the side of the edge. With up to 3 bits, these tables are in the
-// registers of a warp's lanes: a level is a float16 number, which leaves room for its index in the same word.
-// At the end, lanes exchange bytes so that each writes 16 bytes at once.
+// Tensor cores compute four butterfly stages of H for 8 keys at a time, on the keys as they are stored.
+// Products are exact, because the entries of H are ±1, and a float32 number is the sum of three bfloat16
+// numbers. The sums start at minus the rotated center, which subtracts it. The remaining stages of H, and Q,
+// are computed in registers. Each lane has whole groups of 8 coordinates of its key.
+//
+// To find the magnitude level of |u|, its range is divided into equal cells with at most one boundary between
+// two levels each. The cell and the side of the boundary give the level. With up to 3 bits, these tables are in
+// the registers of a warp and are read with shuffles.
+// At the end, lanes exchange bytes so that each lane writes 16 bytes at once.
 // Compile-time constants: D, BITS (of a magnitude), DTYPE (of the keys).
 #pragma once
 #include "common/common.cuh"
@@ -32,13 +34,10 @@ constexpr int LEVELS = 1 << BITS;
 constexpr int WORDS = (BITS + 4) / 4;                 // words for a byte of signs and a byte of each plane
 constexpr int CELLS = BITS <= 3 ? 16 : 4 << BITS;     // cells, so narrow that each contains at most one edge
 
-// A lane's coordinates of a rotated key. Element [c][n][i] is coordinate 4 n + i of the lane's c-th group of
-// 8 coordinates.
+// A lane's coordinates of a rotated key: element [c][n][i] is coordinate 4 n + i of its c-th group of 8.
 typedef float Rotated[C][2][4];
 
-// c += a b on bfloat16, where a is 16 x 16 and b is 16 x 8 (PTX: mma.m16n8k16). A lane holds the same
-// elements as in `mma_halves`. Row r of a has pairs 0 and 2 of the eight coordinates of key r, and row r + 8
-// has pairs 1 and 3.
+// Tensor core product of bfloat16 numbers, mma.m16n8k16: c += a b, with the fragments of `mma_halves`.
 __device__ __forceinline__ void mma_bfloats(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
                                            u32 b1) {
 #ifdef EMULATED
@@ -65,7 +64,7 @@ __device__ __forceinline__ float quad_sum(float x) {
 }
 
 // Split eight coordinates into 16-bit numbers, two per word. A float32 coordinate becomes three bfloat16
-// numbers that add up to it exactly; pairs[0] has the most significant ones.
+// numbers that add up to it exactly, the most significant one in pairs[0].
 __device__ __forceinline__ void split(u32 (&pairs)[PARTS][4], const u32 (&words)[BYTE_WORDS]) {
 #pragma unroll
     for (int r = 0; r < 4; r++) {
@@ -84,13 +83,8 @@ __device__ __forceinline__ void split(u32 (&pairs)[PARTS][4], const u32 (&words)
     }
 }
 
-// Return this lane's register of the right matrix. The matrix product computes the stages of H for bits 0 and
-// 2 of a coordinate's index and, if H has them, bits 3 and 4. Bits 3 and 4 are the number of a lane among the
-// four that share a key.
-//   matrix row: (bit 2, lane of the four, bit 0) of the input.
-//   matrix column: (lane of the four, bit 0) of the output, for outputs whose bit 2 is 0.
-// For outputs whose bit 2 is 1, the second half of the matrix, b1, is negated. Bit 1 distinguishes rows of
-// the left matrix. unit: the number 1 in 16 bits.
+// Return this lane's fragment of the right matrix, with which one tensor core product computes several
+// butterfly stages of the Hadamard matrix H. Its entries are ±1 or 0. unit: the number 1 in 16 bits.
 __device__ __forceinline__ u32 factor(u32 unit) {
     int t = threadIdx.x % 4, column = threadIdx.x % 32 / 4, to = column / 2;
     int both = POWER >= 32 ? 3 : POWER == 16 ? 1 : 0;  // bits of the lane number that H mixes
@@ -98,17 +92,16 @@ __device__ __forceinline__ u32 factor(u32 unit) {
     return one | (column % 2 && one ? one ^ 0x8000 : one) << 16;
 }
 
-// Return the registers of both right matrices: x and y for outputs whose bit 2 is 0, z and w for those whose
-// bit 2 is 1. The shuffles hide from the compiler that x, y and z are equal. Otherwise it would copy one
-// register into two pairs for every product.
+// Return the fragments of the two right matrices: x and y for one, z and w for the other. The shuffles hide
+// from the compiler that x, y and z are equal; otherwise it would copy registers before every product.
 __device__ __forceinline__ uint4 factors(u32 unit) {
     u32 b = factor(unit);
     u32 y = __shfl_sync(ALL, b, threadIdx.x % 32), z = __shfl_xor_sync(ALL, b, 0);
     return {b, y, z, __shfl_up_sync(ALL, b, 0) ^ 0x80008000u};
 }
 
-// Multiply eight float16 or bfloat16 coordinates of a key by the two right matrices, and add the products to
-// `sums`.
+// Multiply eight 16-bit coordinates of a key by the right matrices `b`, after flipping the signs in `flip`, and
+// add the products to `sums`.
 template <bool HALVES>
 __device__ __forceinline__ void multiply(float (&sums)[2][4], const u32 (&a)[4], const uint4& b,
                                          const uint4& flip) {
@@ -122,8 +115,8 @@ __device__ __forceinline__ void multiply(float (&sums)[2][4], const u32 (&a)[4],
     }
 }
 
-// Apply the remaining stages of the rotation: the butterflies of H for bit 1 and for bits 5 and above of a
-// coordinate's index, then Q.
+// Compute the rest of the rotation in registers: the butterfly stages of the Hadamard matrix that the tensor
+// cores have not computed, then the product with the Hartley matrix Q.
 __device__ __forceinline__ void finish(Rotated& y, const float* hartley) {
     auto stage = [](float& low, float& high) {
         float a = low, b = high;
@@ -164,7 +157,7 @@ __device__ __forceinline__ void finish(Rotated& y, const float* hartley) {
         }
 }
 
-// Spread the lowest four bits of an index: bit p moves to position WIDTH · p.
+// Spread the lowest four bits of a number: bit p moves to bit WIDTH · p.
 template <int WIDTH>
 __device__ __forceinline__ u32 spread(u32 index) {
     constexpr u32 STEP = (1u << WIDTH) / 2, ONES = WIDTH == 8 ? 0x01010101u : 0x1111u;
@@ -190,18 +183,18 @@ struct Tables {
                    // index doubled
 };
 
-// Return 2 cell + (x > edge), where `cell` is the cell that contains x and `edge` is the boundary between two
-// levels in that cell. x: |u|, scaled to [0, 1].
+// Look up the cell of x = |u|, scaled to [0, 1]. Return 2 · cell + (x > edge), where `edge` is the boundary
+// between two levels in that cell.
 __device__ __forceinline__ u32 side_of(float x, const Tables& tables) {
-    // adding 1.5 · 2^23 rounds x (CELLS - 1) to an integer, and leaves it in the lowest bits of the float
+    // adding 1.5 · 2^23 rounds x (CELLS - 1) to an integer, which is in the lowest bits of the sum
     u32 cell = __float_as_uint(fmaf(x, CELLS - 1, 12582912.0f));
     float edge = BITS <= 3 ? __shfl_sync(ALL, tables.edge, int(cell))
                            : tables.edges[cell & (CELLS - 1)];
     return __funnelshift_l(__float_as_uint(edge - x), cell, 1);  // 2 cell + (x > edge)
 }
 
-// Convert eight coordinates y to a byte of signs and a byte of each magnitude plane, four bytes per word. Add
-// Σ |y_j| · level_j to `aligned`.
+// Encode eight coordinates y as one byte of signs and one byte per magnitude plane (bit p of each magnitude),
+// packed into words. Add Σ |y_j| · level_j to `aligned`.
 __device__ __forceinline__ void coded(u32 (&words)[WORDS], float& aligned, const float (&y)[2][4],
                                       float per, const Tables& tables) {
     u32 digits[2] = {};  // digits of four coordinates each: signs, planes; higher bits are shifted out
@@ -242,7 +235,7 @@ __device__ __forceinline__ void coded(u32 (&words)[WORDS], float& aligned, const
     words[0] ^= 0xff;
 }
 
-// The byte permutations that lane t of four uses in `transpose`. They do not depend on the key.
+// Selectors of the byte permutations in `transpose`, for lane t of the four lanes of a key.
 struct Exchange {
     u32 two, one, order;
 };
@@ -251,8 +244,8 @@ __device__ __forceinline__ Exchange exchange_of(int t) {
     return {t & 2 ? 0x7632u : 0x5410u, t & 1 ? 0x7531u : 0x6420u, order};
 }
 
-// Transpose bytes among four lanes, for the words a and b: byte i of lane r's word becomes byte r of lane i's
-// word.
+// Transpose 4 x 4 bytes among four lanes: byte i of lane r moves to byte r of lane i. Does this for a and for
+// b.
 __device__ __forceinline__ void transpose(u32& a, u32& b, const Exchange& by) {
     u32 same = __byte_perm(a, b, by.two), other = __byte_perm(a, b, by.two ^ 0x2222);
     other = __shfl_xor_sync(ALL, other, 2);

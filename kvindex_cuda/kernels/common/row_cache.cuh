@@ -1,25 +1,21 @@
-// Lookup and replacement of rows in a cache in device memory. The cache contains rows that are stored on the
-// host (kvindex_cuda/memory/row_cache.py). Each team of lanes that needs a row looks it up, or chooses a slot
-// for a row that is not in the cache. Teams do not wait for each other.
+// A cache in device memory for rows (key and value of a token) that are stored on the host: lookup and
+// replacement (kvindex_cuda/memory/row_cache.py). A team of lanes that needs a row looks it up; if it is not in
+// the cache, the team chooses a slot for it. Teams do not wait for each other.
 //
-// The cache is set-associative, with WAYS slots per set. Every slot has a time stamp: twice the number of the
-// step that used it last, plus one if that step gave the slot to another row. `now` is twice the number of
-// the current step. A team that finds its row's tag writes `now` to the stamp, and looks at the previous
-// stamp. A team that does not find the tag takes the slot with the oldest stamp before `now`, with a
-// compare-and-swap to `now` + 1. It then writes its tag and, once the row has arrived, the row. So in each
-// step, a slot's stamp changes once from an older value:
-//  - to `now`, by a team that uses the row in the slot. Then no compare-and-swap that expects an older stamp
-//    succeeds any more, so nobody overwrites the row that this team reads, even if it started to read before
-//    it knew.
-//  - to `now` + 1, by a team with another row. Then a team that wanted the old row finds `now` + 1 as the
-//    previous stamp, discards what it has read, and fetches the row from the host without caching it.
-// Therefore tags may be read at any time of the step: the stamp decides whether they were still right.
+// The cache is set-associative, with WAYS slots per set. A slot has a tag, the id of its row, and a time stamp.
+// In decode step number n, `now` is 2 n.
+//   - Hit: a team that finds the tag of its row sets the stamp of the slot to `now`, and checks the old stamp.
+//   - Miss: a team sets the oldest stamp of the set to `now` + 1 with a compare-and-swap, writes the tag and,
+//     once the row has arrived from the host, the row.
 //
-// Several teams may need the same row: parts of a group's heads, or sequences that share a cache and a
-// prefix. If the row is in a slot, all find it, and the slot stays valid, because none of them undoes `now` +
-// 1. If the row is being inserted, the other teams find no tag, or no row yet, and fetch it themselves. Of
-// several parts, only the first takes slots, so that a row is in one slot at most: only one team inserts it,
-// and only if its tag was not there. Sequences may each take a slot, and then store the same row twice.
+// So the stamp of a slot changes at most once in a step. After a hit, no compare-and-swap can succeed any more,
+// so nobody overwrites the row in this step. If a slot was replaced first, a hit finds the old stamp `now` + 1;
+// the team then discards what it has read, and reads the row from the host. Therefore tags may be read at any
+// time of a step, even before they are known to be right.
+//
+// Several teams may need the same row, for example for different heads. If a team is still inserting the row,
+// the others read it from the host. If the heads of a group are divided into parts, only the first part inserts
+// rows, so each row is in one slot at most. Sequences that share a cache may each insert the same row.
 #pragma once
 #include "common/common.cuh"
 
@@ -32,35 +28,35 @@ __device__ __forceinline__ void expect_look_up(int id, const int* tags, const in
     to_l2(stamps + set_of(id, cached));
 }
 
-// The functions below have these arguments, for one KV head with a cache of `cached` rows:
-//   id: number of the row that is looked up, below 2^31.
+// Arguments of the functions below, for one KV head with a cache of `cached` rows:
+//   id: id of the row that is looked up, below 2^31.
 //   tags, stamps: int32 [cached], aligned to 16 bytes.
 
 // The tag of way lane % WAYS in the row's set.
 __device__ __forceinline__ int tag_of(int id, const int* tags, i64 cached) {
     return __ldcg(tags + set_of(id, cached) + threadIdx.x % WAYS);
 }
-// Return the slot whose tag is `id`, or −1. Each team of LANES lanes looks up one row. `tag` is the result of
-// `tag_of` in each lane. Only the tags of a team's first WAYS lanes count, because other lanes may have read
-// a tag before or after another row took the slot. All lanes of the warp call this function.
+// Return the slot with tag `id`, or −1. A team of LANES lanes looks up one row; `tag` is the result of `tag_of`
+// in each lane. Only the first WAYS lanes of a team count: the others have read the same tags, perhaps at
+// another time. All lanes of the warp call this function.
 template <int LANES>
 __device__ __forceinline__ int slot_of(int id, int tag, i64 cached) {
     u32 same = __ballot_sync(ALL, tag == id) >> threadIdx.x % 32 / LANES * LANES & ((1u << WAYS) - 1);
     return same ? set_of(id, cached) + __ffs(same) - 1 : -1;
 }
-// Return the time stamp of a step: twice its number, modulo 2^31. After 2^30 steps, stamps start again at 0,
-// and slots with larger stamps keep their rows.
+// Return the time stamp `now` of a step: twice its number, modulo 2^31. After 2^30 steps, stamps start again at
+// 0.
 __device__ __forceinline__ int now_of(int step) { return 2 * (step & (1 << 30) - 1); }
-// Mark the slot that contains a row as used in this step, and return the slot's previous stamp. SHARED is
-// true if several warps may need the same row.
+// Record that this step uses a slot, and return the slot's previous stamp. SHARED: several warps may use the
+// same slot.
 template <bool SHARED>
 __device__ __forceinline__ int use_slot(int* stamp, int now) {
     return SHARED ? atomicMax(stamp, now) : atomicExch(stamp, now);
 }
-// Return true if this step has already given the slot to another row. `before` is the slot's previous stamp.
+// Return true if this step has already replaced the row in the slot. `before` is the slot's previous stamp.
 __device__ __forceinline__ bool is_taken(int before, int now) { return before == now + 1; }
-// Choose a slot for a row whose set does not contain it, and write the row's tag. Return −1 if this step uses
-// all slots of the set. One lane calls this function.
+// Choose the least recently used slot of a set for a new row, and write the row's tag. Return −1 if this step
+// uses all slots of the set. One lane calls this function.
 __device__ __forceinline__ int take_slot(int id, int now, int* tags, int* stamps, i64 cached) {
     int first = set_of(id, cached);
     for (int attempt = 0; attempt < WAYS; attempt++) {  // retried, because another team may take the slot first

@@ -1,5 +1,5 @@
-// Decode rows that are stored as codes (kvindex/storage/codecs.py): one byte per number, and a scale by which
-// the number is multiplied.
+// Decode rows (keys and values) that are stored with one byte per number and a float32 scale
+// (kvindex/storage/codecs.py).
 // Compile-time constant: CODEC (CODEC_PLAIN, CODEC_INT8 or CODEC_FP8, the values of `CodecNumber` in that
 // file).
 #pragma once
@@ -10,9 +10,9 @@
 
 constexpr bool ROWS_CODED = CODEC != CODEC_PLAIN;
 
-// Convert four codes of one byte to floats. A stored number is float · CODED · scale. int8 codes are
-// converted directly. The bits of fp8 codes (e4m3, never NaN) are moved into float16 numbers; the exponent
-// bias of float16 is 8 higher, so these numbers are 2^-8 of the value.
+// Convert four bytes to floats x; the stored numbers are x · CODED · scale. The bits of fp8 numbers (e4m3) are
+// shifted into float16 numbers. These are 2^-8 times the fp8 numbers, because the exponent bias of float16 is 8
+// higher.
 constexpr float CODED = CODEC == CODEC_FP8 ? 256 : 1;
 __device__ __forceinline__ void from_codes(float (&x)[4], u32 word) {
 #if CODEC == CODEC_FP8

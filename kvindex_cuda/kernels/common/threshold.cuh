@@ -1,8 +1,8 @@
-// Find a threshold: a vote that more than C of all keys almost certainly reach, where C is the number of
-// candidates wanted. It is found from the votes of a sample of keys. Reference: thresholds_of in
-// kvindex/pariskv/sign_votes.py. Used by prepare_query.cu and sample_latents.cu.
-// Compile-time constants: SAMPLING (1: candidates are sampled), SAMPLED (votes in the sample), STEP (granularity
-// of thresholds if SAMPLING).
+// Find a threshold for votes that more than C keys almost certainly reach, where C is the number of candidates.
+// The threshold is a quantile of the votes of a sample of the keys. Used by prepare_query.cu and
+// sample_latents.cu. Reference: thresholds_of in kvindex/pariskv/sign_votes.py.
+// Compile-time constants: SAMPLING (1: candidates are sampled), SAMPLED (votes in the sample), STEP
+// (granularity of thresholds if SAMPLING).
 #pragma once
 #include "common/common.cuh"
 
@@ -11,9 +11,10 @@ struct Threshold {
                                  // the threshold on
 };
 
-// Find the vote that is exceeded by `rank` votes of the sample. The function makes a histogram, then a
-// histogram of the bin that contains the rank, until that bin has few votes. 256 threads call it.
-//   share: C, the number of candidates wanted.
+// Find the threshold: the vote that has rank `rank` in the sample, counted from the highest. This repeats a
+// histogram, each time of the bin that contains that vote, until few votes are left in the bin. 256 threads
+// call this function.
+//   share: C, the number of candidates.
 //   all: number of valid keys.
 //   histogram: int [BINS] in shared memory, aligned to 16 bytes.
 __device__ __forceinline__ Threshold threshold_of(const int* sample, float share, float all, int* histogram) {
@@ -35,15 +36,14 @@ __device__ __forceinline__ Threshold threshold_of(const int* sample, float share
     found = 0;
     for (int i = 0; i < 8; i++)
         found += counts[i], top = max(top, tops[i]), low = min(low, lows[i]);
-    // On average, `mean` votes of the sample belong to the C best keys. Neighboring keys are similar, so the
-    // actual number varies about twice as much as for independently sampled keys. The rank has a margin for
-    // that.
+    // On average, `mean` votes of the sample belong to the C best keys. The actual number varies: about twice as
+    // much as for independent samples, because neighboring keys are similar. `rank` has a margin for that.
     float mean = all > 0 ? floorf(share * float(found) / all) : 0.0f;
     int rank = int(mean + 9 * sqrtf(mean)) + 8;
     bool enough = rank < found;
     int base = found ? low : 0, above = 0, range = 0;
     u32 width = found ? u32(top) - u32(base) : 0;
-    // log2 of the bin width with which BINS bins cover a range of `width` votes
+    // return log2 of the bin width with which BINS bins cover a range of `width` votes
     auto shift_of = [](u32 width) { return max(0, 21 - __clz(int(width))); };
     while (enough) {
         range = shift_of(width);

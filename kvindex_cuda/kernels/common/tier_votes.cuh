@@ -1,15 +1,15 @@
-// Tiered votes: how vote.cu and candidates.cu divide the tokens into chunks, and how they load the signs of a
-// key.
+// Shared code of the kernels for tiered votes, vote.cu and candidates.cu: dividing tokens into chunks, and
+// loading sign bits.
 #pragma once
 #include "common/common.cuh"
 
-// Return the number of tokens in each chunk. It is a multiple of CHUNK, and there are at most PIECES chunks.
+// Return the number of tokens per chunk, a multiple of CHUNK, such that there are at most PIECES chunks.
 __device__ __forceinline__ i64 piece_of(i64 tokens) {
     i64 chunks = (tokens + CHUNK - 1) / CHUNK;
     return max(i64(1), (chunks + PIECES - 1) / PIECES) * CHUNK;
 }
 
-// Load the sign bits of key number threadIdx.x of a block of codes.
+// Load the sign bits of key number threadIdx.x of a block.
 template <int WORDS>
 __device__ __forceinline__ void load_signs(u32 (&words)[WORDS], const char* signs) {
     const u32* from = reinterpret_cast<const u32*>(signs) + threadIdx.x * WORDS;

@@ -1,26 +1,25 @@
 // Compute votes of keys from their sign bits (ParisKV paper, B.2.1). A vote is an integer estimate of the
-// product of query and key. Keys with high votes become candidates. Used by prepare_query.cu and scan.cu.
+// product of query and key; keys with high votes become candidates. Used by prepare_query.cu and scan.cu.
 // Reference: kvindex/pariskv/sign_votes.py.
 //
-// vote = f · Σ_j s_j r_j + offset, where s_j are the key's signs, r is the rounded query, f is a factor from
-// the key's weight, and the offset is the product of the query with the center of the key's block. A group's
-// vote is the largest vote over its query heads.
+// vote = f · Σ_j s_j r_j + offset, with the key's signs s_j = ±1, the rounded query r, a factor f from the
+// key's weight, and the product of the query and the center of the key's block as offset. The vote of a group
+// is the maximum over its query heads.
 //
-// For sign bits b, Σ s r = 2 Σ b r − Σ r. Σ b r is a sum over the bit planes of r: 2^p times the number of
-// common bits. A tensor core counts common bits for 16 keys, 128 bits and 8 columns in one instruction; the
-// columns are 2 planes of 4 heads. Sign bits go in as they are stored, nothing is unpacked. A second product
-// multiplies these counts by powers of four and adds them up, directly in the layout of the first one's
-// result. (Packing three counts into the bytes of a register would need a third of the second products, but
-// also shifts, which cost more.) r is written to base -2, so that each odd plane counts -2 times the even one
-// before it, and both take the same powers of four.
+// With sign bits b_j, Σ s r = 2 Σ b r − Σ r. Let r be written in binary. Then Σ b r is a sum over bit planes p
+// of r: 2^p times the number of positions where b and plane p are both 1. A tensor core instruction on bits
+// counts these positions for 16 keys and 8 columns, which are 2 bit planes of 4 heads. Sign bits are used as
+// they are stored. A second instruction, on bytes, multiplies the counts by powers of four and adds them up. In
+// fact r is written in base -2: each odd plane then counts -2 times the even plane before it, so both need the
+// same powers of four.
 //
-// With SAMPLING, candidates are sampled at random: votes become sizes on a common scale for all heads, and
-// noise is added to the largest (kvindex/ops/priority.py). The sum, the key's priority, then replaces the
-// vote.
+// With SAMPLING, candidates are sampled at random. Votes are converted to a scale that all heads share, and
+// noise is added to a key's maximum over the heads (kvindex/ops/priority.py). This sum, the key's priority,
+// replaces the vote.
 //
-// Compile-time constants: D, GROUP (query heads per KV head), DTYPE (of queries), CENTERED (1: blocks of
-// codes have centers), PLANES (digits of r to base -2: 4 can represent 5 and -5, 6 represent 21, 8 represent
-// 85), SAMPLING.
+// Compile-time constants: D, GROUP (query heads per KV head), DTYPE (of queries), CENTERED (1: blocks of codes
+// have centers), PLANES (digits of r in base -2: 4 can represent 5 and -5, 6 represent 21, 8 represent 85),
+// SAMPLING.
 #pragma once
 #include "common/operands.cuh"
 #if SAMPLING
@@ -39,13 +38,13 @@ constexpr int WEIGHTS = TOKENS * STRIDE;     // offsets of the fields in a recor
 constexpr int CENTER = WEIGHTS + TOKENS;
 constexpr int SCANNED = CENTER + (CENTERED ? 2 * D : 0);  // bytes of a record that are needed for votes
 
-// The data of a group's queries that a warp needs. In each set of 4 heads, a lane has two: (2 lane) % 4 and
-// the next head.
-//   planes: bit planes of r, as matrix fragments.
-//   powers: powers of four, for the first and the second key of a product.
+// What a warp needs of the queries of a group to compute votes. The heads are divided into sets of 4. In each
+// set, a lane computes results for two heads, numbers (2 lane) % 4 and (2 lane) % 4 + 1.
+//   planes: bit planes of the rounded queries r, as fragments of the first product.
+//   powers: powers of four, as fragments of the second product; powers[i] is for key i of two.
 //   less: -Σ r of the lane's two heads.
 //   units: votes per unit of q·k, for the lane's two heads.
-//   queries: bfloat16 numbers of head lane / 4 % 4 of each set (`half_of`).
+//   queries: part of the queries as bfloat16 fragments, for products with centers (`half_of`).
 struct Group {
     u32 planes[SETS][QUADS][PARTS], powers[2][PARTS];
     int less[SETS][2];
@@ -59,17 +58,17 @@ struct Group {
 #endif
 };
 
-// Data that converts votes to priorities, written by prepare_query.cu. Both pointers are null if candidates
-// are not sampled.
+// Converts votes to priorities. prepare_query.cu writes these tensors; both pointers are null if candidates are
+// not sampled.
 struct Sampling {
     const float2* scales;  // [BG, 4 SETS]: size of one vote in units of 2^-16 octaves, and an offset that puts all
                            // heads on one scale, -inf for a missing head
     const u32* seeds;      // [BG]: seed of the noise
 };
 
-// Return coordinates j to j + 7 of head h as bfloat16 numbers, two per word, where j = 32 i + 8 (lane % 4).
-// Coordinates from D on are 0. A coordinate is the exact sum of PIECES bfloat16 numbers, and `piece` selects
-// one of them: number p is the remainder after numbers 0 to p - 1, truncated to bfloat16.
+// Return coordinates j to j + 7 of head h as bfloat16 numbers, two per word, with j = 32 i + 8 (lane % 4). A
+// coordinate is the exact sum of PIECES bfloat16 numbers; `piece` says which of them is returned, the most
+// significant one first. Coordinates from D on are 0.
 __device__ __forceinline__ uint4 piece_of(const void* queries, int h, int i, int piece) {
     int j = 32 * i + threadIdx.x % 4 * 8;
     if (h >= GROUP || j >= D) return {0, 0, 0, 0};
@@ -85,10 +84,7 @@ __device__ __forceinline__ uint4 piece_of(const void* queries, int h, int i, int
     }
     return words;
 }
-// Return two of the four words of `piece_of`: words 0 and 2 for lanes 0 to 15, words 1 and 3 for the others.
-// In the product with a center, the upper matrix rows hold words 0 and 2 of the center and the lower rows
-// hold words 1 and 3. The left four columns hold words 0 and 2 of the queries and the right four hold words 1
-// and 3.
+// Return this lane's fragment of a query, for tensor core products with centers.
 __device__ __forceinline__ uint2 half_of(const void* queries, int n, int i, int piece) {
     int lane = threadIdx.x % 32;
     uint4 all = piece_of(queries, n * 4 + lane / 4 % 4, i, piece);
@@ -105,8 +101,8 @@ __device__ __forceinline__ void load_queries(Group& group, const void* queries) 
                     half_of(queries, n, i / PIECES, i % PIECES);
 }
 
-// Set the right matrices of the second product, which contain powers of four. For the first key, the factor
-// of head t is in row 4 t and column t; for the second key, in row 16 + 4 t and column 4 + t.
+// Set the right matrices of the second product in the computation of votes (top of this file). Their nonzero
+// entries are powers of four.
 __device__ __forceinline__ void set_powers(Group& group) {
     int lane = threadIdx.x % 32;
     bool own = lane % 4 == lane / 4 % 4, second = lane >= 16;
@@ -117,8 +113,8 @@ __device__ __forceinline__ void set_powers(Group& group) {
     }
 }
 
-// Load the data of the queries of group `bg`. queries: DTYPE [BG, GROUP, D]. prepare_query.cu has written
-// planes, sums and units.
+// Load what a warp needs of the queries of group `bg`. queries: DTYPE [BG, GROUP, D]. planes, sums and units
+// are written by prepare_query.cu.
 __device__ __forceinline__ void load(Group& group, const void* queries, const u32* planes,
                                      const int* sums, const float* units, const Sampling& draw, i64 bg) {
     int lane = threadIdx.x % 32;
@@ -141,7 +137,7 @@ __device__ __forceinline__ void load(Group& group, const void* queries, const u3
 #endif
 }
 
-// A lane's coordinates of a center, in the same layout as the query coordinates from `piece_of`.
+// A lane's coordinates of a center, in the layout of `piece_of`.
 struct Mean {
     uint4 eights[EIGHTS];
 };
@@ -154,8 +150,8 @@ __device__ __forceinline__ void load(Mean& mean, Place center) {
     }
 }
 
-// Compute the product ⟨q, μ⟩ of query and center for this lane's two heads in each set. Every four
-// neighboring lanes may pass a different center.
+// Compute the products ⟨q, μ⟩ of a center μ with the queries of this lane's two heads in each set of four. Each
+// group of four neighboring lanes can process another center.
 __device__ __forceinline__ void products_of(float (&products)[SETS][2], const Mean& mean, const Group& group) {
     bool later = threadIdx.x & 2;  // the lane's own sums are the later two of its four
 #pragma unroll
@@ -177,9 +173,9 @@ __device__ __forceinline__ void products_of(float (&products)[SETS][2], const Me
     }
 }
 
-// Compute ⟨q, μ⟩ in the unit of votes, for this lane's two heads in each set. The result is LEAST for a head
-// that does not exist. If KEPT, also write ⟨q, μ⟩ itself to products[4 n] and products[4 n + 1], where n is
-// the number of the set.
+// Compute ⟨q, μ⟩, the product of query and center, as an integer in the unit of votes, for this lane's two
+// heads in each set. For a head that does not exist, the result is LEAST. KEPT: also store ⟨q, μ⟩ as a float in
+// `products`.
 template <bool KEPT>
 __device__ __forceinline__ void offsets_of(int (&offsets)[SETS][2], const Mean& mean,
                                            const Group& group, float* products) {
@@ -198,8 +194,7 @@ __device__ __forceinline__ void offsets_of(int (&offsets)[SETS][2], const Mean& 
     }
 }
 
-// Sign bits of 32 keys. rows[i] has a lane's words of key lane / 4 + 8 i: words lane % 4, lane % 4 + 4 and so
-// on.
+// Sign bits of 32 keys. Lane l has words l % 4, l % 4 + 4, … of keys l / 4 + 8 i, in rows[i].
 struct Signs {
     u32 rows[4][QUADS];
 };
@@ -224,7 +219,7 @@ __device__ __forceinline__ void load(Signs& found, Place signs, int part) {  // 
         }
 }
 
-// Load the weight bytes of the four keys whose sign bits are in `Signs::rows`, in the stored order
+// Load the weight bytes of the four keys whose sign bits this lane has (`Signs::rows`), in the stored order
 // (block_layout.places).
 template <class Place>
 __device__ __forceinline__ u32 load_weights(Place weights, int part) {
@@ -236,19 +231,19 @@ __device__ __forceinline__ int own_key() {
     return (threadIdx.x % 2 * 2 + threadIdx.x % 4 / 2) * 8 + threadIdx.x % 32 / 4;
 }
 
-// Return four bytes that are added to the four weight bytes in a word. The sums are indices into the table of
-// factors (kvindex.ops.codes.factors). A sum exceeds 255 only at positions past the last token. These are the
-// upper bytes of a word, so their carry does not change the bytes of valid keys.
+// Return a word to add to a word of four weight bytes. It converts the bytes from their absolute scale to
+// indices into the table of factors (kvindex.ops.codes.factors). Only bytes of positions after the last token
+// can overflow; they are the upper bytes, so the carry does no harm.
 __device__ __forceinline__ u32 shifts_of(float weight_scale) {
     int exponent = int(__float_as_uint(weight_scale) >> 23) - 127;
     return u32(OCTAVES / 2 - exponent) * (256 / OCTAVES) * 0x01010101u;
 }
 
-// Call use(half, n, side, vote) for each vote that this lane computes:
-//   key: 8 (2 half + lane % 4 / 2) + lane / 4.
-//   head: 4 n + (2 lane) % 4 + side; the vote is LEAST for a head that does not exist.
-// shifts: from `shifts_of`. factors: int32 [256], from kvindex.ops.codes.log_factors, aligned to 1,024 bytes
-// (FACTORS).
+// Compute this lane's votes and call use(half, n, side, vote) for each:
+//   key: 8 (2 half + lane % 4 / 2) + lane / 4, of 32.
+//   head: 4 n + (2 lane) % 4 + side. The vote is LEAST for a head that does not exist.
+// Arguments: `shifts` from `shifts_of`; `factors`, int32 [256] from kvindex.ops.codes.log_factors, at a
+// multiple of 1,024 bytes (FACTORS).
 #define FACTORS __align__(1024)
 template <class Place, class Use>
 __device__ __forceinline__ void each_vote(const Signs& signs, u32 weights, u32 shifts, const Group& group,
@@ -260,8 +255,8 @@ __device__ __forceinline__ void each_vote(const Signs& signs, u32 weights, u32 s
 #pragma unroll
     for (int half = 0; half < 2; half++)
         factor[half] = load_from<int>(with_bits(factors, (half ? weights >> 16 : weights) & 255 * 4));
-    // The lane has one key in each half. For this key and the lane's two heads, dots[half][0] and
-    // dots[half][1] are the sums over even planes, dots[half][2] and dots[half][3] those over odd planes.
+    // Partial sums for this lane's two keys (one per half) and two heads: dots[half][0] and dots[half][1] over
+    // the even bit planes, dots[half][2] and dots[half][3] over the odd bit planes.
 #pragma unroll
     for (int n = 0; n < SETS; n++) {
         int dots[2][4];
@@ -292,8 +287,8 @@ __device__ __forceinline__ void each_vote(const Signs& signs, u32 weights, u32 s
 }
 
 #if SAMPLING
-// Return the size of key `own_key()`: its vote, converted to a scale that all heads share, without noise. The
-// result is the largest size over the heads of the group.
+// Return the size of key `own_key()`: its vote, converted to the scale that all heads share, maximum over the
+// heads. Noise is not yet added.
 template <class Place>
 __device__ __forceinline__ float size_of(const Signs& signs, u32 weights, u32 shifts, const Group& group,
                                          const int (&offsets)[SETS][2], Place factors) {
@@ -308,8 +303,8 @@ __device__ __forceinline__ float size_of(const Signs& signs, u32 weights, u32 sh
 }
 #endif
 
-// Return the group's vote for key `own_key()` or, if candidates are sampled, the key's priority. id: token id
-// of the key.
+// Return the group's vote for key `own_key()` or, if candidates are sampled, the priority of this key. id: its
+// token id.
 template <class Place>
 __device__ __forceinline__ int vote_of(const Signs& signs, u32 weights, u32 shifts, const Group& group,
                                        const int (&offsets)[SETS][2], Place factors, u32 id) {
@@ -325,8 +320,9 @@ __device__ __forceinline__ int vote_of(const Signs& signs, u32 weights, u32 shif
 #endif
 }
 
-// Divide the warps of the scan into teams, one team per group. With fewer warps than groups, there is one
-// team per warp. `first_of` returns the first warp of a team, `warps_of` the number of its warps.
+// Divide the warps of the scan among groups of heads. A team is the warps that process one group at the same
+// time; with fewer warps than groups, each team is one warp. `first_of` returns the first warp of a team,
+// `warps_of` the number of its warps.
 __device__ __forceinline__ u32 first_of(u32 team, u32 teams, u32 warps) {
     return (team * warps + teams - 1) / teams;
 }

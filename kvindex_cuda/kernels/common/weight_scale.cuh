@@ -1,5 +1,5 @@
-// Compute the scale of a head's log weights from the largest upper byte of these 16-bit weights. Reference:
-// kvindex.ops.codes.weight_scale.
+// Compute the scale of a head's log weights, a power of two, from the largest upper byte of these 16-bit
+// weights. Reference: kvindex.ops.codes.weight_scale.
 #pragma once
 #include "common/common.cuh"
 

@@ -1,15 +1,14 @@
 // Exact softmax attention of one query per head over given rows (ParisKV paper, equations 1 to 3). Keys and
-// values are separate tensors with any strides. A fused decode step uses step/attend.cu instead. Reference:
+// values are separate tensors with any strides. (A fused decode step uses step/attend.cu instead.) Reference:
 // kvindex.ops.attention.attend.
 //
-// LANES lanes process one row, 32 / LANES rows per warp at a time. Each lane loads up to 16 bytes per access,
-// for up to 8 heads of a group. Each such team of lanes keeps a running softmax (Milakov and Gimelshein,
-// 2018). The results of teams, of warps and of thread blocks are merged in turn; the last thread block of a
-// group merges the splits.
+// A team of LANES lanes processes one row at a time, for up to 8 heads of a group. Each lane loads up to 16
+// bytes per access. Each team keeps a running softmax (Milakov and Gimelshein, 2018). The results of teams, of
+// warps and of thread blocks are merged in turn; the last thread block of a group merges the splits.
 //
 // Grid: (BG, splits, heads / HEADS rounded up), 256 threads.
-// Reads (D + DV) elements per row for each tile of HEADS heads, and 4 bytes of bias per row and head; writes
-// 4 (DV + 2) bytes per split and head, and the output. Sums are float32.
+// Reads (D + DV) elements per row for each tile of HEADS heads, and 4 bytes of bias per row and head; writes 4
+// (DV + 2) bytes per split and head, and the output. Sums are float32.
 // Limited by memory; with few rows, by the latency of two dependent reads.
 // Compile-time constants: D, DV, HEADS (heads per thread block), DTYPE, SOFTCAP (1: logits are capped), WIDTH
 // (elements per load), LANES.

@@ -1,21 +1,20 @@
-// Coarse stage with lookup tables (ParisKV paper, B.2.1). The kernels compute a histogram of centroids,
-// tables for tiered votes and for sign votes, and the votes of all keys. Reference: kvindex/ops/coarse.py,
-// with functions of the same names. All arithmetic is on integers, or on float64 values whose sums are exact,
-// so the results equal the reference bit by bit.
+// Coarse stage of a search by table lookups (ParisKV paper, B.2.1): count keys per centroid, compute tables for
+// tiered votes and for sign votes, and look up the votes of all keys. Reference: the functions with the same
+// names in kvindex/ops/coarse.py. All sums are exact (integers, or float64 without rounding), so the results
+// equal the reference bit by bit.
 //
 // A subspace is 8 coordinates; a key's sign pattern in it is one of 256 centroids. `votes` looks up one table
-// entry per key and subspace. Tables are in shared memory. One 32-bit word packs the entries of as many heads
-// as their sums allow, so one lookup and one addition serve all of them: four heads if no sum exceeds 255
-// (tiered votes with M <= 42), two if no sum exceeds 32767 (sign votes), else one. The thread block finds out
-// from the table itself.
+// entry per key and subspace, in shared memory. One 32-bit word packs the entries of several heads, so that one
+// lookup and one addition serve all of them: four heads if no sum exceeds 255 (tiered votes with M <= 42), two
+// if no sum exceeds 32767 (sign votes), else one. Each thread block determines this from the table.
 // Reads M bytes (signs) and 4 or 4 M bytes (factors) per key and KV head for every four query heads; writes 4
 // bytes per key and query head.
 // Limited by shared memory: M lookups per key and four heads in random banks, about 6 cycles for the 32 lanes
 // of a warp (docs/decisions/0013). For 1M keys of 8 KV heads at M = 16 on 132 multiprocessors that is 0.1 ms,
 // where memory takes 0.06 ms (calculated).
 // Compile-time constants: D; and for `votes`: WIDE (1: the table is int16, else uint8), FACTORS (0: none, 1:
-// one per key, 2: one per subspace of a key), TABLES (words of shared memory per table entry). This file is
-// longer than most because its five kernels are one stage and share the layout of the tables.
+// one per key, 2: one per subspace of a key), TABLES (words of shared memory per table entry).
+// This file is longer than most because its five kernels are one stage and share the layout of the tables.
 #include "common/common.cuh"
 
 constexpr int M = D / 8;
@@ -24,7 +23,7 @@ constexpr int SPAN = M < 32 ? M : 32;    // subspaces that a thread block counts
 constexpr int KEYS = M <= 16 ? 4 : 2;    // keys that a thread processes at a time
 constexpr int WORDS = (M + 3) / 4;
 
-// Load PIECE bytes into 32-bit words. The first byte is the lowest byte of words[0].
+// Load PIECE bytes into words. The first byte is the lowest byte of words[0].
 __device__ __forceinline__ void piece_of(u32 (&words)[4], const u8* from) {
     if constexpr (PIECE == 16) {
         uint4 all = *reinterpret_cast<const uint4*>(from);
@@ -49,10 +48,10 @@ struct HistogramArguments {
     i64 n, kv_heads;
 };
 
-// Count the keys of each centroid (sign pattern in a subspace).
+// Count the keys of each centroid, that is, of each sign pattern of 8 coordinates.
 // Grid: (BG, splits, M / 32 rounded up), 256 threads. A split is a range of the keys.
-// Reads M + 1 bytes per key, once. Adds up to 2 KB per subspace and split to `counts`, which the caller has
-// set to 0.
+// Reads M + 1 bytes per key, once. Adds up to 2 KB per subspace and split to `counts`, which the caller has set
+// to 0.
 extern "C" __global__ void __launch_bounds__(256)
 histogram(const __grid_constant__ HistogramArguments args) {
     const u8* signs = args.signs;
@@ -87,10 +86,11 @@ struct TierArguments {
     i64 heads, kv_heads, tiers;
 };
 
-// Compute the points of tiered votes. A centroid's points are the number of tiers whose limit exceeds the
-// number of keys in centroids that are closer to the query.
+// Compute the points that tiered votes give to each centroid. Centroids that are most similar to the query get
+// the most points: a centroid's points are the number of tiers whose limit exceeds the number of keys in better
+// centroids.
 // Grid: (query heads · M), 256 threads, one per centroid.
-// Reads 2 KB of counts and 32 bytes of the query; writes 256 bytes. To count the keys in closer centroids, a
+// Reads 2 KB of counts and 32 bytes of the query; writes 256 bytes. To count the keys in better centroids, a
 // thread block compares all 2^16 pairs of centroids.
 extern "C" __global__ void __launch_bounds__(256)
 tier_table(const __grid_constant__ TierArguments args) {
@@ -117,7 +117,7 @@ tier_table(const __grid_constant__ TierArguments args) {
     args.points[at * 256 + id] = u8(earned);
 }
 
-// Return max_j |q_j| of a query. All 256 threads of a block get the result.
+// Return the largest absolute coordinate of a query, in all 256 threads of a block.
 static __device__ double peak_of(const float* query) {
     __shared__ float peaks[8];
     float peak = 0;
@@ -135,8 +135,10 @@ __device__ __forceinline__ int rounded_of(float x, double peak, i64 largest) {
     return peak > 0 ? int(rint(double(x) * (double(largest) / peak))) : 0;
 }
 
-// Compute Σ_j s_j r_j for each sign pattern s of a subspace, where r is the query rounded to integers. Grid:
-// (query heads, M), 256 threads. Reads 4 D bytes, writes 512 bytes.
+// Compute the table for sign votes: Σ_j s_j r_j for each sign pattern s of a subspace, where r is the query
+// rounded to integers.
+// Grid: (query heads, M), 256 threads.
+// Reads 4 D bytes, writes 512 bytes.
 extern "C" __global__ void __launch_bounds__(256)
 dot_table(const float* queries, short* table, i64 largest) {
     const float* query = queries + i64(blockIdx.x) * D;
@@ -160,8 +162,10 @@ struct OffsetArguments {
     double level;
 };
 
-// Convert ⟨q, μ⟩, the product of a query with the center of each segment, to an integer in the unit of votes.
-// Grid: (query heads, splits), 256 threads. Reads and writes 4 bytes per segment.
+// Convert the product of each query with the center of each segment (256 keys) to an integer in the unit of
+// votes.
+// Grid: (query heads, splits), 256 threads.
+// Reads and writes 4 bytes per segment.
 extern "C" __global__ void __launch_bounds__(256)
 dot_offsets(const __grid_constant__ OffsetArguments args) {
     i64 head = blockIdx.x;
@@ -189,8 +193,8 @@ __device__ __forceinline__ void entries_of(int (&found)[4], const void* table, i
 }
 
 #if FACTORS != 2
-// Return an upper bound of the absolute sum of a key's table entries: the sum over subspaces of the largest
-// absolute entry. The result is the largest bound of the given heads. All threads of a block call this
+// Return an upper bound of |votes| before factors, over all possible keys: the sum over subspaces of the
+// largest absolute table entry, for the head where this sum is largest. All threads of a block call this
 // function.
 static __device__ int bound_of(const void* table, i64 first, int heads) {
     __shared__ int peaks[4 * M];
@@ -217,8 +221,8 @@ static __device__ int bound_of(const void* table, i64 first, int heads) {
 }
 #endif
 
-// Extract the entry of head p, out of P heads, from a word of the table or from a sum of such words. For P = 4,
-// entry p is byte p. For P = 2, the word is high · 2^16 + low, where both entries are signed.
+// Extract the entry of head p from a word that packs P heads, or from a sum of such words. With P = 4, the
+// entries are unsigned bytes. With P = 2, the word is high · 2^16 + low, both signed.
 template <int P>
 __device__ __forceinline__ u32 part_of(u32 word, int p) {
     if constexpr (P == 4) return word >> 8 * p & 255;
@@ -235,8 +239,7 @@ struct Votes {
     i64 bg, first, stop, n, heads, segments, every;
 };
 
-// Compute the votes of this thread block's keys for P · TABLES heads, where each word of the table has the
-// entries of P heads.
+// Compute the votes of this thread block's keys for P · TABLES heads; a word of the table packs P heads.
 template <int P>
 __device__ __forceinline__ void votes_of(const Votes& of, i64 head, u32* words) {
     constexpr int HEADS = P * TABLES;

@@ -1,9 +1,9 @@
-// Encode rotated keys into signs, magnitudes and weights, and convert weights to and from log codes (ParisKV
-// paper, A.2 and A.3). A log code is the logarithm of a weight as an integer.
-// Reference: kvindex.ops.codes.encode, log_codes and log_weights.
+// Encode rotated keys as signs, magnitudes and weights (ParisKV paper, A.2 and A.3), and convert weights to and
+// from log codes. A log code is the logarithm of a weight as an integer. Reference: kvindex.ops.codes.encode,
+// log_codes and log_weights.
 //
-// Signs and magnitudes are bit by bit those of the reference. To that end, the kernel sums squares in double
-// precision, divides in float32, and compares with float32 edges (the boundaries between levels).
+// Signs and magnitudes equal the reference bit by bit. For this, the kernel sums squares in double precision,
+// divides in float32, and compares with the boundaries between levels in float32.
 // Compile-time constants: only those of kvindex_cuda/runtime/constants.py.
 #include "common/common.cuh"
 
@@ -19,10 +19,10 @@ struct EncodeArguments {
     i64 count, M, bits, share;
 };
 
-// Encode rotated keys. A thread encodes 8 coordinates: one byte of signs, and one byte of each plane of
-// magnitudes. A thread block encodes THREADS / M vectors. If several bytes share a weight, each of their
-// threads computes the same sum in the same order, so that all get the same weight.
-// Grid: any number of thread blocks, THREADS threads.
+// Encode rotated keys. A thread encodes 8 coordinates: one byte of signs, and one byte of each magnitude plane.
+// Coordinates of several threads may share a weight; each thread then computes it with the same sum in the same
+// order.
+// Grid: any number of thread blocks, THREADS threads. A thread block encodes THREADS / M vectors at a time.
 // Reads 4 D + 4 bytes per vector; writes (1 + bits) D / 8 bytes per vector and 4 bytes per weight.
 extern "C" __global__ void __launch_bounds__(THREADS)
 encode(const __grid_constant__ EncodeArguments args) {
@@ -82,8 +82,8 @@ struct LogArguments {
     i64 count, bits;
 };
 
-// Convert weights to log codes (integers). Grid: one thread per weight. Reads 4 bytes and writes 4 bytes per
-// weight.
+// Convert weights to log codes.
+// Grid: one thread per weight. Reads 4 bytes and writes 4 bytes per weight.
 extern "C" __global__ void __launch_bounds__(THREADS)
 log_codes(const __grid_constant__ LogArguments args) {
     i64 i = i64(blockIdx.x) * THREADS + threadIdx.x;
@@ -100,8 +100,8 @@ struct WeightArguments {
     i64 count, bits;
 };
 
-// Convert log codes (integers) to weights. Grid: one thread per weight. Reads 4 bytes and writes 4 bytes per
-// weight.
+// Convert log codes to weights.
+// Grid: one thread per weight. Reads 4 bytes and writes 4 bytes per weight.
 extern "C" __global__ void __launch_bounds__(THREADS)
 log_weights(const __grid_constant__ WeightArguments args) {
     i64 i = i64(blockIdx.x) * THREADS + threadIdx.x;

@@ -1,8 +1,8 @@
-// Gather rows by token id (ParisKV paper, B.3). Rows may contain anything: the kernels copy units of PIECE
-// bytes. Reference: kvindex.ops.fetch.gather_rows.
+// Gather rows (keys, values, or both as bytes) by token id (ParisKV paper, B.3). Reference:
+// kvindex.ops.fetch.gather_rows.
 //
-// Neighboring threads copy neighboring units of a row, then of the next row, so that rows of 8 bytes and rows
-// of 1 KB are both read in whole sectors.
+// A thread copies PIECE bytes at a time. Neighboring threads copy neighboring bytes of a row, then of the next
+// row, so that rows of 8 bytes and rows of 1 KB are both read in whole sectors.
 // Grid: any number of thread blocks, 256 threads. Reads 8 bytes per id and the row, writes the row.
 // Limited by memory: a row of 512 bytes is 512 bytes read and written; a row of 16 bytes reads a sector of 32
 // bytes.
@@ -30,7 +30,7 @@ struct RowArguments {
     i64 total;               // number of units in all gathered rows
 };
 
-// Gather rows of a tensor. An id outside of the tensor gives a row of zeros.
+// Gather rows from a tensor. If an id is not in the tensor, its row is zeros.
 extern "C" __global__ void __launch_bounds__(256)
 gather_rows(const __grid_constant__ RowArguments args) {
     for (i64 i = i64(blockIdx.x) * 256 + threadIdx.x; i < args.total; i += i64(gridDim.x) * 256) {
@@ -53,7 +53,7 @@ struct BlockArguments {
     i64 total;               // number of units in all gathered rows
 };
 
-// Gather rows that are stored in blocks of TOKENS rows. An id below 0 or from n on gives a row of zeros.
+// Gather rows from blocks of TOKENS rows. If an id is below 0, or n or larger, its row is zeros.
 extern "C" __global__ void __launch_bounds__(256)
 gather_blocks(const __grid_constant__ BlockArguments args) {
     for (i64 i = i64(blockIdx.x) * 256 + threadIdx.x; i < args.total; i += i64(gridDim.x) * 256) {

@@ -1,10 +1,10 @@
-// Estimate inner products of queries with keys from the codes of the keys, and the standard deviations of
-// these estimates (ParisKV paper, B.2.2, equation 10). The codes are stored key by key, with any number of
-// magnitude bits and any number of coordinates per weight. A fused decode step uses step/rerank.cu instead.
+// Estimate inner products of queries and keys from the codes of the keys (`estimate`), and the standard
+// deviations of these estimates (`errors`) (ParisKV paper, B.2.2, equation 10). These kernels accept any number
+// of magnitude bits and of coordinates per weight. (A fused decode step uses step/rerank.cu instead.)
 // Reference: kvindex.ops.rerank.estimate and errors.
 //
-// A thread processes one key for up to 8 heads. The key's bits stay in registers, its coordinates are decoded
-// once for all heads, and all lanes read the same queries and levels from shared memory.
+// A thread processes one key for up to 8 heads. The bits of the key stay in registers, its coordinates are
+// decoded once for all heads, and all lanes read the same queries and levels from shared memory.
 // Grid: (BG, splits, heads / HEADS rounded up), 256 threads.
 // Reads M (1 + BITS) bytes and W weights per key, writes 4 bytes per key and head. Sums are float32, in the
 // order of coordinates.
@@ -19,7 +19,7 @@ constexpr int WORDS = (M + 3) / 4;
 constexpr int LEVELS = 1 << BITS;
 constexpr int W = D / BLOCK;
 
-// Load M bytes into 32-bit words. The first byte is the lowest byte of words[0].
+// Load M bytes into words. The first byte is the lowest byte of words[0].
 __device__ __forceinline__ void bytes_of(u32 (&words)[WORDS], const u8* from) {
 #pragma unroll
     for (int w = 0; w < WORDS; w++) words[w] = 0;
@@ -42,7 +42,8 @@ __device__ __forceinline__ void bytes_of(u32 (&words)[WORDS], const u8* from) {
     }
 }
 
-// The code of a key, in registers. `coordinate` decodes the coordinate at bit b of word w.
+// The code of a key: sign bits and magnitude bits, 32 coordinates per word. `coordinate` decodes the coordinate
+// at bit b of word w.
 struct Key {
     u32 sign[WORDS], plane[BITS > 0 ? BITS : 1][WORDS];
 
@@ -60,8 +61,8 @@ struct Key {
     }
 };
 
-// Load the queries of up to HEADS heads to shared memory, as [D][HEADS] with zeros for missing heads, and the
-// levels. Return the number of heads.
+// Copy the queries of up to HEADS heads to shared memory, as [D][HEADS] with zeros for missing heads, and also
+// the levels. Return the number of heads.
 static __device__ int fill(float* queries, float* levels, const float* given, const float* sizes,
                            i64 heads) {
     i64 head = i64(blockIdx.z) * HEADS;
@@ -125,9 +126,11 @@ struct ErrorArguments {
     float spread;            // τ / (BLOCK − 1)
 };
 
-// Compute the standard deviations σ of the estimates:
-//   σ² = Σ_b ‖k_b‖² · max(0, ‖q_b‖² − ⟨v_b, q_b⟩² / ‖v_b‖²) · τ / (BLOCK − 1),
-//   where ‖k_b‖² = w_b² ‖v_b‖² / (1 + τ), and w_b and v_b are the weight and the levels of block b of a key.
+// Compute the standard deviation σ of each estimate:
+//     σ² = Σ_b ‖k_b‖² · max(0, ‖q_b‖² − ⟨v_b, q_b⟩² / ‖v_b‖²) · τ / (BLOCK − 1),
+// where b counts blocks of BLOCK coordinates with one weight, ‖k_b‖² = w_b² ‖v_b‖² / (1 + τ), w_b is the
+// weight, v_b are the decoded coordinates, and τ is the mean squared tangent of the angle between v_b and the
+// key (docs/symbols.md).
 extern "C" __global__ void __launch_bounds__(256)
 errors(const __grid_constant__ ErrorArguments args) {
     const void* weights = args.weights;

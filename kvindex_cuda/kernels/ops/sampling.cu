@@ -1,11 +1,11 @@
-// Sample rows at random so that they represent all rows that are not read (Horvitz and Thompson, 1952). The k
-// - sampled rows with the highest attention weights are read for certain. The other rows are read with a
-// probability in proportion to their attention weight. Reference: kvindex.ops.sampling.sample.
+// Sample `k` of the given rows so that they represent all rows (Horvitz and Thompson, 1952). The k - `sampled`
+// rows with the highest attention weights are selected with certainty. The other rows are sampled with
+// probabilities proportional to their attention weights. Reference: kvindex.ops.sampling.sample.
 //
-// 1. Add up exponentials from the worst row to the best. The sums show how many rows are read for certain and
-// which probability the others have.
-// 2. Sort the ids (bitonic sort). Select a row where the running sum of probabilities passes half an odd
-// number (systematic sampling). Sums are float64, in a fixed order.
+// 1. Add up the exponentials of the logits from the last row to the first. From these sums follow the number of
+// certain rows and the probabilities of the others.
+// 2. Sort the ids (bitonic sort) and sample systematically: select a row where the running sum of probabilities
+// passes half an odd number. Sums are float64, in a fixed order.
 //
 // Grid: BG, THREADS threads. Reads 12 bytes per row, writes 12 bytes per selected row.
 // Limited by latency: 55 barriers to sort up to 1,024 rows, and about 20 more.
@@ -13,7 +13,8 @@
 // Compile-time constants: only those of kvindex_cuda/runtime/constants.py.
 #include "common/common.cuh"
 
-// Return the sum of `mine` over all threads with a lower number. All threads call this function.
+// Exclusive prefix sum over the threads of a block: return the sum of `mine` over all threads with lower
+// numbers.
 template <class T>
 __device__ T before(T mine) {
     __shared__ T sums[THREADS / 32];
@@ -62,8 +63,8 @@ sample_rows(const __grid_constant__ Arguments args) {
     auto rest = [&](int p) { return exp(double(logits[p]) - best); };  // 0 where there is no row
     if (threadIdx.x == 0) certain = max(P - sure, 0), total = 0;
 
-    // Add up exponentials from the last row to the first. Find the first row j whose fraction of the sum over
-    // rows j, j + 1, … is at most 1 / (sampled - j). The rows from j on are sampled; those before it are certain.
+    // Find the first row j whose exponential is at most 1 / (sampled - j) of the sum over rows j, j + 1, ….
+    // Rows before j are certain; rows from j on are sampled.
     double mine = 0;
     for (int q = first; q < first + each; q++)
         if (P - 1 - q >= sure) mine += rest(P - 1 - q);

@@ -1,27 +1,25 @@
-// Select entries by score: find the k-th largest word of each matrix row. Several thread blocks share a
-// matrix row and find 11 bits of the word per pass (radix select). Reference: kvindex.ops.select.top_k,
-// candidates and compact.
+// Select the largest entries of each matrix row by a radix select, with several thread blocks per matrix row
+// and 11 bits per pass. Reference: kvindex.ops.select.top_k, candidates and compact. Sequences of kernels:
 //
-//   range -> digit, up to 6 times -> collect -> sort      the k best, in order
-//                                 -> mark -> place        ids that at least one head of the group selects
-//                               flags -> place            ids of True entries
+//     range -> digit, up to 6 times -> collect -> sort      the k best, in order
+//                                   -> mark -> place        ids that at least one head of the group selects
+//                                 flags -> place            ids of True entries
 //
 // A word is (score in integer order) << bits | (2^bits − 1 − position). All words differ, so of equal scores
 // the lower position is selected, and the result is unique. `range` finds the bits in which the scores of a
-// matrix row differ, so that small integers need few passes and do not crowd into few bins. If a row is
-// decided, every further pass returns immediately.
+// matrix row differ, so that small integers need few passes and do not crowd into few bins. Once the smallest
+// selected word of a matrix row is known, further passes return immediately.
 //
-// Grid: (rows, splits), 256 threads; the last thread block of a row to finish decides the row's digit.
+// Grid: (rows, splits), 256 threads; the last thread block of a matrix row to finish decides the row's 11 bits.
 // Reads 4 bytes per entry in each pass (from L2 if it fits), writes little.
-// Limited by memory: (passes + 1) · 4 bytes per entry. Tiered votes and floats need 2 or 3 passes, more only
-// if many scores are equal.
-// Compile-time constants: VOTES (1: scores are int32 of keys with a valid flag, and limits differ; 0:
-// float32).
+// Limited by memory: (passes + 1) · 4 bytes per entry. Tiered votes and floats need 2 or 3 passes, more only if
+// many scores are equal.
+// Compile-time constants: VOTES (1: scores are int32 of keys with a valid flag, and limits differ; 0: float32).
 #include "common/common.cuh"
 
-// State of the search for the lowest selected word, `least`, of a matrix row. The search finds its bits from
-// the highest to the lowest; the `low` lowest bits are still unknown. Of the words with the same upper bits,
-// the `rank` largest are still to be selected. `rank` is 0 if no words are to be selected.
+// State of the radix select of a matrix row. It finds the bits of `least`, the smallest selected word, from the
+// highest to the lowest. The lowest `low` bits are still unknown. Of the words that agree with `least` in the
+// known bits, the `rank` largest are selected; 0 if nothing is selected.
 struct Row {
     u64 least;
     int rank, low;
@@ -33,7 +31,7 @@ struct Entries {
     const u8* valid;  // valid flags of the row's sequence, or null
     i64 n, bits;
 
-    // Set `key` to an integer that orders entries like their scores. Return false if entry i must not be
+    // Set `key` to an unsigned integer that orders entries by their scores. Return false if entry i must not be
     // selected.
     __device__ __forceinline__ bool key_of(u32& key, i64 i) const {
 #if VOTES
@@ -152,7 +150,7 @@ struct CollectArguments {
     i64 n, bits, k;
 };
 
-// Collect the selected words of each matrix row, in any order.
+// Write the selected words (score and position) of each matrix row to `words`, in any order.
 extern "C" __global__ void __launch_bounds__(256)
 collect(const __grid_constant__ CollectArguments args) {
     i64 row = blockIdx.x;
@@ -177,8 +175,8 @@ struct SortArguments {
 };
 
 // Sort the selected words of each matrix row in descending order, and convert them to scores and positions.
-// Grid: rows, `size` / 2 threads, where `size` is a power of two and at least `width`. Reads 8 bytes per word
-// and 4 bytes per score; writes 12 bytes per word.
+// Grid: rows, `size` / 2 threads, where `size` is a power of two and at least `width`.
+// Reads 8 bytes per word and 4 bytes per score; writes 12 bytes per word.
 extern "C" __global__ void __launch_bounds__(SORTED / 2)
 sort(const __grid_constant__ SortArguments args) {
     __shared__ u64 words[SORTED];
@@ -200,7 +198,7 @@ sort(const __grid_constant__ SortArguments args) {
     }
 }
 
-// Store one flag of each lane as the bits of a word, and add the number of set flags to `count`.
+// Pack one flag per lane into a word, and add the number of set flags to `count`.
 __device__ __forceinline__ void keep(bool in, u32* words, i64 word, int* count) {
     u32 all = __ballot_sync(ALL, in);
     if (threadIdx.x % 32) return;
@@ -217,7 +215,7 @@ struct MarkArguments {
     i64 valid_batch, n, heads, kv_heads, bits;
 };
 
-// Mark the keys that at least one head selects, one bit per key.
+// Write one bit per key: 1 if at least one head of the group selects the key.
 // Grid: (BG, tiles), 256 threads. Reads 4 bytes per key and head, writes one bit per key.
 extern "C" __global__ void __launch_bounds__(256)
 mark(const __grid_constant__ MarkArguments args) {
@@ -249,8 +247,8 @@ struct FlagArguments {
     i64 flags_batch, flags_head, n, kv_heads;
 };
 
-// Convert flags from bytes to bits. Grid: (rows, tiles), 256 threads. Reads one byte and writes one bit per
-// flag.
+// Pack flags from bytes into bits.
+// Grid: (rows, tiles), 256 threads. Reads one byte and writes one bit per flag.
 extern "C" __global__ void __launch_bounds__(256)
 flags(const __grid_constant__ FlagArguments args) {
     const u8* chosen = args.flags;
@@ -267,8 +265,8 @@ flags(const __grid_constant__ FlagArguments args) {
     if (threadIdx.x == 0) args.counts[tile] = count;
 }
 
-// Write the positions of the set bits of each row in ascending order. Grid: (rows, tiles), 256 threads. Reads
-// one bit per entry, writes 8 bytes per position.
+// Write the positions of the set bits of each matrix row in ascending order.
+// Grid: (rows, tiles), 256 threads. Reads one bit per entry, writes 8 bytes per position.
 //   ends: int64 [rows, tiles], number of set bits up to the end of each tile.
 //   ids: int64 [rows, width], the result.
 extern "C" __global__ void __launch_bounds__(256)

@@ -1,7 +1,8 @@
-// Normalize and rotate vectors (ParisKV paper, A.1): k̃ = R k/‖k‖, in two kernels. append/encode.cu does both
-// in one kernel. Reference: kvindex.ops.transform.normalize and rotate.
+// Normalize vectors and rotate them, in two kernels (ParisKV paper, A.1): `normalize` computes k/‖k‖, `rotate`
+// multiplies by a matrix R. (append/encode.cu does both in one kernel.) Reference:
+// kvindex.ops.transform.normalize and rotate.
 //
-// A vector has a number: its index in the flattened three outer dimensions, which may have any strides.
+// Vectors are numbered in the order of the flattened outer three dimensions, which may have any strides.
 // Compile-time constants: DTYPE (of the vectors).
 #include "common/common.cuh"
 
@@ -10,8 +11,8 @@ __device__ __forceinline__ i64 start_of(i64 i, i64 second, i64 third, i64 s1, i6
     return i / third / second * s1 + i / third % second * s2 + i % third * s3;
 }
 
-// Convert float32 to double and back. These conversions keep subnormal numbers; the compiler's conversions
-// flush them to zero when CuPy runs NVRTC.
+// Convert float32 to double and back, preserving subnormal numbers. (When CuPy calls NVRTC, ordinary
+// conversions flush them to zero.)
 __device__ __forceinline__ double widened(float x) {
 #ifdef EMULATED
     return x;
@@ -39,10 +40,9 @@ struct NormalizeArguments {
     i64 outer_first, outer_second, outer_third;  // strides of the outer dimensions
 };
 
-// Normalize vectors. Squares are summed in double precision, where squares of finite floats do not overflow,
-// in a fixed order.
-// Grid: one warp per vector, 8 warps per thread block. Reads each vector twice (the second time from L1);
-// writes 4 D bytes of direction and 4 bytes of norm.
+// Normalize vectors. Squares are summed in double precision, where they do not overflow, in a fixed order.
+// Grid: one warp per vector, 8 warps per thread block.
+// Reads each vector twice (the second time from L1); writes 4 D bytes of direction and 4 bytes of norm.
 extern "C" __global__ void __launch_bounds__(256)
 normalize(const __grid_constant__ NormalizeArguments args) {
     i64 vector = i64(blockIdx.x) * 8 + threadIdx.x / 32;
@@ -70,11 +70,11 @@ struct RotateArguments {
     i64 outer_first, outer_second, outer_third;
 };
 
-// Multiply vectors by a matrix. A thread block multiplies 32 vectors by 64 matrix rows, which it copies to
-// shared memory 32 columns at a time. Each thread computes 2 x 4 sums in the order of columns, so that the
-// result for a vector does not depend on the other vectors of the batch.
+// Multiply vectors by a matrix. A thread block multiplies 32 vectors by 64 matrix rows, 32 columns at a time
+// from shared memory. Each thread computes 2 x 4 sums in the order of columns, so that the result for a vector
+// does not depend on the other vectors of the batch.
 // Grid: (count / 32, D / 64), 256 threads.
-// Reads the vectors 4 D / 64 times and D² / 8 bytes of the matrix per vector (from L2); writes 4 D bytes per
+// Reads each vector D / 64 times, and D² / 8 bytes of the matrix per vector (from L2); writes 4 D bytes per
 // vector.
 // Computes D² products per vector; 8 products take 1.5 loads from shared memory.
 extern "C" __global__ void __launch_bounds__(256)

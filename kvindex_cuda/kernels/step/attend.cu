@@ -1,20 +1,19 @@
-// Attention of one decode step over the selected rows, the sink and the local window (ParisKV paper, B.3). A
-// row is the key and the value of one token, stored next to each other. Reference: attend in
-// kvindex/pariskv/decode_step.py, kvindex/ops/attention.py.
+// Attention of one decode step over selected rows, the sink and the local window (ParisKV paper, B.3). A row is
+// the key and the value of one token in one KV head, stored next to each other. Selected rows are in device
+// memory, or in pinned host memory that is read over PCIe. They are stored unchanged or with one byte per
+// number (CODEC).
+// Reference: attend in kvindex/pariskv/decode_step.py, kvindex/ops/attention.py.
 //
-// The selected rows are read from the device, or from pinned host memory over the PCIe bus. They are stored
-// unchanged or as codes of one byte per number (kvindex/storage/codecs.py). LANES lanes of a warp form a team
-// and process one row at a time. Each lane loads chunks of 8 elements of the key and of the value: with D =
-// 128 and 16-bit numbers, one load of all lanes in a team reads a whole key of 256 bytes. The resident rows
-// (sink and window) come first, because they are known while select_rows.cu still runs. The selected rows
-// come after that. At the end, the last thread block of a group merges the results of all splits. Rows are
-// copied asynchronously into a ring buffer in shared memory: DEPTH resident rows or two selected rows per
-// team are in flight. Registers would not do, because passing a register on waits for the load that fills it.
-// With few groups, the query heads of a KV head are divided into PARTS parts of GROUP heads, each with its
-// own thread blocks. Every part reads all rows; all but the first usually find them in L2. Only part 0
-// inserts rows into the cache. Rows stored as codes encode the difference between a key and a center, which
-// is the same for all rows of a KV head. The product of the query and the center is computed once and added
-// to the logits of such rows.
+// A team of LANES lanes reads one row at a time, in chunks of 8 elements per lane, and keeps a running softmax.
+// The last thread block of a group merges the results of all splits.
+// Rows are copied asynchronously into a ring buffer in shared memory: per team, DEPTH resident rows or two
+// selected rows are in flight. (Registers would not do, because moving a register waits for the load that fills
+// it.)
+// Resident rows (sink and window) are read first, while select_rows.cu still runs.
+// With few KV heads, the query heads of a KV head are divided into PARTS parts of GROUP heads, each with its
+// own thread blocks. Every part reads all rows, usually from L2. Only part 0 inserts rows into the row cache.
+// With a CODEC, the key in a row is relative to a center that all rows of a KV head share. The product of query
+// and center is computed once and added to the logits.
 //
 // Grid: (splits, BG PARTS), 256 threads.
 // Reads each row once per part of the heads; writes 4 (DV + 2) bytes per head and split.
@@ -27,14 +26,16 @@
 //   GROUP (query heads of a part), PARTS (parts of a KV head's query heads)
 //   DTYPE (0 float32, 1 float16, 2 bfloat16), SOFTCAP (1: logits are capped)
 //   CODEC (of the selected rows: CODEC_PLAIN, CODEC_INT8 or CODEC_FP8)
-//   GIVEN (0: no weights. 1: ids and weights come from a caller's search result; an id below 0 means no row, and
-//     weights are added to the logits of each head. 2: rows were sampled, and one weight serves all heads.)
-//   MIXED_ROWS (1: some blocks of rows are on the device and others on the host. The cache then stores only host rows.)
-//   PAGED (0: resident rows have a buffer of their own. 1: sink and window are in the pages that `rows` points to,
-//     and follow the tokens that are searched. A sequence then has `resident_count` resident rows, of which the
-//     first `sink` are its first tokens if any of its tokens are searched. 2: as 1, with the pages on the host. Then
-//     resident rows are cached too, all sequences share one cache per KV head, and the cache identifies a row by its
-//     slot number. Two sequences that request one slot at the same moment may both fetch the row and store it twice.)
+//   GIVEN (0: no weights. 1: ids and weights come from a caller's search result; an id below 0 means no row,
+//     and weights are added to the logits of each head. 2: rows were sampled, and one weight serves all heads.)
+//   MIXED_ROWS (1: some blocks of rows are on the device and others on the host. The cache then stores only
+//     host rows.)
+//   PAGED (0: resident rows have a buffer of their own. 1: sink and window are in the pages that `rows` points
+//     to, and follow the tokens that are searched. A sequence then has `resident_count` resident rows, of which
+//     the first `sink` are its first tokens if any of its tokens are searched. 2: as 1, with the pages on the
+//     host. Then resident rows are cached too, all sequences share one cache per KV head, and the cache
+//     identifies a row by its slot number. Two sequences that request one slot at the same moment may both
+//     fetch the row and store it twice.)
 //   RAGGED (1: each sequence has its own count of resident rows; always so if PAGED)
 #include "common/row_cache.cuh"
 #include "common/row_codes.cuh"
@@ -47,8 +48,7 @@ constexpr int KEYS = (D / 8 + LANES - 1) / LANES, VALUES = (DV / 8 + LANES - 1) 
 constexpr int PARTIAL = DV + 2;              // floats of a split's result per head: maximum, sum, output
 constexpr int PIECES = DTYPE == 0 ? 2 : 1;   // loads of 16 bytes per chunk
 constexpr int ROW = (KEYS + VALUES) * PIECES * 512;  // bytes of a slot in a warp's ring buffer: one row of each team
-// Number of rows that the ring buffer of each team holds. With 4 slots, wider rows would take more than 96
-// KB.
+// rows in the ring buffer of each team; with 4 wide rows, the buffers would take more than 96 KB
 constexpr int DEPTH = (KEYS + VALUES) * PIECES > 6 ? 2 : AHEAD;
 constexpr bool SLOTS = PAGED == 2;
 static_assert(!SLOTS || GIVEN != 1, "ids are those of tokens");
@@ -60,14 +60,14 @@ struct Running {  // the running softmax of a team; each lane stores its part of
     float peak[GROUP], total[GROUP], sum[VALUES][GROUP][8];
 };
 
-// The part of a row that one lane loads, as it is stored: first its chunks of the key, then its chunks of the
-// value. A chunk is 8 elements or, if rows are stored as codes, 8 codes and a scale.
+// One lane's part of a row as it is stored: KEYS chunks of the key, then VALUES chunks of the value. A chunk is
+// 8 elements or, with a CODEC, 8 bytes and a scale.
 typedef uint4 Words[KEYS + VALUES][PIECES];
 
-// Call use(chunk, value, j) for each chunk of a row that this lane loads.
+// Call use(chunk, value, j) for each chunk of a row that this lane reads.
 //   chunk: number of the chunk in the row.
-//   value: true if the chunk belongs to the row's value, false if it belongs to the key.
-//   j: number of the chunk among this lane's chunks.
+//   value: whether the chunk belongs to the value (else to the key).
+//   j: number of the chunk in this lane's `Words`.
 template <class Use>
 __device__ __forceinline__ void each_chunk(Use use) {
 #pragma unroll
@@ -78,10 +78,10 @@ __device__ __forceinline__ void each_chunk(Use use) {
     }
 }
 
-// State of a row that is being loaded.
-//   weight: a number that is added to the logit of head h, stored in lane h % LANES of the team.
-//   slot: the cache slot into which the row will be written, or one of the three constants below.
-//   before: for a CACHED row, the previous time stamp of its slot, in the first lane of the team.
+// A row that is being loaded.
+//   weight: what is added to the logit of each head; lane h % LANES of the team has that of head h.
+//   slot: the cache slot to write the row to, or one of the constants below.
+//   before: if CACHED, the slot's time stamp before this step (only in the first lane of the team).
 constexpr int NOWHERE = -1, CACHED = -2, MISSING = -3;
 struct Pending {
     float weight[(GROUP + LANES - 1) / LANES];
@@ -99,8 +99,8 @@ __device__ __forceinline__ void write_row(const Words& words, char* place) {
         for (int i = 0; i < PIECES; i++) reinterpret_cast<uint4*>(place)[chunk * PIECES + i] = words[j][i];
     });
 }
-// Start copying this lane's part of a row to its slots in the ring buffer, which are 512 bytes apart. coded:
-// the row consists of codes followed by two scales.
+// Start copying this lane's chunks of a row to the ring buffer. coded: the row is stored with one byte per
+// number.
 __device__ __forceinline__ void copy_row(Shared to, const char* row, bool coded) {
     each_chunk([&](int chunk, bool value, int j) {
         Shared place = to + j * PIECES * 512;
@@ -138,10 +138,9 @@ __device__ __forceinline__ void unpack(float (&x)[8], const uint4 (&words)[PIECE
     }
 }
 
-// Add one row per team to the running softmax of all heads of the group, if `in` is true. All lanes call this
-// function.
-//   queries: float4 [2, GROUP, D / 8]: the first four and the last four of every eight coordinates.
-//   centered: [GROUP], product of query and center, added to the logits of rows stored as codes before scaling.
+// Add one row per team to the running softmax of all heads, if `in` is true. All lanes call this function.
+//   queries: float4 [2, GROUP, D / 8]: first the lower four, then the upper four of every eight coordinates.
+//   centered: [GROUP], products of query and center, added to the logits of rows stored with a CODEC.
 __device__ __forceinline__ void add_row(Running& run, const Words& words, const Pending& row, bool in, bool coded,
                                         const float4* queries, const float* centered, float scale, float softcap) {
     float logit[GROUP] = {}, x[8];
@@ -196,8 +195,8 @@ __device__ __forceinline__ void add_row(Running& run, const Words& words, const 
     }
 }
 
-// Merge the running softmax of all teams in a thread block, AT_ONCE heads per round. Each team's result is
-// scaled relative to the largest logit of all teams. All threads call this function.
+// Merge the running softmax of all teams in a thread block, AT_ONCE heads per round. All threads call this
+// function.
 //   merged: float32 [WORKERS, AT_ONCE, PARTIAL] in shared memory.
 //   peaks: float32 [GROUP, WORKERS] in shared memory.
 //   partial: float32 [GROUP, PARTIAL], receives the result if `wanted` is true.
@@ -258,8 +257,8 @@ struct Arguments {
     const i64* resident_count;  // [1], or RAGGED: [B]: number of resident rows
     const i64* length;          // [B]: number of tokens that are searched; only if PAGED
     const int* segments;        // [B, row]: number of each block among all pages; only if PAGED is 2
-    // The cache of rows (row_cache.py) has `cached` slots, 0 without a cache. If PAGED is 2, all sequences share a
-    // cache: the first dimension of cache, tags and stamps is then KV heads, and that of clocks is 1.
+    // The row cache (row_cache.py) has `cached` slots, 0 if there is none. If PAGED is 2, all sequences share
+    // it: the first dimension is KV heads for cache, tags and stamps, and 1 for clocks.
     char* cache;                // [BG, cached, row_bytes]: rows in the stored format
     int* tags;                  // [BG, cached], aligned to 16 bytes: the row in each slot
     int* stamps;                // [BG, cached], aligned to 16 bytes: the step that last used each slot
@@ -337,11 +336,11 @@ attend(const __grid_constant__ Arguments args) {
 
     partial += i64(part) * splits * GROUP * PARTIAL;
 #if PAGED
-    // The first `sinks` resident rows are the sink. Resident row i after the sink is token `later + i`.
+    // Resident row i is token i if i < sinks (the sink), else token later + i (the window).
     int later = int(args.length[batch]), sinks = later ? int(args.sink) : 0;
     later -= sinks;
 #endif
-    // phase 0 reads resident rows, while select_rows.cu still runs; phase 1 reads selected rows
+    // phase 0 reads resident rows while select_rows.cu still runs; phase 1 reads selected rows
 #pragma unroll 1
     for (int phase = 0; phase < 2; phase++) {
         if (phase) {
@@ -351,7 +350,7 @@ attend(const __grid_constant__ Arguments args) {
                 after_previous();
             let_next_begin();
         }
-        // These reads do not depend on the number of rows. They are the ids of this team's first four rows.
+        // Load the ids of this team's first four rows before the number of rows is known.
         auto selected = [&](int i) {
 #if PAGED == 2
             if (!phase) return i < sinks ? i : later + i;
@@ -420,8 +419,8 @@ attend(const __grid_constant__ Arguments args) {
             find(row, i, n, id, slot);
             async_commit();
         };
-        // While a row is being copied, check that its cache slot was not given to another row, or choose a
-        // slot for a row that was not in the cache.
+        // While a row is being copied: if it comes from the cache, check that its slot was not replaced in this
+        // step. If it comes from the host, choose a cache slot for it.
         auto settle = [&](Pending& row, int i, int n) {
             bool looks = i < rows_here && row.slot != NOWHERE;
             if (!__any_sync(ALL, looks)) return;
@@ -447,8 +446,7 @@ attend(const __grid_constant__ Arguments args) {
         begin(after, own + step, 1, second, second_tag);
         for (int n = 2; n < ahead; n++) begin(after, own + n * step, n, 0, 0);
         u32 visible = ALL;
-        // Number of rows from here on for the first team of the warp. The loop runs for all of them, because
-        // the first team has the most rows.
+        // All teams of a warp iterate as often as the first team, which has the most rows.
         int longest = rows_here - own + lane / LANES * (splits * 8);
         for (int i = own, n = 0; n * step < longest; i += step, n++) {
             if (!PAGED && !phase && n % LANES == 0) {
@@ -473,8 +471,8 @@ attend(const __grid_constant__ Arguments args) {
             add_row(run, words, one, in && visible >> n % LANES & 1, ROWS_CODED && phase, queries,
                     ROWS_CODED ? centered + phase * GROUP : nullptr, args.scale, args.softcap);
         }
-        // Phase 0 does not need this merge for the result. The merge runs while other thread blocks select
-        // rows, and loads its machine code into the instruction cache before phase 1 needs it.
+        // The merge after phase 0 only warms up the instruction cache: its result is not used, and it runs
+        // while other thread blocks still select rows.
         if (phase || args.signaled) merge_teams(run, merged, peaks, partial + split * (GROUP * PARTIAL), phase);
     }
 
@@ -493,8 +491,8 @@ attend(const __grid_constant__ Arguments args) {
         return s < splits ? __ldcg(reinterpret_cast<const float2*>(partial + (i64(s) * GROUP + h) * PARTIAL) + pair)
                           : float2{NEVER, 0};
     };
-    // Each thread loads two elements of each split's output. Meanwhile, one warp per head computes the
-    // weights of the splits, with one lane per split.
+    // Load two elements of each split's output per thread. Meanwhile, one warp per head computes the weights of
+    // the splits, one lane per split.
     float2 parts[MOST_SPLITS];
     auto prefetch = [&](int i) {
 #pragma unroll

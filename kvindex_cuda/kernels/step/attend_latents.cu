@@ -1,20 +1,18 @@
-// Attention over latents (multi-head latent attention in the absorbed form; DeepSeek-V2, section 2.1). A
-// latent row is a key whose first DV coordinates are also its value. Each row is read once for all query
-// heads of a group, up to 128 heads. Reference: kvindex/ops/attention.py.
+// Attention over latents (multi-head latent attention in the absorbed form; DeepSeek-V2, section 2.1). A latent
+// is a key whose first DV coordinates are also its value. Each is read once for all query heads, up to 128. Two
+// kernels, attend_latents and merge_latents. Reference: kvindex/ops/attention.py.
 //
-//   attend_latents -> merge_latents
-//
-// attend_latents: a thread block copies ROWS rows at a time to shared memory, resident rows first, then
-// selected rows, whose addresses come from the page table. It serves PART query heads: all of them if the
-// rows are on the host, else few enough that every multiprocessor gets a thread block.
-// Logits: one matrix instruction multiplies 16 heads with 8 rows. Sums over coordinates are divided among
-// warps. Each warp loads its part of the queries into registers before the rows arrive.
-// Output: another matrix instruction multiplies attention weights of 16 heads with 8 columns of values. Each
-// 32-bit word of a row holds two columns; words of two rows are combined into pairs, so nothing is
-// transposed. PITCH shifts successive rows by 32 bytes, so that these words are in different banks. Attention
-// weights are rounded to DTYPE for the second product, as FlashAttention does (Dao, 2023); sums are float32.
-// Resident rows do not wait for the previous kernel, which selects rows. All work on them except writing to
-// global memory overlaps with that kernel.
+// attend_latents: a thread block copies ROWS latents at a time to shared memory, first resident rows (sink and
+// window), then selected rows. It serves PART query heads: all of them if the rows are on the host, else few
+// enough that every multiprocessor gets a thread block.
+// Logits: tensor cores multiply 16 heads by 8 rows; the coordinates are divided among warps.
+// Output: tensor cores multiply the attention weights of 16 heads by 8 columns of values. The 32-bit words of
+// two rows are recombined into pairs for this, so nothing is transposed. PITCH puts these words in different
+// banks.
+// Attention weights are rounded to DTYPE for the second product, as in FlashAttention (Dao, 2023); sums are
+// float32.
+// The work on resident rows, except for writing to global memory, overlaps with the previous kernel, which
+// selects rows.
 // float32 does not use tensor cores: a thread computes one head and row, then one head and four columns.
 //
 // Compile-time constants:
@@ -25,8 +23,8 @@
 //   RAGGED (1: each sequence has its own count of resident rows)
 #include "common/row_codes.cuh"
 
-// Number of slices into which coordinates are divided. A warp computes one slice for 16 heads, so that the
-// eight warps serve all PART heads.
+// Each warp computes the logits of 16 heads over one slice of the coordinates. SLICES is the number of slices
+// with which the eight warps serve all PART heads.
 constexpr int SLICES = DTYPE == 0 ? 1 : 128 / PART;
 constexpr int STEPS = ((D + 31) / 32 + SLICES - 1) / SLICES;  // steps of 32 coordinates per slice
 constexpr int SIZE = DTYPE == 0 ? 4 : 2;
@@ -38,8 +36,9 @@ static_assert(ROWS == 16, "a lane of sixteen for each row");
 static_assert(PART == 16 || PART == 32 || PART == 64 || PART == 128, "warps come out even");
 static_assert(D % 8 == 0 && DV % 8 == 0 && DV < D, "rows are read in pieces of 16 bytes");
 
-// Copy a row to shared memory, or write zeros if `row` is 0.
-//   coded: true if the row consists of DV codes, D - DV more codes, and one scale for each of these two groups.
+// Copy a latent to shared memory, or write zeros if `row` is 0.
+//   coded: it is stored with one byte per number: DV bytes, D - DV bytes, and a scale for each of the two
+//     groups.
 //   anything: any readable address.
 __device__ __forceinline__ void bring(char* to, u64 row, bool coded, const void* anything) {
     int lane = threadIdx.x % 32;
@@ -62,15 +61,16 @@ __device__ __forceinline__ void bring(char* to, u64 row, bool coded, const void*
     }
 }
 
-// Position of a row's attention weight among the weights of its head. In this order, lane t of four loads the
-// weights of rows t, t + 4, t + 8 and t + 12 with one access.
+// Return the position at which the attention weight of a row is stored. In this order, lane t of four lanes
+// reads the weights of rows t, t + 4, t + 8 and t + 12 with one access.
 __device__ __forceinline__ int place_of(int row) { return row % 4 * 4 + row / 4; }
 
-// The queries of 16 heads for a warp's slice of the coordinates, as left matrices of the product.
+// The queries of 16 heads for a warp's slice of the coordinates, as tensor core fragments.
 struct Queries {
     uint4 words[STEPS][2];
 };
-// Load the queries. queries: DTYPE [GROUP, D], aligned to 16 bytes. first: first head of the thread block.
+// Load this warp's fragments of the queries. queries: DTYPE [GROUP, D], aligned to 16 bytes. first: first head
+// of the thread block.
 __device__ __forceinline__ void load(Queries& part, const void* queries, int first) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
@@ -82,8 +82,8 @@ __device__ __forceinline__ void load(Queries& part, const void* queries, int fir
     }
 }
 
-// Multiply queries with the keys of ROWS rows. The result goes to logits, float32 [SLICES, PART, LOGITS],
-// with one partial sum per slice of the coordinates.
+// Multiply the queries with the keys of ROWS rows. logits, float32 [SLICES, PART, LOGITS], receives a partial
+// sum for each slice of the coordinates.
 __device__ __forceinline__ void multiply_keys(float* logits, const Queries& part, const void* queries, int first,
                                               const char* rows) {
 #if DTYPE == 0
@@ -122,8 +122,7 @@ __device__ __forceinline__ void multiply_keys(float* logits, const Queries& part
 #endif
 }
 
-// Multiply four columns of a head's sums by `shrink`, and add `sum` to them. If `first` is true, only store
-// `sum`.
+// partial = partial · shrink + sum for four columns of a head, or partial = sum if `first`.
 __device__ __forceinline__ void add_to(float* partial, float4 sum, bool first, float shrink) {
     float4* at = reinterpret_cast<float4*>(partial);
     if (!first) {
@@ -133,8 +132,8 @@ __device__ __forceinline__ void add_to(float* partial, float4 sum, bool first, f
     *at = sum;
 }
 
-// Multiply attention weights with values and add the result to partial, float32 [PART, DV], for the first
-// `heads` heads. If `first` is true, the result replaces the content of partial.
+// Multiply the attention weights of ROWS rows by their values, and add the products to partial, float32 [PART,
+// DV], for `heads` heads. If `first`, partial is overwritten.
 __device__ __forceinline__ void multiply_values(float* partial, int heads, const float* logits, const u16* shares,
                                                 const char* rows, const float* shrinks, bool first) {
 #if DTYPE == 0
@@ -185,8 +184,8 @@ struct AttendArguments {
     const void* resident;       // DTYPE [BG, room, D + DV]
     const u8* resident_mask;    // [B, room]: 1 where a resident row is valid
     const i64* resident_count;  // [1], or RAGGED: [B]: number of resident rows
-    // Weights are added to the logits of selected rows; −inf hides a row. The weight for row i and head h of group bg
-    // is at bg · weights_group + h · weights_head + i. Null: all weights are 0.
+    // Numbers that are added to the logits of selected rows; −inf hides a row, and null means zeros. The number
+    // for row i and head h of group bg is at bg · weights_group + h · weights_head + i.
     const float* weights;
     float* partial;             // [BG, splits, GROUP, DV]
     float2* sums;               // [BG, splits, GROUP]: maximum and sum, −inf and 0 if no row is visible
@@ -194,8 +193,9 @@ struct AttendArguments {
     float scale, softcap;
 };
 
-// Grid: (splits, GROUP / PART, BG), 256 threads. A tile is ROWS rows; split s takes tiles s, s + splits, and
-// so on.
+// Compute the attention of PART heads over a split of the rows. A tile is ROWS rows; split s takes tiles s, s +
+// splits, ….
+// Grid: (splits, GROUP / PART, BG), 256 threads.
 // Reads each row GROUP / PART times and the queries once per split; writes 4 DV + 8 bytes per head and split.
 // Dynamic shared memory: ROWS PITCH + 4 SLICES PART LOGITS + 2 PART ROWS bytes.
 extern "C" __global__ void __launch_bounds__(256, 1)
@@ -302,7 +302,7 @@ struct MergeArguments {
     i64 splits;
 };
 
-// Merge the results of all splits, each scaled relative to the largest logit of all splits.
+// Merge the attention results of all splits.
 // Grid: (GROUP, DV / 128, BG), 128 threads. A warp takes a quarter of the splits, and a lane takes four
 // columns.
 // Reads 4 DV + 8 bytes of each split that has rows.

@@ -1,10 +1,9 @@
-// Select exactly the candidates of the coarse stage from the tiered votes of vote.cu. Of keys with equal
-// votes, the keys with the lower ids are selected. Reference: tiered_votes.candidates in kvindex/pariskv,
-// kvindex.ops.select.candidates.
+// Select the candidates from the tiered votes of vote.cu: for each query head the C keys with the most votes,
+// and for a group of heads the union of these. Of keys with equal votes, those with lower ids are selected.
+// Reference: tiered_votes.candidates in kvindex/pariskv, kvindex.ops.select.candidates.
 //
-// Each query head selects the C keys with the most votes: all keys above a cut, which follows from the head's
-// histogram, and the first of the keys at the cut. A key that at least one head of the group selects is a
-// candidate.
+// The head's histogram of votes gives a cut: all keys with more votes are selected, and as many of the first
+// keys with exactly this number of votes as are needed.
 //
 // Grid: (splits, BG), 256 threads. Reads 4 bytes per key and four heads, writes 8 bytes per candidate.
 // Limited by memory.

@@ -1,18 +1,14 @@
-// Select the candidates of a group with many query heads, and estimate their products with the queries
-// (ParisKV paper, B.2.2, equation 10). Reference: ranked and rerank in kvindex/pariskv/decode_step.py,
-// kvindex.ops.rerank.estimate.
+// Select the candidates of a group with many query heads, and estimate their products with the queries (ParisKV
+// paper, B.2.2, equation 10). Two kernels, take_candidates and estimate_latents. Reference: ranked and rerank
+// in kvindex/pariskv/decode_step.py, kvindex.ops.rerank.estimate.
 //
-//   take_candidates -> estimate_latents
-//
-// take_candidates: collect the C entries of the list with the highest votes; of equal votes, those with the
-// lower ids. If the list is incomplete or has overflowed, select from all votes instead. With SAMPLING,
-// candidates are the keys that pass the threshold of kvindex.ops.priority.
-// estimate_latents: multiply 16 candidates at a time with two tiles of heads. Each warp multiplies 128
-// coordinates. It loads its part of the queries into registers before the candidates are known. So few steps
-// follow that most of the time is spent waiting for codes (as in product.cuh; products with the rounded
-// queries and with their remainders have separate sums, so that fewer instructions depend on each other). The
-// partial sums of 16 candidates and a tile are then divided among warps. Sums over all candidates are
-// integers, so they do not depend on the order of the candidates.
+// take_candidates: select the C entries with the highest votes from the list of vote_latents.cu; of equal
+// votes, those with lower ids. If the list has fewer than C entries or has overflowed, select from all votes
+// instead. With SAMPLING, candidates are the keys that pass the threshold of kvindex.ops.priority.
+// estimate_latents: multiply 16 candidates at a time with two tiles of heads on tensor cores. Each warp
+// multiplies 128 coordinates, with its part of the queries in registers, loaded before the candidates are
+// known. Most of the time is spent waiting for codes. The partial sums of the warps are added in shared memory.
+// Sums of exponentials are integers, so they do not depend on the order of the candidates.
 //
 // Compile-time constants: D, BITS (of a magnitude), GROUP (heads of a tile), TILES, CENTERED (1: blocks of
 // codes have centers), SOFTCAP, SAMPLING (1: candidates are sampled), RAGGED (1: each sequence has its own
@@ -49,8 +45,9 @@ struct TakeArguments {
     i64 room, capacity;
 };
 
-// Grid: (B), THREADS threads. Reads the 8 bytes of each entry in the list twice; writes 8 bytes per
-// candidate. Limited by latency: two passes over a few entries per thread.
+// Collect the candidates.
+// Grid: (B), THREADS threads. Reads the 8 bytes of each entry in the list twice; writes 8 bytes per candidate.
+// Limited by latency: two passes over a few entries per thread.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 take_candidates(const __grid_constant__ TakeArguments args) {
     __shared__ u64 edge[EDGE], least;
@@ -173,8 +170,8 @@ struct EstimateArguments {
     float scale, softcap;
 };
 
-// Return log Σ exp(logit) from the buckets of a head (integer sums, attention_weights.cuh). Every lane of the warp gets
-// the result. It does not depend on the order in which logits were added.
+// Return log Σ exp(logit) of a head, from the integer sums in its buckets (attention_weights.cuh). Every lane
+// of the warp gets the result.
 __device__ __forceinline__ float log_sum(const u64* buckets) {
     constexpr int OWN = BUCKETS / 32;
     int lane = threadIdx.x % 32, top = -1;
@@ -194,13 +191,11 @@ __device__ __forceinline__ float log_sum(const u64* buckets) {
     return (log2f(warp_sum(sum)) + octaves) * (1 / LOG2E);
 }
 
-// The codes of 16 candidates that a lane loads: one word of signs and one word of each magnitude plane, for
-// candidates lane / 4 (index 0) and lane / 4 + 8 (index 1).
+// One lane's codes of 16 candidates: a word of sign bits and a word of each magnitude plane, for candidates
+// lane / 4 (index 0) and lane / 4 + 8 (index 1).
 struct Part {
     u32 signs[2], planes[2][BITS > 0 ? BITS : 1];
 };
-// Load the codes of one candidate into index `half`. place: address of its block of codes. key: its number in
-// the block.
 __device__ __forceinline__ void load(Part& part, int half, const char* place, int key, i64 magnitudes) {
     int w = threadIdx.x / 32 * 4 + threadIdx.x % 4;
     bool has = place && (QUADS * 4 == WORDS || w < WORDS);
@@ -212,8 +207,8 @@ __device__ __forceinline__ void load(Part& part, int half, const char* place, in
             has ? __ldg(reinterpret_cast<const u32*>(place + magnitudes) + key * (BITS * WORDS) + p * WORDS + w) : 0;
 }
 
-// The query operands of two tiles for a warp's coordinates. For each step of the product: two words of the
-// rounded values, then two words of the remainders.
+// The queries of PAIR tiles of heads for a warp's 128 coordinates, as fragments for the 8 products. Each has
+// two words of the rounded values, then two words of the remainders (operands.cuh).
 struct Operands {
     uint4 steps[PAIR][8];  // the last two are unused if the operands are FOLDED
 };
@@ -232,8 +227,8 @@ __device__ __forceinline__ void load(Operands& right, const uint2* operands) {
     }
 }
 
-// Multiply the levels of 16 candidates with the query operands, for the warp's coordinates.
-// sums[tile][half][side] belongs to key `key_of(half)` and head `head_of(0, side)` of that tile.
+// Multiply the decoded codes of 16 candidates with the queries, over the warp's coordinates.
+// sums[tile][half][side] is the result for key `key_of(half)` and head `head_of(0, side)` of the tile.
 __device__ __forceinline__ void multiply_part(float (&sums)[PAIR][ROWS][2], const Part& part, const Operands& right,
                                               const Levels& levels) {
     constexpr int CHAINS = 2;  // one sum for rounded values and one for remainders; if FOLDED puts both in one product,
@@ -251,9 +246,8 @@ __device__ __forceinline__ void multiply_part(float (&sums)[PAIR][ROWS][2], cons
             if (!FOLDED) mma_halves(c[p][1], upper[0], lower[0], upper[1], lower[1], step.z, step.w);
         }
     }
-    // With FOLDED operands, each sum has two halves. Columns 0 to 3 (lanes with lane % 4 < 2) have the
-    // products with the rounded values, columns 4 to 7 (the other lanes) those with the remainders. Lanes
-    // exchange halves and add them.
+    // With up to four heads (FOLDED), columns 0 to 3 of the product belong to the rounded queries, and columns
+    // 4 to 7 to the remainders. Lanes exchange these results and add them up.
     bool later = threadIdx.x % 4 >= 2;
 #pragma unroll
     for (int p = 0; p < PAIR; p++)
@@ -269,9 +263,10 @@ __device__ __forceinline__ void multiply_part(float (&sums)[PAIR][ROWS][2], cons
         }
 }
 
+// Estimate the products of all candidates with all queries.
 // Grid: (splits, TILES / PAIR, B), ESTIMATORS threads.
-// Reads the signs, magnitudes and log weight of each candidate TILES / PAIR times: once from memory, then
-// from L2. Each thread block also reads the operands of PAIR tiles. Writes 4 HEADS bytes per candidate.
+// Reads the signs, magnitudes and log weight of each candidate TILES / PAIR times: once from memory, then from
+// L2. Each thread block also reads the operands of PAIR tiles. Writes 4 HEADS bytes per candidate.
 extern "C" __global__ void __launch_bounds__(ESTIMATORS, 320 / ESTIMATORS)
 estimate_latents(const __grid_constant__ EstimateArguments args) {
     __shared__ u16 halves[LEVELS];
@@ -279,7 +274,7 @@ estimate_latents(const __grid_constant__ EstimateArguments args) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile = blockIdx.y * PAIR;
     i64 b = blockIdx.z, of = b * TILES + tile;
     for (int i = threadIdx.x; i < LEVELS; i += ESTIMATORS) halves[i] = to_float16(args.levels[i]);
-    // These operands may be read now, because prepare_latents.cu has ended when this kernel starts.
+    // Safe to read now: prepare_latents.cu had ended when this kernel started.
     Operands right;
     load(right, args.operands + of * OPERANDS);
     float down[TASKS][2];

@@ -1,31 +1,30 @@
-// Prepare the queries of a group for a decode step, and find a threshold for the votes of its keys. A group
-// is the query heads that share a KV head. Reference: prepare_query in kvindex/pariskv/decode_step.py, and
-// kvindex/pariskv/sign_votes.py (thresholds_of). ParisKV paper: A.1, B.2.1.
+// First kernel of a decode step: prepare the queries of a group (the query heads that share a KV head), and
+// find a vote threshold for the scan that more than C keys almost certainly reach, where C is the number of
+// candidates. Reference: prepare_query in kvindex/pariskv/decode_step.py, and thresholds_of in
+// kvindex/pariskv/sign_votes.py. ParisKV paper: A.1, B.2.1.
 //
-// A warp rotates the query of a head and rounds it to integers, r = round(R q · largest / max|R q|), which
-// needs no norm (reference: kvindex.ops.coarse.rounded). The integers are written as bit planes for scan.cu,
-// and the rotated query as float16 numbers for rerank.cu. Every thread block of a group does this for itself.
-// Then the thread blocks compute the votes of a sample of the keys: 32 keys from each of SAMPLED / 32 blocks
-// of codes, evenly spread over the tokens. These codes are requested before the queries are rotated. The last
-// thread block takes a vote from the sample that more than C of all keys almost certainly reach (about 2 C
-// keys if C is 2% of all keys).
+// Queries: a warp rotates the query of a head and rounds it to integers, r = round(R q · largest / max|R q|)
+// (kvindex.ops.coarse.rounded). It writes r as bit planes for scan.cu, and R q as float16 numbers for
+// rerank.cu. Every thread block of a group does this for itself.
+// Threshold: the thread blocks compute the votes of a sample of the keys, 32 keys from each of SAMPLED / 32
+// blocks of codes, evenly spread over the tokens. The codes are requested before the queries are rotated. The
+// last thread block finds the threshold (about 2 C keys reach it if C is 2% of all keys).
 //
-// With SAMPLING, candidates are sampled at random. Every thread block then also computes a common scale for all
-// heads, from up to CENTERS block centers (kvindex.ops.priority.totals), and the seed of the noise. The
-// threshold is then a multiple of STEP, as are the bounds of the histogram's bins. With REGRESSION, the
-// integers come from Aᵀ R q, where A is a matrix fitted by regression (kvindex/pariskv/sign_regression.py).
-// Each warp multiplies 16 columns of A with all heads, in D/16 matrix instructions per four heads. Its part
-// of A is requested before anything else and stays in registers. Two warps then round each head. This reads 2
-// D² more bytes per group, from L2 for each of its thread blocks: 32 KiB at D = 128. The read takes about 0.3
-// µs and overlaps with the first reads; exchange, product and one more barrier are predicted to add 0.3 µs.
-// In a caller's CUDA graph, the newest token's key and value arrive with the queries. The last thread block
-// of each group then appends them to the resident rows, as stage_token.cu does, which saves a launch.
-// attend.cu reads them there.
+// With SAMPLING, candidates are sampled at random. Every thread block then also computes a scale that all heads
+// share, from up to CENTERS block centers (kvindex.ops.priority.totals), and the seed of the noise. The
+// threshold and the bounds of the histogram's bins are then multiples of STEP.
+// With REGRESSION, r is computed from Aᵀ R q, where A is a matrix fitted by regression
+// (kvindex/pariskv/sign_regression.py). Each warp multiplies 16 columns of A, which it loads first, with all
+// heads. This reads 2 D² more bytes per group, from L2 for each of its thread blocks: 32 KiB at D = 128. The
+// read takes about 0.3 µs and overlaps with the first reads; exchange, product and one more barrier are
+// predicted to add 0.3 µs.
+// In a caller's CUDA graph, the newest token's key and value arrive with the queries. The last thread block of
+// each group then appends them to the resident rows, so that stage_token.cu need not be launched.
 //
 // Grid: (splits, BG), 256 threads.
 // Reads (D/8 + 1) SAMPLED + 2 D SAMPLED / 32 bytes of codes per group.
-// Writes D PLANES / 8 bytes per head for the scan and 4 D bytes per head for the rerank, and clears the
-// step's counters.
+// Writes D PLANES / 8 bytes per head for the scan and 4 D bytes per head for the rerank, and clears the step's
+// counters.
 // Limited by latency: three dependent reads (length, table, codes; the queries at the same time), the votes,
 // and the search for the threshold in the last thread block.
 // This file is longer than most because it is one kernel, whose parts pass values in registers.
@@ -120,8 +119,7 @@ prepare_query(const __grid_constant__ Arguments args) {
     queries = static_cast<const char*>(queries) + bg * (GROUP * D * (DTYPE == 0 ? 4 : 2));
 
     auto place = [&](int i) { return blocks * i / (SAMPLED / 32); };
-    // If there are fewer blocks of codes than the sample takes, a block occurs several times, each time with
-    // other keys.
+    // With fewer blocks of codes than the sample needs, take other keys of the same block.
     auto part = [&](int i) { return blocks < SAMPLED / 32 ? i * 3 % 8 : int(u32(i) * 2654435761u >> 29); };
     auto draw = [&](Sampled& sampled, int i, i64 address) {
         i64 s = place(i);
@@ -142,8 +140,8 @@ prepare_query(const __grid_constant__ Arguments args) {
     if (threadIdx.x < SETS * 4) scales_of[threadIdx.x] = {0, threadIdx.x < GROUP ? 0.0f : NEVER};
 #endif
 #if REGRESSION
-    // Load the matrix before the previous kernel has ended. This is safe, because no kernel that overlaps
-    // with this one writes the matrix. A lane loads 8 of every 32 entries of a column.
+    // Load this warp's columns of the regression matrix A while the previous kernel still runs; no concurrent
+    // kernel writes A. Of every 32 entries of a column, a lane loads 8.
     auto entries = [&](int tile, int s, int half) -> uint4 {
         int j = tile * 16 + half * 8 + lane / 4, i = s * 32 + lane % 4 * 8;
         return j < D && i < D ? *reinterpret_cast<const uint4*>(args.regression + (bg * D + j) * D + i) : uint4{0, 0, 0, 0};
@@ -168,9 +166,8 @@ prepare_query(const __grid_constant__ Arguments args) {
         read_query(plain, warp);
         load_queries(group, queries);
     };
-    // In a caller's CUDA graph, the previous kernel computes this token's query but does not write codes. So
-    // this kernel reads codes before that kernel has ended. Otherwise it requests the queries first, before
-    // reads that depend on another read.
+    // In a caller's CUDA graph, the previous kernel computes the query but writes no codes, so codes may be
+    // read before it ends. Otherwise the queries are known already, and are loaded first.
     bool early = !RAGGED && args.token_keys;
     if (!early) begin();
 #if SAMPLING
@@ -184,7 +181,7 @@ prepare_query(const __grid_constant__ Arguments args) {
     bool any = tokens > 0 && first < SAMPLED / 32;
     i64 sampled_block = any ? args.codes[batch * args.row + place(first)] : 0;
 #if SAMPLING
-    // Each warp multiplies CENTERS / 8 centers with the queries. Four lanes process one center at a time.
+    // Multiply centers with the queries: CENTERS / 8 centers per warp, one per four lanes at a time.
     constexpr int EACH_CENTERS = CENTERS / 64;
     int centers = CENTERED ? int(blocks < CENTERS ? blocks : CENTERS) : 0;
     i64 center_blocks[EACH_CENTERS] = {};
@@ -213,8 +210,8 @@ prepare_query(const __grid_constant__ Arguments args) {
     bool stages = early && blockIdx.x == gridDim.x - 1;
     if (stages && threadIdx.x == 0) resident = __ldcg(args.resident_count);
 
-    // Round a head's query to integers, and write each bit of an integer to its bit plane. Two warps may
-    // share a head: the warp with `hand` 0 takes the even words, the warp with `hand` 1 the odd words.
+    // Round a head's query to integers, and write each bit to its bit plane. If two warps share a head, the one
+    // with `hand` 0 takes the even words and the one with `hand` 1 the odd words.
     auto round_head = [&](const float (&x)[PER_LANE], int h, float peak, float up, int hand) {
         float scale = peak > 0 ? float(args.query_max) / peak : 0.0f;
         int sum = 0;
@@ -241,7 +238,7 @@ prepare_query(const __grid_constant__ Arguments args) {
 #endif
         }
     };
-    // Rotate the query that a warp has in registers, and write it to shared memory as float16 numbers.
+    // Rotate the query that is in a warp's registers, and write it to shared memory as float16 numbers.
     auto put_head = [&](float (&x)[PER_LANE], int h) {
         rotate(x, signs, waves);
         float peak = peak_of(x);
@@ -272,8 +269,9 @@ prepare_query(const __grid_constant__ Arguments args) {
     }
 #if REGRESSION
     auto voting = reinterpret_cast<float(*)[D]>(histogram);
-    // Multiply a tile of A (16 columns) with four heads. The products with the rounded queries are in columns
-    // 0 to 3 of the result, those with the remainders in columns 4 to 7.
+    // Multiply 16 columns of the regression matrix A with the rotated queries of four heads. Queries are split
+    // into rounded values and remainders: columns 0 to 3 of the result are products with the former, columns 4
+    // to 7 with the latter.
     auto multiply = [&](int tile, int n) {
         float products[2][4] = {};
 #pragma unroll
@@ -323,8 +321,8 @@ prepare_query(const __grid_constant__ Arguments args) {
     }
 #endif
     __syncthreads();
-    // Thread 0 of this block has read `resident_count`, and all its threads have the value. The last group
-    // that gets here increments the count.
+    // All threads of this block have read `resident_count`. The thread block of the last group to arrive
+    // increments it.
     if (stages && threadIdx.x == 0 && atomicAdd(args.ticket, 1) == int(gridDim.y) - 1) {
         *args.ticket = 0;
         if (resident < args.room) *args.resident_count = resident + 1;
@@ -383,8 +381,8 @@ prepare_query(const __grid_constant__ Arguments args) {
     }
     bool last = last_block(args.tickets + bg, gridDim.x);
 
-    // Write the data that rerank.cu and attend.cu read later. One thread block of the group does this after its
-    // part of the sample, so that it is not on the critical path.
+    // Write what rerank.cu and attend.cu need. One thread block of the group does this, after its part of the
+    // sample, so that this is not on the critical path.
     if (blockIdx.x == gridDim.x - 1) {
         if (stages && resident < args.room) {
             i64 wide = D + args.value_dim, to = (bg * args.room + resident) * wide;

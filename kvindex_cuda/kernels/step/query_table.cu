@@ -1,19 +1,19 @@
-// Prepare the queries for tiered votes (ParisKV paper, A.1 and B.2.1): rotate each query, and make a table
-// with the points of each centroid. Reference: tiered_votes.query_table in kvindex/pariskv,
-// kvindex.ops.coarse.tier_table.
+// Prepare the queries for tiered votes (ParisKV paper, A.1 and B.2.1): rotate each query, and compute a table
+// with the points of each centroid. A centroid is one of the 256 sign patterns of 8 coordinates (a subspace).
+// Reference: tiered_votes.query_table in kvindex/pariskv, kvindex.ops.coarse.tier_table.
 //
-// The rotated query is q̃ = R q/‖q‖. The kernel writes ‖q‖ q̃ · up as two float16 numbers, the rounded value
-// and the remainder, for the tensor cores in rerank_blocks.cu. `up` is a power of two that follows from the
-// norm alone, so no thread block waits for another. A centroid is one of the 256 sign patterns of a subspace
-// of 8 coordinates. Its points are the number of tiers that it reaches, which depends on how many keys have a
-// better centroid. The kernel counts those keys by comparing all pairs.
+// The rotated query is R q. The kernel writes R q · up as two float16 numbers, the rounded value and the
+// remainder, for the tensor cores in rerank_blocks.cu. `up` is a power of two that follows from ‖q‖ alone, so
+// that thread blocks need not wait for each other.
+// The points of a centroid depend on how many keys have a centroid that is more similar to the query. The
+// kernel counts these keys by comparing all pairs of centroids.
 //
 // Grid: (M, GROUP, BG), 256 threads: a thread block processes one subspace of one head.
 // Reads 4 D bytes of the rotation per coordinate (from L2 after the first time) and 2 KB of counts per
-// subspace; writes 4 D bytes per head and its table (256 M bytes). It also clears the counters that the
-// step's later kernels use.
-// Limited by latency (reads of query and rotation, sums over a warp) and by 2^16 comparisons per thread
-// block, which read shared memory at 61% of its throughput (measured with Nsight Compute).
+// subspace; writes 4 D bytes per head and its table (256 M bytes). It also clears the counters that the step's
+// later kernels use.
+// Limited by latency (reads of query and rotation, sums over a warp) and by 2^16 comparisons per thread block,
+// which read shared memory at 61% of its throughput (measured with Nsight Compute).
 // Compile-time constants: D, GROUP (query heads per KV head), DTYPE (of queries).
 #include "common/common.cuh"
 
@@ -25,9 +25,8 @@ constexpr int SETS = (GROUP + 3) / 4;   // sets of 4 query heads
 constexpr float SMALLEST = 1.1754943508222875e-38f;
 constexpr double LARGEST = 1.8e16;      // √4096 times check.LARGEST, the largest allowed norm
 
-// Return the index of a float16 number among a group's matrix operands. h: head. j: coordinate. part: 0 for
-// the rounded value, 1 for the remainder. In rerank_blocks.cu, a lane takes two coordinates of each subspace;
-// even and odd subspaces are in different columns.
+// Return the position of coordinate j of head h in the operands for rerank_blocks.cu. part: 0 for the rounded
+// value, 1 for the remainder. Even and odd subspaces are in different columns.
 __device__ __forceinline__ int place_of(int h, int j, int part) {
     int b = j / 8, lane = (h % 4 + 4 * (b % 2)) * 4 + j % 8 / 2;
     return ((h / 4 * STEPS + b / 2) * 32 + lane) * 4 + part * 2 + j % 2;
@@ -91,7 +90,7 @@ query_table(const __grid_constant__ Arguments args) {
     __syncthreads();
 
     float norm = float(fmin(length, double(LONGEST)));
-    // `up` is a power of two that scales the norm, and therefore every coordinate, below 2^14.
+    // `up` is a power of two such that every coordinate times `up` is below 2^14.
     int exponent = min(max(int(__float_as_uint(fmaxf(norm, SMALLEST)) >> 23), 20), 230);
     float up = __uint_as_float(u32(254 + 13 - exponent) << 23);
     if (b == 0 && threadIdx.x == 0) args.ups[bg * GROUP + h] = up;

@@ -1,21 +1,22 @@
-// Rerank: estimate the product of query and key for each candidate, from codes of a few bits per coordinate
-// and one 16-bit log weight per key (ParisKV paper, B.2.2, equation 10).
-// Reference: rerank in kvindex/pariskv/decode_step.py, kvindex.ops.rerank.estimate.
+// Rerank: estimate the product of query and key for each candidate, from codes of a few bits per coordinate and
+// one 16-bit log weight per key (ParisKV paper, B.2.2, equation 10). Candidates are the C keys with the highest
+// votes in the list of scan.cu. Reference: rerank in kvindex/pariskv/decode_step.py,
+// kvindex.ops.rerank.estimate.
 //
-// A warp multiplies 16 candidates with all heads of its group on tensor cores (product.cuh). The entries
-// that the scan has listed are dealt to warps in turn, so that every warp gets about as many candidates as
-// the others, in whatever order the scan wrote them. A warp reads up to 32 HANDS of its entries in one batch,
-// then the addresses of their blocks, and collects the candidates in a queue. It loads the codes of the next
-// 16 candidates while it multiplies 16. Sums over all candidates are integers, so they do not depend on the
-// order of the list, and every run selects the same ids. With SAMPLING, candidates are sampled at random: all
-// keys that pass the threshold of kvindex.ops.priority are candidates, no bin needs to be divided, and each
-// candidate enters the sums with a weight for the keys that it stands for.
+// A warp multiplies 16 candidates with all heads of its group on tensor cores (product.cuh). The entries of the
+// list are dealt to warps in turn, so that warps get about equally many candidates. A warp reads up to 32 HANDS
+// of its entries at a time, then the addresses of their blocks, and collects the candidates in a queue. It
+// loads the codes of the next 16 candidates while it multiplies 16.
+// Sums over all candidates are integers, so they do not depend on the order of the list, and every run selects
+// the same ids.
+// With SAMPLING, candidates are sampled at random: all keys that pass the threshold of kvindex.ops.priority. In
+// sums, each candidate has a weight for the keys that it stands for.
 //
 // Limited by the latency of scattered reads: counts, list and histogram, which are requested together;
-// addresses of blocks, while the cut is found; codes. Requesting the codes of all entries early, candidates
-// or not, took 2 to 4 µs longer, because the codes of non-candidates come from memory, too.
-// Compile-time constants: D, BITS (of a magnitude), GROUP (query heads per KV head), CENTERED, SOFTCAP,
-// RAGGED (1: each sequence has its own length), and DTYPE, PLANES and SAMPLING of votes.cuh.
+// addresses of blocks, while the cut is found; codes. Requesting the codes of all entries early, candidates or
+// not, took 2 to 4 µs longer, because the codes of non-candidates also come from memory.
+// Compile-time constants: D, BITS (of a magnitude), GROUP (query heads per KV head), CENTERED, SOFTCAP, RAGGED
+// (1: each sequence has its own length), and DTYPE, PLANES and SAMPLING of votes.cuh.
 #include "common/exact.cuh"
 #include "common/product.cuh"
 #include "common/attention_weights.cuh"
@@ -24,15 +25,15 @@ constexpr int ONCE = 16;  // candidates that a warp multiplies at a time
 constexpr int HANDS = OPERANDS <= 1024 ? 8 : 4;
 constexpr int QUEUE = 32 * HANDS;  // candidates that a warp collects before it multiplies
 
-// A candidate in a warp's queue. `block` is the address of its KV head's record in the block of codes. With SAMPLING,
-// `slot` is the candidate's priority. Otherwise, `slot` is its position among the entries of the cut's bin (the
-// histogram bin that contains the C-th best entry), or −1 if the candidate is in a higher bin.
+// A candidate in a warp's queue. `block` is the address of its KV head's part of the block of codes. `slot` is
+// the candidate's priority if SAMPLING. Otherwise it is −1, or a position among the entries in the cut's bin,
+// the histogram bin that contains the C-th best entry.
 struct __align__(16) Candidate {
     u64 block;
     int id, slot;
 };
 
-// The inputs and outputs of a thread block's warps, for one group.
+// Inputs and outputs of a thread block for one group (the query heads that share a KV head).
 struct Work {
     const i64* table;
     i64 logs, magnitudes, head_offset;
@@ -68,13 +69,14 @@ struct Work {
     }
 };
 
-// The codes that a lane multiplies, of at most `ONCE` candidates from the queue.
+// One lane's codes of at most `ONCE` candidates, which are multiplied together.
 struct Batch {
     Tile tile;
     float products[COLUMNS][ROWS][2];
 };
 
-// Start loading the codes of the next candidates, at most `ONCE` of the `many` candidates from `here` on.
+// Start loading the codes of the next candidates: at most `ONCE` of the `many` candidates that begin at queue
+// position `here`.
 __device__ __forceinline__ void begin(Batch& next, const Candidate* here, int many, const Work& work) {
     int lane = threadIdx.x % 32;
 #pragma unroll
@@ -96,8 +98,8 @@ __device__ __forceinline__ void begin(Batch& next, const Candidate* here, int ma
         }
 }
 
-// Multiply a batch of candidates with the queries, store the estimates, and add their exponentials to the
-// sums. first: index of the candidate at `here` among all candidates of the group.
+// Multiply the loaded candidates with the queries, store the estimates, and add their exponentials to the sums.
+// first: number of the candidate at queue position `here` among all candidates of the group.
 __device__ __forceinline__ void finish(const Batch& now, const Candidate* here, int many, int first,
                                        Exponentials (&sums)[COLUMNS][2], const Work& work) {
 #pragma unroll
@@ -132,7 +134,7 @@ __device__ __forceinline__ void finish(const Batch& now, const Candidate* here, 
     }
 }
 
-// Estimate all candidates of this warp, one batch after another. If AHEAD, load one batch while another is
+// Estimate all candidates of this warp, up to `ONCE` at a time. AHEAD: load the next ones while some are
 // multiplied.
 //   gather(): fills the queue and returns the number of candidates in it, 0 at the end.
 //   write(first): stores the entries of these candidates in `candidates`, from index `first` on.
@@ -171,9 +173,9 @@ __device__ __forceinline__ void estimate(const Work& work, Gather gather, Keep w
 __device__ __forceinline__ u32 lower_lanes() { return (1u << threadIdx.x % 32) - 1; }
 
 #if SAMPLING
-// Return the two thresholds of kvindex.ops.priority. Keys with a priority of at least the second threshold
-// are candidates. A key whose size (priority without noise) is below the first threshold becomes a candidate
-// with a probability less than 1.
+// Return the two thresholds of kvindex.ops.priority. Keys whose priority is at least the second threshold are
+// candidates. A key whose size (priority without noise) is at least the first threshold is a candidate with
+// certainty.
 __device__ __noinline__ int2 thresholds_alone(const Voters& voters, int target, bool all) {
     if (all) return {LEAST, LEAST + 1};
     int beyond = vote_of(last_of_the_best(voters, target + 1)) & -STEP;
@@ -182,8 +184,8 @@ __device__ __noinline__ int2 thresholds_alone(const Voters& voters, int target, 
 }
 #endif
 
-// Find the candidates without the scan's list (exact.cuh), and estimate them. The candidates are the C best
-// entries or, with SAMPLING, all entries that are at least `least`.
+// Find and estimate the candidates if the scan's list is not sufficient (exact.cuh): the C best keys or, with
+// SAMPLING, all keys whose entry is at least `least`.
 __device__ __noinline__ void estimate_alone(const Work& work, const Voters& voters, int target, u64 least) {
     if (!SAMPLING) least = target ? last_of_the_best(voters, target) : ~0ull;
     u32 next = (blockIdx.x * 8 + threadIdx.x / 32) * 32, hits = 0;
@@ -227,8 +229,8 @@ struct Arguments {
     u64* edge;                    // [BG, EDGE]: entries of the cut's bin
     float* edge_estimates;        // [BG, EDGE, GROUP]: their estimates
     int* edge_counts;             // [BG] APART: number of entries in the cut's bin, cleared before the launch
-    // [BG]: the cut's bin and the number of entries above it, or −1 and 0 if all entries are candidates. With SAMPLING,
-    // the two thresholds of kvindex.ops.priority.
+    // [BG]: the bin of the C-th best entry and the number of entries in higher bins, or −1 and 0 if all entries
+    // are candidates. With SAMPLING: the two thresholds of kvindex.ops.priority.
     int2* cuts;
     const int* thresholds;        // written by prepare_query.cu
     const float2* scales;         // see votes.cuh, as for `seeds`
@@ -250,7 +252,7 @@ struct Arguments {
 // Grid: (splits, BG), 256 threads.
 // Reads the list, and the signs, magnitudes and log weight of each candidate: 16 + 48 + 2 bytes in 4 sectors
 // for D = 128 and 3 bits. Writes 8 + 4 GROUP bytes per candidate.
-// If the list lacks some of the C best keys, the kernel finds them from the inputs of scan.cu (exact.cuh).
+// If the list does not have all of the C best keys, the kernel computes all votes again (exact.cuh).
 extern "C" __global__ void __launch_bounds__(256, D > 128 || BITS > 3 || GROUP > 8 ? 1 : 2)
 rerank(const __grid_constant__ Arguments args) {
     __shared__ u16 halves[LEVELS];
@@ -293,8 +295,8 @@ rerank(const __grid_constant__ Arguments args) {
         after_previous();
     };
 
-    // Assign entries to warps. With n = `warps`, the number of warps of the group, a warp gets every n-th of
-    // the first 32 n entries, then every n-th of the next 32 n, and so on.
+    // Deal entries to the n = `warps` warps of the group: a warp gets every n-th of the first 32 n entries,
+    // then every n-th of the next 32 n, and so on.
     int warps = gridDim.x * 8, own = blockIdx.x * 8 + threadIdx.x / 32, next = own;
     int n = args.counts[bg * APART];
     auto place_of = [&](int i) { return next + (i * 32 + lane) * warps; };  // of the i-th batch of 32
@@ -318,9 +320,8 @@ rerank(const __grid_constant__ Arguments args) {
     if (!alone && own + 32 * warps < n) load_hands(1);
     Cut cut = {-1, 0};
 #if SAMPLING
-    // The threshold is the priority of the (C + 1)-th best entry, rounded down to the lower bound of its
-    // histogram bin. The last bin has no upper bound and the first bin may have no lower bound, so an entry
-    // in these bins does not determine a threshold.
+    // The threshold is the lower bound of the histogram bin of the (C + 1)-th best entry. An entry in the last
+    // bin, which has no upper bound, or in a first bin without a lower bound does not determine a threshold.
     bool all = args.counted[batch] <= args.wanted[batch];
     if (!all && n > target) {
         cut = cut_of(bins, target + 1);

@@ -1,16 +1,16 @@
-// Rerank candidates whose codes have one weight per subspace of 8 coordinates (ParisKV paper, B.2.2, equation
-// 10). Reference: tiered_votes.rerank_blocks in kvindex/pariskv, kvindex.ops.rerank.estimate.
+// Rerank candidates whose codes have one weight per subspace of 8 coordinates: estimate the product of query
+// and key (ParisKV paper, B.2.2, equation 10). Reference: tiered_votes.rerank_blocks in kvindex/pariskv,
+// kvindex.ops.rerank.estimate.
 //
-// As in rerank.cu, codes are decoded to float16 in registers and multiplied on tensor cores. Each query
-// coordinate is two float16 numbers, with 22 bits of precision together. Because each subspace has its own
-// weight, its sum is needed separately. One matrix product of 16 coordinates therefore covers two subspaces:
-// the query's part of the even subspace is in four columns (one per head), its part of the odd subspace in
-// the other four, and the remaining operands are zeros. A lane gets the sums of one of the two subspaces and
-// multiplies them by the weight of that subspace.
+// As in rerank.cu, codes are decoded to float16 in registers and multiplied on tensor cores, with two float16
+// numbers per query coordinate. Because each subspace has its own weight, its sum is needed separately. One
+// product of 16 coordinates covers two subspaces: four columns (one per head) have the query's coordinates of
+// the even subspace, the other four columns those of the odd subspace, and all other operands are zeros. A lane
+// gets the sums of one subspace and multiplies them by its weight.
 //
 // Grid: (splits, BG), 256 threads; a warp processes 16 candidates at a time.
-// Reads the signs, magnitudes and weights of each candidate (with D = 128 and 3 bits: 16 + 48 + 32 bytes, in
-// 4 sectors) and writes 4 GROUP bytes.
+// Reads the signs, magnitudes and weights of each candidate (with D = 128 and 3 bits: 16 + 48 + 32 bytes, in 4
+// sectors) and writes 4 GROUP bytes.
 // Limited by the latency of scattered reads. At most a third of the issue slots are in use (measured with
 // Nsight Compute), at about 25 instructions of a warp per candidate (counted).
 // Compile-time constants: D, BITS (of a magnitude), GROUP (query heads per KV head), SOFTCAP.
@@ -23,7 +23,7 @@ constexpr int STEPS = (M + 1) / 2;
 constexpr int SETS = (GROUP + 3) / 4;                  // sets of 4 query heads
 constexpr int SPAN = STEPS;                            // words of a key's weights, two bfloat16 numbers each
 
-// The codes of one key. Each of four neighboring lanes loads all words of the key, and uses two coordinates
+// The code of one key. Four neighboring lanes load all of it; lane t of four uses coordinates 2 t and 2 t + 1
 // of each subspace.
 struct Key {
     u32 signs[WORDS], planes[BITS > 0 ? BITS : 1][WORDS], weights[SPAN];
@@ -49,14 +49,14 @@ __device__ __forceinline__ void load(Key& found, const char* block, i64 weights,
         fetch(found.planes[p], reinterpret_cast<const u32*>(block + magnitudes) + (key * BITS + p) * WORDS);
 }
 
-// Extract bits 2 t and 2 t + 1 of each byte, where t = lane % 4. They become the lowest bits of the byte's
-// two nibbles.
+// From each byte, extract bits 2 t and 2 t + 1, where t = lane % 4, into the lowest bits of the byte's two
+// nibbles.
 __device__ __forceinline__ u32 nibbles(u32 word) {
     word >>= threadIdx.x % 4 * 2;
     return (word & 0x01010101) | (word << 3 & 0x10101010);
 }
 
-// Decode this lane's two coordinates of each of four subspaces. pairs[i] has those of subspace 4 w + i.
+// Decode this lane's two coordinates of subspace 4 w + i into pairs[i], for i = 0 to 3.
 __device__ __forceinline__ void decode(u32 (&pairs)[4], const Key& key, int w, const Levels& levels) {
     u32 indices = 0, signs = nibbles(~key.signs[w]), two[2];
     if (BITS == 3) {

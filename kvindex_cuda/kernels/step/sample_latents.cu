@@ -1,10 +1,10 @@
-// Find a threshold for the votes of a group with many query heads, from the votes of a sample of its keys.
-// Reference: thresholds_of in kvindex/pariskv/sign_votes.py.
+// Find a vote threshold that more than C keys almost certainly reach, from the votes of a sample of the keys,
+// for a group with many query heads (latent attention). C is the number of candidates. Reference: thresholds_of
+// in kvindex/pariskv/sign_votes.py.
 //
 // The sample has 32 keys from each of SAMPLED / 32 blocks of codes, evenly spread. Their codes are requested
-// while prepare_latents.cu still runs. Each warp takes sets of 8 heads; with few heads, it also takes only
-// half of the keys. The last thread block takes a vote from the sample that more than C of all keys almost
-// certainly reach, as prepare_query.cu does.
+// while prepare_latents.cu still runs. Each warp computes the votes for sets of 8 heads; with few heads, only
+// of half the keys. The last thread block finds the threshold (threshold.cuh).
 //
 // Grid: (SAMPLED / 32, B), 256 threads. Reads (D/8 + 1) SAMPLED bytes of codes, and from L2 D bytes per head
 // and thread block.
@@ -49,8 +49,7 @@ sample_latents(const __grid_constant__ Arguments args) {
     i64 b = blockIdx.y, tokens = args.length[RAGGED * b], blocks = (tokens + TOKENS - 1) / TOKENS;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4, i = blockIdx.x;
     i64 s = blocks * i / (SAMPLED / 32);
-    // If there are fewer blocks of codes than the sample takes, a block occurs several times, each time with
-    // other keys.
+    // With fewer blocks of codes than the sample needs, take other keys of the same block.
     int part = blocks < SAMPLED / 32 ? i * 3 % 8 : int(u32(i) * 2654435761u >> 29);
     float share = float(args.wanted[b]), all = float(args.counted[b]);
     u32 weights = 0, valid = 0;

@@ -1,27 +1,27 @@
 // Coarse stage of a decode step: compute the vote of every key, and list the keys whose vote reaches a
 // threshold. A vote is an integer estimate of the product of query and key (common/votes.cuh; ParisKV paper,
 // B.2.1). Reference: scan in kvindex/pariskv/decode_step.py, kvindex/pariskv/sign_votes.py.
-// Compile-time constants: D, GROUP (query heads per KV head), DTYPE (of queries), CENTERED (1: blocks of
-// codes have centers), PLANES (bit planes of a rounded query), SAMPLING (1: candidates are sampled), RAGGED (1:
-// each sequence has its own length).
+// Compile-time constants: D, GROUP (query heads per KV head), DTYPE (of queries), CENTERED (1: blocks of codes
+// have centers), PLANES (bit planes of a rounded query), SAMPLING (1: candidates are sampled), RAGGED (1: each
+// sequence has its own length).
 #include "common/votes.cuh"
 
 // bytes in shared memory for the signs, weights and center of a block of 256 keys
 constexpr int STAGE = (SCANNED + 127) / 128 * 128;
-// number of groups of 32 keys whose votes a warp computes before it lists any of them
+// groups of 32 keys whose votes a warp computes before it appends any of them to the list
 constexpr int AT_ONCE = GROUP <= 4 && D <= 128 ? 4 : SAMPLING ? 1 : 2;
-// with more heads, this loop is not unrolled, because there are not enough registers
+// not unrolled with more heads, to save registers
 constexpr int UNROLLED = GROUP <= 4 ? 8 / AT_ONCE : 1;
 constexpr int DEPTH = AT_ONCE + 5;                       // entries that each lane buffers
 
-// Bytes of shared memory of a thread block. If two thread blocks take more than 196 KB, too little L1 is left
-// for this kernel and for the rerank, which runs on the same multiprocessors next. The rerank then took 6 µs
-// longer at 1M tokens.
+// Bytes of shared memory per thread block. Two thread blocks should use at most 196 KB together, so that enough
+// L1 remains for this kernel and for the rerank, which starts on the same multiprocessors. With more, the
+// rerank took 6 µs longer at 1M tokens.
 constexpr int SHARED = WARPS * (STAGES * (STAGE + 8) + DEPTH * 256) + 4 * 256 + 2 * BINS;
 static_assert(D > 128 || 2 * (SHARED + 1024) <= 196 * 1024, "takes from L1");
 
-// If a vote reaches the threshold, store the vote and its id at `tail` and advance `tail`. The instructions
-// are predicated, so that lanes do not diverge.
+// If a vote reaches the threshold, append it and the token id at `tail`. Predicated instructions avoid
+// divergence.
 __device__ __forceinline__ void append(Shared& tail, int vote, int threshold, u32 id) {
 #ifdef EMULATED
     if (vote >= threshold) store_pair(tail, id, u32(vote)), tail += 256;
@@ -30,8 +30,8 @@ __device__ __forceinline__ void append(Shared& tail, int vote, int threshold, u3
                  "@is add.u32 %0, %0, 256;\n\t}" : "+r"(tail) : "r"(vote), "r"(threshold), "r"(id));
 #endif
 }
-// If a key's upper bound (noise.cuh) reaches the threshold, store the key's size and id at `tail` and advance
-// `tail`.
+// With SAMPLING: if the upper bound of a key's priority (noise.cuh) reaches the threshold, append the key's
+// size and token id at `tail`.
 __device__ __forceinline__ void append(Shared& tail, float bound, float threshold, float size, u32 id) {
 #ifdef EMULATED
     if (bound >= threshold) store_pair(tail, id, __float_as_uint(size)), tail += 256;
@@ -67,12 +67,13 @@ struct Arguments {
 };
 
 // Grid: any number of thread blocks of 8 warps. Each warp processes blocks of 256 keys, one after another. It
-// copies them to shared memory asynchronously, two ahead of the one that it computes. The first two copies
-// begin while prepare_query.cu still runs.
-// Reads D/8 + 1 bytes per key and 2 D bytes per block, once. For each key that reaches the threshold, about 2
-// C keys, it writes 8 bytes and increments a bin of the histogram. Every lane buffers its own entries, so
-// lanes need not communicate for each 32 keys. The histogram of a thread block's first group is in shared
-// memory; incrementing global memory for each key took 8 to 9 of 53 µs at 1M tokens.
+// copies the next two to shared memory asynchronously. The first two copies begin while prepare_query.cu still
+// runs.
+// Reads D/8 + 1 bytes per key and 2 D bytes per block, once. For each key that reaches the threshold (about 2 C
+// keys), writes 8 bytes and increments a bin of the histogram. Each lane buffers its own entries, so that lanes
+// need not communicate.
+// The histogram of a thread block's first group is in shared memory; incrementing global memory for each key
+// took 8 to 9 of 53 µs at 1M tokens.
 // Limited by memory at 1M tokens: the copies alone take 39 µs, the whole kernel 43 to 45 µs.
 // Dynamic shared memory: WARPS STAGES STAGE bytes.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, D <= 128 ? 2 : 1)
@@ -88,8 +89,8 @@ scan(const __grid_constant__ Arguments args) {
     int factor = threadIdx.x < 256 ? args.factors[threadIdx.x] : 0;
     i64 tokens = __ldcg(args.length);  // RAGGED: length of the group that the warp processes, as is `blocks`
     u32 blocks = u32((tokens + TOKENS - 1) / TOKENS), warps = gridDim.x * WARPS;
-    // Divide the warps into teams: one team per group if there are enough warps. In a team of n warps, each
-    // warp takes every n-th block of keys, because keys with high votes tend to be in neighboring blocks.
+    // Divide the warps into teams, one team per group of heads if there are enough warps. Of n warps in a team,
+    // each takes every n-th block of keys, because keys with high votes tend to be in neighboring blocks.
     u32 teams = min(u32(args.groups), warps), team = (blockIdx.x * WARPS + warp) * teams / warps;
     u32 low = first_of(team, teams, warps), members = warps_of(team, teams, warps);
     u32 own = blockIdx.x * WARPS + warp - low, home = blockIdx.x * WARPS * teams / warps;
@@ -182,7 +183,7 @@ scan(const __grid_constant__ Arguments args) {
 #endif
         int all = warp_sum(mine);
         int start = lane == 0 ? atomicAdd(args.counts + bg * APART, all) : 0;
-        // base and shift are loaded again for every flush, because no registers are left to keep them
+        // base and shift are loaded again each time, to save registers
         int base = args.bases[bg], shift = args.shifts[bg];
         bool at_home = bg == home && binned + all <= BINNED / WARPS;
         if (at_home) binned += all;
@@ -264,8 +265,8 @@ scan(const __grid_constant__ Arguments args) {
         }
     }
     __syncthreads();
-    // Add the counts of two bins with one 64-bit addition. Other thread blocks may add to the same bins at
-    // the same time. No bin overflows 32 bits, so no carry goes from one half to the other.
+    // Add the counts of two bins to the histogram in global memory with one 64-bit atomic addition. A bin never
+    // exceeds 32 bits, so there is no carry between the halves.
     u64* pairs = reinterpret_cast<u64*>(args.histogram + home * BINS);
     for (int i = threadIdx.x; i < BINS / 2; i += WARPS * 32)
         if (u32 two = bins[i]) atomicAdd(pairs + i, u64(two & 65535) | u64(two >> 16) << 32);

@@ -1,14 +1,14 @@
-// Select the k rows of a group with the highest combined attention weight of its many query heads, from the
-// estimates of all candidates. Reference: select_rows in kvindex/pariskv/decode_step.py,
-// kvindex.ops.group.agree.
+// Select the k candidates with the highest attention weights, combined over the many query heads of a group
+// (latent attention). Reference: select_rows in kvindex/pariskv/decode_step.py, kvindex.ops.group.agree.
 //
-// A warp computes the score of one candidate at a time, with the heads divided among its lanes. The last
-// thread block of a group selects: it makes a histogram, finds the bin with the k-th row, and orders that bin
-// exactly. With SAMPLING, rows are sampled at random (kvindex/ops/priority.py): the score is the root mean
-// square of the heads' attention weights, multiplied by noise. The (k + 1)-th row is the threshold, and each
-// selected row gets a weight for the rows that it stands for.
-// Compile-time constants: HEADS (query heads of the group), SOFTCAP, POLICY (0: mean_share, the mean
-// attention weight of the heads; 1: max_share, the largest), SAMPLING.
+// A warp computes the combined weight of one candidate at a time, with the heads divided among its lanes. The
+// last thread block selects: it makes a histogram, finds the bin that contains the k-th best candidate, and
+// sorts that bin.
+// With SAMPLING, rows are sampled at random (kvindex/ops/priority.py): candidates are ranked by the root mean
+// square of the heads' attention weights, multiplied by noise. The (k + 1)-th candidate is the threshold, and
+// each selected row gets a weight for the rows that it stands for.
+// Compile-time constants: HEADS (query heads of the group), SOFTCAP, POLICY (0: mean_share, the mean attention
+// weight of the heads; 1: max_share, the largest), SAMPLING.
 #include "common/attention_weights.cuh"
 #if SAMPLING
 #include "common/noise.cuh"
@@ -129,7 +129,7 @@ select_latents(const __grid_constant__ Arguments args) {
         (slot < SORTED ? selected_weights + slot : args.weights + b * args.k + slot)[0] = weight;
 #endif
     };
-    // With SAMPLING, k + 1 rows are asked for. The last of them determines the threshold and is not selected.
+    // With SAMPLING, find k + 1 rows. The last one gives the threshold and is not selected.
     auto take = [&](u64 word, float weight, bool last) {
 #if SAMPLING
         if (last) threshold = value_of(word);
@@ -178,8 +178,8 @@ select_latents(const __grid_constant__ Arguments args) {
     __syncthreads();
     int rows = taken, sorted = min(rows, SORTED);
 #if SAMPLING
-    // Log weight: `temper` times the larger of the two values of −log π. In one, π is the probability with
-    // which the key became a candidate; in the other, the probability with which the row was selected.
+    // The log weight of a row is `temper` · max(−log π₁, −log π₂). π₁ is the probability with which the key
+    // became a candidate, π₂ the probability with which the candidate was selected.
     float* weights = args.weights + b * args.k;
     auto weigh = [&](float& weight, int id, float score) {
         weight = fmaxf(weight, threshold - (score - noise_of(id, seed) * NATS)) * args.temper;
@@ -192,8 +192,8 @@ select_latents(const __grid_constant__ Arguments args) {
         args.found[b] = rows;
         if (args.found_sum) args.found_sum[b] += rows;
     }
-    // Sort the selected rows by id, so that attention adds them up in the same order in every run. Four lanes
-    // per row count how many rows have a lower id.
+    // Sort the selected rows by id, so that attention always adds them up in the same order. Four lanes per row
+    // count the rows with lower ids.
     for (int at = threadIdx.x; at < (sorted + 7) / 8 * 32; at += THREADS) {
         int i = at / 4, id = selected[i], place = 0;
 #pragma unroll 4

@@ -1,15 +1,15 @@
-// Select the k rows of a group with the highest combined attention weight of its query heads, from the
-// estimates of all candidates. Reference: select_rows in kvindex/pariskv/decode_step.py,
-// kvindex.ops.group.agree. A row is the key and value of a token.
+// Select the k candidates with the highest attention weights, combined over the query heads of a group, for
+// attention to read. Reference: select_rows in kvindex/pariskv/decode_step.py, kvindex.ops.group.agree.
 //
-// 1. Find the candidates, the C entries with the highest votes. Entries in higher histogram bins than the C-th best
-// entry are candidates. Entries in the same bin (the cut's bin) are ordered exactly.
-// 2. For each head, compute log Σ exp of the estimates of all candidates. An estimate minus this sum is the
-// logarithm of the candidate's estimated attention weight.
-// 3. Combine the heads, make a histogram of the logarithms, find the bin with the k-th row, and order that
-// bin exactly. With SAMPLING, rows are sampled at random (kvindex/ops/priority.py): the combined weight is the
-// root mean square over the heads, multiplied by noise. The (k + 1)-th row is the threshold, and each
-// selected row gets a weight for the rows that it stands for.
+// 1. Find the candidates, the C entries with the highest votes. All entries in higher histogram bins than the
+// C-th best entry are candidates. Entries in the same bin (the cut's bin) are sorted.
+// 2. For each head, compute log Σ exp of the estimated logits of all candidates. A logit minus this number is
+// the logarithm of the candidate's estimated attention weight.
+// 3. Combine the heads, make a histogram of the combined weights, find the bin that contains the k-th best
+// candidate, and sort that bin.
+// With SAMPLING, rows are sampled at random (kvindex/ops/priority.py): candidates are ranked by the root mean
+// square of the heads' attention weights, multiplied by noise. The (k + 1)-th candidate is the threshold, and
+// each selected row gets a weight for the rows that it stands for.
 //
 // Limited by latency: a chain of dependent reads and barriers, with few thread blocks.
 // This file is longer than most because it is one kernel, whose steps process entries that stay in registers.
@@ -42,9 +42,9 @@ __device__ __forceinline__ void load_sums(u64 (&sums)[OWN], const u64* buckets) 
     for (int i = 0; i < OWN; i++) sums[i] = __ldcg(buckets + threadIdx.x % 32 * OWN + i);
 }
 
-// Return log Σ exp(logit) over all candidates of a head, in every lane of the warp: over its buckets (integer
-// sums, attention_weights.cuh) and over its candidates in the cut's bin. The sum consists of integers, so it does not
-// depend on the order of the candidates. each(use) calls use(logit) for this lane's candidates in that bin.
+// Return log Σ exp(logit) over all candidates of a head, in every lane. The sum is that of the head's buckets
+// (integer sums, attention_weights.cuh) and of the candidates in the cut's bin. each(use) calls use(logit) for
+// this lane's candidates in that bin.
 template <class Each>
 __device__ __forceinline__ float log_sum(const u64 (&mine)[OWN], Each each) {
     int lane = threadIdx.x % 32, top = -1;
@@ -66,9 +66,8 @@ __device__ __forceinline__ float log_sum(const u64 (&mine)[OWN], Each each) {
     return (log2f(sum) + octaves) * (1 / LOG2E);
 }
 
-// The score of a candidate for a whole group, where larger is better. With a single head, `value` is the
-// estimate; otherwise it is the logarithm of the combined attention weight (kvindex/ops/group.py). `bin` is
-// the histogram bin of the attention weight.
+// A candidate's score for the whole group. `value` is the estimate if there is one head, else the logarithm of
+// the combined attention weight (kvindex/ops/group.py). `bin` is the histogram bin of the attention weight.
 struct GroupScore {
     float value;
     int bin;
@@ -105,8 +104,9 @@ constexpr bool EARLY = GROUP <= 4;  // true if registers store all estimates fro
 constexpr int SOME = EARLY ? ENTRIES : GROUP <= 8 ? 4 : 1;  // entries whose estimates are loaded at a time
 static_assert(GROUP <= THREADS / 32, "a warp for each head");
 
-// For each of `many` entries, call use(i, n), where n is the number of entries that are better than entry i.
-// Eight threads count for one entry, and one of them calls `use`. All threads of the block call in_order.
+// For each of `many` entries, call use(i, n), where n is the number of better entries, that is, the entry's
+// rank. Eight threads count for one entry, and one of them calls `use`. All threads of the block call this
+// function.
 template <class Use>
 __device__ __forceinline__ void in_order(const u64* entries, int many, Use use) {
     for (int at = threadIdx.x; at < (many + 3) / 4 * 32; at += THREADS) {
@@ -156,11 +156,10 @@ struct Arguments {
     float scale, softcap, temper;  // temper: factor for the logarithms of weights
 };
 
-// Grid: (BG, splits), THREADS threads, with splits · THREADS · ENTRIES of at least the capacity. Thread
-// blocks without entries end immediately.
-// Reads 8 + 4 GROUP bytes per entry, written by rerank.cu or rerank_blocks.cu. Every thread block passes the
-// entries that are among its k best to the last thread block of the group, which selects from them. A group
-// with a single thread block skips that exchange.
+// Grid: (BG, splits), THREADS threads, with splits · THREADS · ENTRIES of at least the capacity. Thread blocks
+// without entries end immediately.
+// Reads 8 + 4 GROUP bytes per entry, written by rerank.cu or rerank_blocks.cu. If a group has several thread
+// blocks, each passes the k best of its entries to the last one, which selects.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 select_rows(const __grid_constant__ Arguments args) {
     const float* estimates = args.estimates;
@@ -201,8 +200,8 @@ select_rows(const __grid_constant__ Arguments args) {
     let_next_begin();
     if (args.signalers) await(args.signals + (gridDim.x + bg) * APART, int(args.signalers));
     int first = blockIdx.y * (THREADS * ENTRIES) + threadIdx.x;
-    // Issue all reads that do not depend on another read. The first thread block does not wait for the counts
-    // `n` and `many`. It may therefore load values beyond these counts, which it ignores later.
+    // Issue all independent reads first. The first thread block does not wait for the counts `n` and `many`; it
+    // ignores what it has read beyond these counts.
     int n = args.candidate_counts[bg * APART], many = args.edge_counts[bg * APART], listed = args.counts[bg * APART];
     int2 cut_at = args.cuts[bg];
     int known = blockIdx.y ? n : int(min(args.capacity, i64(THREADS * ENTRIES)));
@@ -226,8 +225,8 @@ select_rows(const __grid_constant__ Arguments args) {
     if (int(blockIdx.y) >= blocks) return after_previous();
     if (!SAMPLING && listed > target) cutoff.bin = cut_at.x, rank -= cut_at.y;
 
-    // Sort the entries in the cut's bin (the histogram bin with the C-th best entry), find the last candidate
-    // among them, and add up the exponentials of all candidates.
+    // Sort the entries in the cut's bin (the bin of the C-th best entry) to find the last candidate, and add up
+    // the exponentials of all candidates.
     auto edge_logit = [&](float estimate) { return capped(estimate, args.scale, args.softcap); };
     if (many <= 32) {  // the usual case: one warp per head
         if (warp < GROUP) {
@@ -290,7 +289,7 @@ select_rows(const __grid_constant__ Arguments args) {
     }
     __syncthreads();
 
-    // Replace each entry by its group score and id, or by 0 if the entry is not a candidate.
+    // Replace each entry by its combined score and token id, or by 0 if the entry is not a candidate.
     u64 lowest = least;
     u32 bins[ENTRIES / 2] = {};  // bins of two entries per word
     auto set_bin = [&](int i, int bin) { bins[i / 2] |= u32(bin) << i % 2 * 16; };
@@ -376,7 +375,7 @@ select_rows(const __grid_constant__ Arguments args) {
         __syncthreads();
         cut = cut_of<true, THREADS>(histogram, asked);
     }
-    // Call use(word, bin, weight) for each remaining word whose histogram bin satisfies `inside`.
+    // Call use(word, bin, weight) for each entry of this thread whose histogram bin satisfies `inside`.
     auto every = [&](auto inside, auto use) {
         u32 some = 0;
 #pragma unroll
@@ -429,7 +428,7 @@ select_rows(const __grid_constant__ Arguments args) {
     });
     __syncthreads();
     rank = asked - cut.above;
-    // With SAMPLING, k + 1 rows are asked for. The last of them determines the threshold and is not selected.
+    // With SAMPLING, find k + 1 rows. The last one gives the threshold and is not selected.
     auto take = [&](u64 word, float weight, bool last) {
 #if SAMPLING
         if (last) threshold = value_of(word);
@@ -454,8 +453,8 @@ select_rows(const __grid_constant__ Arguments args) {
     }
     __syncthreads();
 #if SAMPLING
-    // Log weight: `temper` times the larger of the two values of −log π. In one, π is the probability with
-    // which the key became a candidate; in the other, the probability with which the row was selected.
+    // The log weight of a row is `temper` · max(−log π₁, −log π₂). π₁ is the probability with which the key
+    // became a candidate, π₂ the probability with which the candidate was selected.
     auto weigh = [&](float& weight, int id, float score) {
         weight = fmaxf(weight, threshold - (score - noise_of(id, seed) * NATS)) * args.temper;
     };
@@ -470,8 +469,8 @@ select_rows(const __grid_constant__ Arguments args) {
         args.found[bg] = rows;
         if (args.found_sum) args.found_sum[bg] += rows;
     }
-    // Sort the selected rows by id, so that attend.cu adds them up in the same order in every run. Four lanes
-    // per row count how many rows have a lower id.
+    // Sort the selected rows by id, so that attend.cu always adds them up in the same order. Four lanes per row
+    // count the rows with lower ids.
     int sorted = min(rows, ROWS);
     for (int at = threadIdx.x; at < (sorted + 7) / 8 * 32; at += THREADS) {
         int i = at / 4, id = selected[i], place = 0;

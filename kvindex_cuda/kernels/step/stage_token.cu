@@ -1,11 +1,10 @@
-// Copy the newest token to the places where a decode step reads it: its key and value to the window and to
-// the buffer of resident rows, and its queries to the input buffer of a CUDA graph. There is no reference
-// implementation, because the kernel only copies.
+// Copy the newest token to the places where a decode step reads it: its key and value to the window and to the
+// resident rows (sink and window, which attention always reads), and its queries to the input buffer of a CUDA
+// graph. There is no reference implementation, because the kernel only copies.
 //
-// The host passes the position of the token among the resident rows. In two cases the position is instead
-// read from the count of resident rows on the device, which the last thread block increments: if the step is
-// part of a caller's CUDA graph (and its first kernel does not already do this, as prepare_query.cu can), or
-// if each sequence of the batch has its own count.
+// The host passes the token's position among the resident rows. In two cases the kernel reads the position from
+// a counter on the device instead, which its last thread block increments: in a caller's CUDA graph (unless
+// prepare_query.cu already does this), and if each sequence of the batch has its own counter.
 //
 // Grid: (G, B), THREADS threads. Reads and writes 2 (D + DV) and GROUP · D elements per KV head. Limited by
 // latency.
@@ -36,7 +35,7 @@ struct Arguments {
     i64 room, place, ragged;
 };
 
-// Strides count elements, for the first two dimensions of a tensor. The last dimension is contiguous.
+// Strides of the first two dimensions of each tensor, in elements. The last dimension is contiguous.
 extern "C" __global__ void __launch_bounds__(THREADS)
 stage_token(const __grid_constant__ Arguments args) {
     const Bits* __restrict__ keys = args.keys;

@@ -1,13 +1,14 @@
-// Compute the tiered votes of all keys, by lookups in a table per query (ParisKV paper, B.2.1), and count how many
-// keys have each number of votes. Reference: tiered_votes.vote in kvindex/pariskv, kvindex.ops.coarse.votes.
+// Compute the tiered votes of all keys with a lookup table per query (ParisKV paper, B.2.1), and make a
+// histogram of the votes for each head. Reference: tiered_votes.vote in kvindex/pariskv,
+// kvindex.ops.coarse.votes.
 //
-// The table is in shared memory as bytes, with four heads next to each other, so that one lookup and one
-// addition serve four heads. The kernel counts keys by votes for each head, in total and separately for each
-// chunk of tokens. From the counts per chunk, candidates.cu knows which keys at a head's cut have the lowest
-// ids. All numbers are integers, so the result equals the reference exactly, given the same table.
+// The table is in shared memory. A word packs the bytes of four heads, so that one lookup and one addition
+// serve four heads. There is a histogram of all keys and one of each chunk of tokens; with the latter,
+// candidates.cu finds the keys with the lowest ids among equal votes. All numbers are integers, so the result
+// equals the reference exactly, given the same table.
 //
 // Grid: (splits, BG), 256 threads. Reads D / 8 bytes per key, writes 4 bytes per key and four heads, and the
-// counts.
+// histograms.
 // Limited by shared memory: M lookups per key in random banks, about 3.5 cycles for the 32 lanes of a warp.
 // That is 65 µs for 1M keys of 8 KV heads at D = 128 (calculated).
 // Compile-time constants: D, GROUP (query heads per KV head), RAGGED (1: each sequence has its own length).

@@ -1,21 +1,21 @@
-// Compute the votes of all keys for a group with many query heads, and list the keys that reach a threshold
-// (ParisKV paper, B.2.1).
-// Reference: scan in kvindex/pariskv/decode_step.py, kvindex/pariskv/sign_votes.py.
+// Compute the votes of all keys for a group with many query heads (latent attention), and list the keys that
+// reach a threshold (ParisKV paper, B.2.1). Reference: scan in kvindex/pariskv/decode_step.py,
+// kvindex/pariskv/sign_votes.py.
 //
-// Tensor cores multiply bytes: 0 or 1 for the sign bits of 16 keys, with the rounded queries of 8 heads
-// (byte_votes.cuh). A thread block stores all rounded queries in shared memory. It processes one block of 256
-// keys after another, and copies the next ones asynchronously. Each warp takes 32 keys and expands their
-// signs to bytes once for all heads, so codes are read and unpacked once, however many heads there are.
-// (scan.cu multiplies bits instead, which takes more instructions per head, and has registers for the queries
-// of at most 16 heads.) With WARPGROUPS, four warps multiply 16 keys each with all heads in one instruction;
-// they compute products for up to 64 heads while they turn those of 64 other heads into votes. The kernel
-// computes all votes of up to AT_ONCE blocks of keys before it waits for the threshold. So sample_latents.cu,
-// which finds the threshold, runs concurrently: votes depend only on prepare_latents.cu, which has ended when
-// this kernel starts. Then the keys are listed, with one addition to the list's counter per AT_ONCE blocks.
+// Tensor cores multiply the sign bits of 16 keys, as bytes of 0 or 1, with the rounded queries of 8 heads
+// (byte_votes.cuh). A thread block stores all rounded queries in shared memory, and processes one block of 256
+// keys after another; the next ones are copied asynchronously. Each warp expands the signs of 32 keys to bytes
+// once for all heads. (scan.cu multiplies bits instead, which takes more instructions per head, and has
+// registers for at most 16 heads.)
+// With WARPGROUPS, four warps multiply 16 keys each with up to 64 heads in one instruction, and convert
+// products to votes while other heads are multiplied.
+// The kernel computes the votes of up to AT_ONCE blocks of keys before it waits for the threshold, so that
+// sample_latents.cu, which finds the threshold, runs concurrently. Then keys are listed, with one addition to
+// the list's counter per AT_ONCE blocks.
 //
 // Grid: (any, B), 256 threads.
-// Reads D/8 + 1 bytes per key once, 4 bytes per head and block of keys, and D bytes per head and thread
-// block; writes 4 bytes per key, and 8 bytes and a count for each key that reaches the threshold.
+// Reads D/8 + 1 bytes per key once, 4 bytes per head and block of keys, and D bytes per head and thread block;
+// writes 4 bytes per key, and 8 bytes and a count for each key that reaches the threshold.
 // Limited by the tensor cores from about 64 heads on: 2 D operations per key and head.
 // Dynamic shared memory: COLUMNS_OF WIDTH + STAGES STAGE bytes.
 // Compile-time constants: D, GROUP (heads of a tile), TILES, DTYPE (of queries), CENTERED (1: blocks have
@@ -53,8 +53,8 @@ struct Arguments {
     i64 row, room, capacity;
 };
 
-// Compute the best vote over all heads for each of a warp's 32 keys.
-//   signs: address of the sign bits of the first of these keys.
+// Compute each key's maximum vote over all heads, for a warp's 32 keys.
+//   signs: address of the sign bits of the first key.
 //   integers: rounded queries of all heads, in shared memory.
 //   sums, offsets, scales: one number per head.
 __device__ __forceinline__ void vote_on(Vote (&best)[4], const char* signs, const char* integers, const int (&factor)[4],
@@ -209,8 +209,7 @@ vote_latents(const __grid_constant__ Arguments args) {
 #endif
             }
             held[at][threadIdx.x] = vote;
-            // This write may precede the end of the previous kernel, because that kernel does not read the
-            // votes.
+            // votes may be written before the previous kernel has ended, because it does not read them
             if (id < args.room) args.votes[b * args.room + id] = vote;
         }
         wait_for_threshold();

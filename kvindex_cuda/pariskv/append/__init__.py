@@ -1,1 +1,1 @@
-"""Kernels that append tokens to a ParisKV index: they encode keys and copy rows."""
+"""Kernels that append tokens to a ParisKV index: encode keys, copy rows, and update counts."""

@@ -1,7 +1,7 @@
 """Write the codes of appended tokens to blocks of 256 tokens.
 
-The last block may be partly filled, and is then called open. It is stored after the full blocks,
-and is encoded again when tokens are added to it.
+If the last block is only partly filled (an open block), it is stored after the full blocks, and is
+encoded again each time tokens are added to it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from kvindex_cuda.pariskv.append.encode import Encoder
 
 
 class AppendedCodes:
-    """The methods of a `kvindex.core.protocol.Executor` that encode appended tokens.
+    """Base class of the executor with the methods that encode appended tokens
+    (`kvindex.core.protocol.Executor`).
 
-    codes: Codes of full blocks, which replace the index's columns. encoder: Launches the kernel
-        that encodes keys; None if no kernel supports the configuration.
+    codes: Storage of the codes of full blocks.
+    encoder: Launches the kernel that encodes keys; None if no kernel supports the configuration.
     """
 
     _length: int  # length of the index
@@ -35,12 +36,13 @@ class AppendedCodes:
 
     @property
     def searches_at_once(self) -> bool:
-        """False: only one thread may search at a time, because searches write to shared buffers."""
+        """False: only one thread may search at a time, because all searches write to the same
+        buffers."""
         return False
 
     @property
     def appends_async(self) -> bool:
-        """True if searches may run while `prepare` encodes new tokens."""
+        """True if searches may run on another stream while `prepare` encodes new tokens."""
         return self.encodes
 
     def prepare(
@@ -71,11 +73,11 @@ class AppendedCodes:
         return fill
 
     def encoded(self, keys: Tensor, valid: Tensor | None) -> Codes | None:
-        """Return None, because kernels write codes directly to their blocks."""
+        """Return None: kernels write codes directly to their blocks."""
         return None
 
     def discard(self) -> None:
-        """Discard the codes that `prepare` has written, because they will not be appended."""
+        """Discard the codes that `prepare` has written. They will not be appended."""
         self.codes.forget()
 
     def _put_open(self, contents: Contents) -> None:

@@ -43,10 +43,10 @@ ROOM = 2.0**-10
 
 
 class Encoder:
-    """Encodes keys with one kernel. The constructor computes the kernel's lookup tables from a
-    rotation and magnitude levels.
+    """Encodes keys with one kernel.
 
-    Construction copies tensors to the host, so it must not happen in a decode step.
+    The constructor computes the kernel's lookup tables from the rotation and the magnitude levels.
+    It copies tensors to the host and so waits for the device; do not call it in a decode step.
 
     Args:
         layout: Layout of the blocks of codes, with one weight per key.
@@ -171,7 +171,7 @@ class Encoder:
         rows_page: int,
         rows_part: int,
     ) -> None:
-        """Write the codes of full segments (of 256 tokens) in an engine's pages, for all layers.
+        """Encode full segments (256 tokens) in the pages of an inference engine, for all layers.
 
         Args:
             rows: Rows of any layer, `[pages, G, tokens, 2 D]`. All layers have the same strides.
@@ -254,10 +254,10 @@ def encoder_of(
     config: ParisKVConfig, layout: Layout, rotation: Tensor, levels: Tensor
 ) -> Encoder | None:
     """Return the encoder for a ParisKV index with fused kernels, or None if `encode.cu` does not
-    support it.
+    support the index.
 
-    Codes with one weight per subspace are computed one operation at a time, because the index
-    counts keys per centroid from these codes when they are appended.
+    Codes with one weight per subspace have no encoder. They are computed one operation at a time,
+    because the index counts keys per centroid from them.
     """
     if config.block != "key" or not serves(layout.head_dim):
         return None
@@ -265,8 +265,8 @@ def encoder_of(
 
 
 def _factors(rotation: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the signs `s` `[D]` of the rotation `R = (Q ⊗ H) diag(s) / √D`, and its matrix `Q`,
-    padded with zeros."""
+    """Take a rotation `R = (Q ⊗ H) diag(s) / √D` apart. Return its signs `s` `[D]`, and its matrix
+    `Q`, padded with zeros."""
     D = len(rotation)
     power = D & -D
     odd = D // power
@@ -292,13 +292,13 @@ def _flips(signs: Tensor) -> Tensor:
 
 
 def _tables(levels: Tensor) -> tuple[float, Tensor]:
-    """Return the largest magnitude that has its own table entry, and the tables from which
-    encode.cu finds levels.
+    """Return the tables with which encode.cu finds magnitude levels, and the largest magnitude with
+    a table entry of its own.
 
-    Cells divide the range of magnitudes. The tables are one tensor: for each cell, the boundary
-    between two levels in it; for each cell, the indices of the levels below and above that
-    boundary; and all levels. Raises ValueError if a cell contains two boundaries, or if levels are
-    not float16 numbers.
+    The range of magnitudes is divided into cells. The tables are one tensor: the boundary between
+    two levels in each cell, the indices of the levels below and above each boundary, and all
+    levels. Raises ValueError if a cell contains two boundaries, or if levels are not float16
+    numbers.
     """
     bits, edges = len(levels).bit_length() - 1, (levels[1:] + levels[:-1]) / 2
     cells = 16 if bits <= 3 else 4 << bits
@@ -315,10 +315,9 @@ def _tables(levels: Tensor) -> tuple[float, Tensor]:
 
 
 def _resident(D: int, size: int, wide: bool) -> int:
-    """Return how many thread blocks of encode.cu fit on a multiprocessor of an H100.
+    """Return how many thread blocks of encode.cu run on a multiprocessor of an H100 at a time.
 
     size: Bytes of a coordinate.
-
     wide: True if each key begins at a multiple of 16 bytes.
     """
     held, odd = -(-D // 32) * 2 * size, D // (D & -D)  # words for the coordinates of a lane
@@ -328,11 +327,11 @@ def _resident(D: int, size: int, wide: bool) -> int:
 
 
 def _staged(D: int, size: int, wide: bool, resident: int) -> int:
-    """Return the bytes of shared memory for a segment's keys, or 0 if the kernel reads keys without
-    copying them to shared memory.
+    """Return the bytes of shared memory for the 256 keys of a segment, or 0 if the kernel does not
+    copy keys to shared memory.
 
-    The condition equals `STAGED` in encode.cu. Keys use up to 200 of the 228 KB of an H100, which
-    leaves room for the other variables of a thread block.
+    The condition must equal `STAGED` in encode.cu. Keys use up to 200 of the 228 KB of an H100,
+    which leaves room for the other variables of a thread block.
     """
     row = -(-D * size // 128) * 128
     return BLOCK * row if wide and row <= 256 and BLOCK * row * resident <= 200 * 1024 else 0

@@ -1,4 +1,5 @@
-"""Copy a token's key, value and queries to the buffers that a decode step reads, in one launch."""
+"""Copy the key, value and queries of a token to the buffers that a decode step reads, in one
+launch."""
 
 from __future__ import annotations
 
@@ -24,10 +25,10 @@ def stage_token(
     *,
     ticket: Tensor | None = None,
 ) -> None:
-    """Copy a token's key and value to the end of the resident rows (those in the sink and the
-    window) and to its place in the window's own tensors.
+    """Copy a token's key and value to two places: the end of the resident rows (sink and window),
+    and the window's own tensors. Optionally copy its queries to the input of a CUDA graph.
 
-    All tensors have the same dtype. Nothing is written if an error is raised.
+    All tensors have the same dtype. If an error is raised, nothing is written.
 
     Args:
         resident: The resident rows.
@@ -97,11 +98,11 @@ def stage_token(
 
 
 def token_to_stage(g: Geometry, resident: ResidentRows, token: Rows) -> Rows:
-    """Return contiguous copies of a token's key and value, for a step that appends them itself
-    (`State.token`).
+    """Return contiguous copies of a token's key and value, for a step whose first kernel appends
+    them (`State.token`). Contiguous tensors are returned unchanged.
 
-    Contiguous tensors are returned unchanged. Raises ValueError unless the shapes are `[B, G, 1,
-    D]` and `[B, G, 1, Dv]` and the dtypes are those of the layer.
+    Raises ValueError unless the shapes are `[B, G, 1, D]` and `[B, G, 1, Dv]` and the dtypes are
+    those of the layer.
     """
     parts = dict(keys=(token.keys, g.head_dim), values=(token.values, g.value_dim))
     for name, (part, size) in parts.items():
@@ -121,5 +122,4 @@ def _defines(D: int, Dv: int, dtype: torch.dtype, group: int) -> dict[str, int]:
 
 
 def _near_by(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy if its last dimension is not contiguous."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()

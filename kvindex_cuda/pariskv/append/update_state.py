@@ -1,4 +1,5 @@
-"""Update the device's copy of an index's length and counts, in one launch."""
+"""Update the counts of tokens, keys and candidates that decode steps read on the device, in one
+launch."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ def update_state(
     codes_from: int | None = None,
     layout: Layout | None = None,
 ) -> None:
-    """Update a state in place for an index of `tokens` tokens. An argument of None leaves its
-    fields unchanged.
+    """Update a state in place after the index has changed to `tokens` tokens. Fields whose argument
+    is None stay unchanged.
 
     Args:
         state: The state to update.
@@ -39,9 +40,9 @@ def update_state(
         wanted: int32 `[B]`, whose entries are set to `candidates`.
         candidates: Number of candidates of each sequence.
         codes_from: Number of the first block whose weights are read to update `State.largest` and
-        `State.weight_scale`. The previous call must have read all earlier blocks when they were
-        full. 0 reads all blocks again. layout: Layout of the codes, which must have log weights.
-        Required with `codes_from`.
+            `State.weight_scale`. The previous call must have read all earlier blocks when they were
+            full. 0 reads all blocks again.
+        layout: Layout of the codes, which must have log weights. Required with `codes_from`.
 
     Raises:
         ValueError: Dtypes or shapes are wrong, or the state has no room for the tokens.
@@ -88,8 +89,8 @@ NOTHING = dict(codes=None, largest=None, kv_heads=0, head_bytes=0, weights=0, co
 def _reads(
     state: State, tokens: int, codes_from: int, layout: Layout | None
 ) -> dict[str, Tensor | int | None]:
-    """Return the kernel's arguments for reading weights. Raises ValueError unless codes have log
-    weights."""
+    """Return the kernel's arguments for reading weights. Raises ValueError unless the codes have
+    log weights."""
     if not 0 <= codes_from <= tokens // BLOCK:
         raise ValueError(f"codes_from: got {codes_from}, allowed is 0 to {tokens // BLOCK}")
     if layout is None or isinstance(layout, SubspaceLayout) or state.largest is None:

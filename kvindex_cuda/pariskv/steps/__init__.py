@@ -1,1 +1,1 @@
-"""Decode steps: the kernels that a layer launches for one decoded token."""
+"""Fused decode steps: a few kernels that search and attend for one new token of a layer."""

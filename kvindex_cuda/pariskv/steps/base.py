@@ -1,8 +1,8 @@
-"""Base class of fused decode steps, with the two launches that all steps share.
+"""Base class of fused decode steps, with the two launches that all kinds of step have:
+`select_rows` selects rows among candidates, and `attend` computes attention.
 
-These are `select_rows`, which selects rows among candidates, and `attend`. A step can be captured
-in a CUDA graph and replayed while the index grows: its buffers are allocated once, kernels read
-lengths on the device, and the host does not wait for the device.
+A step can be captured in a CUDA graph and replayed while the index grows: its buffers are allocated
+once, kernels read lengths on the device, and the host does not wait for the device.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ MOST_HEADS = SELECT_THREADS // 32
 
 
 class BaseStep:
-    """Buffers and launches that all kinds of step share, for a batch of `B` sequences.
+    """Buffers and launches that all kinds of decode step have, for a batch of `B` sequences.
 
-    A subclass's `select` finds candidates with their estimates, and then calls `_select_rows`.
-    Tensors that kernels read or write are attributes with the names of the kernels' parameters. A
-    launch finds its arguments by these names (`runtime.resolve`).
+    `select` of a subclass finds candidates and estimates their scores, and then calls
+    `_select_rows`. Tensors that kernels read or write are attributes with the names of the kernels'
+    parameters; launches find their arguments by these names (`runtime.resolve`).
 
     Args:
         geometry: Shapes, dtype and device of the layer.
@@ -131,12 +131,11 @@ class BaseStep:
         self.lse = floats(batch, g.q_heads)
 
     def _splits(self, parts: int) -> int:
-        """Return the number of thread blocks that `attend` gets for each of `parts` parts of a
-        group's heads."""
+        """Return the number of thread blocks of `attend` for each part, if the heads of a group are
+        divided into `parts` parts."""
         return max(1, min(MOST_SPLITS, 2 * self._multiprocessors // (self.groups * parts)))
 
     def _attend_bytes(self, heads: int) -> int:
-        """Return the bytes of shared memory that attend.cu needs for `heads` heads."""
         g = self.geometry
         wider = max(g.head_dim, g.value_dim)
         lanes = next((lanes for lanes in (8, 16) if wider <= 8 * lanes), 32)
@@ -165,8 +164,8 @@ class BaseStep:
         self.finalists = longs(groups, capacity)
         self.finalist_weights = floats(groups, capacity) if sampled else None
         self.seeds = ints(groups) if sampled else None
-        # A step's first launch clears all of these buffers. Buffers of 8-byte words come first, and
-        # counters come last. Each counter has its own memory line.
+        # The first launch of a step clears these buffers. Buffers of 8-byte words come first,
+        # counters last. Each counter has a memory line of its own.
         lines = COUNTERS + self._parts
         sizes = [2 * group * BUCKETS, BINS, counted, lines * APART]
         self.cleared = ints(groups * sum(sizes))
@@ -188,12 +187,12 @@ class BaseStep:
 
     @property
     def listed(self) -> Tensor:
-        """Number of keys that the last step put into each group's list, int32 `[B G]`."""
+        """Number of keys that the last step has put into the list of each group, int32 `[B G]`."""
         return self.counts
 
     def renew(self) -> None:
-        """Replace `output`, `lse` and `found` by new tensors, because the caller keeps the old
-        ones."""
+        """Replace `output`, `lse` and `found` by new tensors. The caller keeps the old ones as
+        results."""
         self.output, self.lse = torch.empty_like(self.output), torch.empty_like(self.lse)
         self.found = torch.empty_like(self.found)
 
@@ -201,8 +200,8 @@ class BaseStep:
         """Select the best `k` rows of each group. The results are the first `found` entries of
         `ids` and `scores`.
 
-        Ids are in ascending order for up to 2,048 rows, and in any order beyond. A row's score is
-        computed by `group.agree` from the estimates of the group's query heads.
+        Ids are in ascending order for up to 2,048 rows, and in any order beyond. The score of a row
+        combines the estimates of the group's query heads as `group.agree` does.
         """
         raise NotImplementedError
 
@@ -235,11 +234,11 @@ class BaseStep:
     def attend(
         self, queries: Tensor, state: State, hits: Hits | None = None, *, selected: bool = False
     ) -> Tensor:
-        """Attend to the resident rows (sink and local window), and to the rows that `select` found
-        or those of `hits`.
+        """Attend to the resident rows (sink and local window), and to the rows that `select` has
+        found or those of `hits`.
 
-        Writes `output`, and `lse` `[B, H]`: the logarithm of the sum of exponentials of the logits,
-        after scale, softcap and weights, or -inf where no row is visible.
+        Writes `output`, and `lse` `[B, H]`, the log-sum-exp of the logits after scale, softcap and
+        weights, or -inf where no row is visible.
 
         Args:
             queries: `[B, H, D]`.

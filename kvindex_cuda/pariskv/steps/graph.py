@@ -1,8 +1,9 @@
 """A layer's decode step as a CUDA graph, which is captured once and replayed for later tokens.
 
-A step reads tensors at fixed addresses that are updated in place (`executor.py`), so a graph stays
-valid while these addresses stay the same. Queries are copied to a tensor that the graph reads, and
-results are copied from a tensor that it writes. All layers share these two tensors.
+A graph is valid as long as the tensors that the step reads stay at the same addresses; appends
+update them in place (`executor.py`). Before a replay, queries are copied to a tensor that the graph
+reads. After it, results are copied from a tensor that the graph writes. The graphs of all layers
+share these two tensors.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ kernels."""
 
 
 class Replay:
-    """A layer's decode step, captured as a CUDA graph.
+    """A decode step of a layer, captured as a CUDA graph.
 
-    reads: The tensors that the graph reads. They must stay allocated at the same addresses as long
-    as the graph is replayed.
+    reads: The tensors that the graph reads. They must stay allocated as long as the graph is
+        replayed.
     """
 
     def __init__(self, step: SharedStep, reads: State) -> None:
@@ -40,10 +41,8 @@ class Replay:
             step.output, step.lse, step.found = before  # now only the graph writes to `_answer`
 
     def acquire(self) -> None:
-        """Make the current stream wait for the last use of the step's buffers.
-
-        Call this before writing to any tensor that the graph reads.
-        """
+        """Make the current stream wait for the last use of the step's buffers. Call this before you
+        write to a tensor that the graph reads."""
         self._step.acquire()
 
     def __call__(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,8 +53,8 @@ class Replay:
 
 
 class Replays:
-    """Captures a layer's decode step as a CUDA graph after several steps in a row have read the
-    same tensors."""
+    """Captures a layer's decode step as a CUDA graph once several steps in a row have read the same
+    tensors."""
 
     def __init__(self, device: torch.device) -> None:
         self._serves = device.type in GRAPHS
@@ -64,10 +63,10 @@ class Replays:
         self.replay: Replay | None = None
 
     def of(self, step: SharedStep, reads: State) -> Replay | None:
-        """Return a CUDA graph of a step that reads the state `reads`, or None if it has not been
-        captured.
+        """Return the CUDA graph of a step that reads the state `reads`, or None if there is none
+        yet.
 
-        If the driver refuses to capture the step, this warns once, and then always returns None.
+        If the driver refuses to capture the step, this warns once, and returns None from then on.
         """
         if not self._serves:
             return None

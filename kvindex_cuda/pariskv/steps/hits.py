@@ -1,4 +1,4 @@
-"""Convert the rows that a step selected to `Hits`, sorted by score."""
+"""Convert the rows that a decode step has selected to `Hits`, sorted by score."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ LAST = torch.iinfo(torch.int64).min
 
 
 def ordered_hits(step: BaseStep, places: Tensor) -> Hits:
-    """Return the rows that a step selected by descending score. Rows with equal scores are sorted
-    by ascending id.
+    """Return the rows that a step has selected, by descending score. Rows with equal scores are
+    sorted by ascending id.
 
     places: The numbers `0` to `k - 1` on the device.
     """

@@ -1,7 +1,8 @@
-"""Pages of rows (keys and values) in host memory, with a cache on the device for each layer.
+"""Pages of rows (keys and values) in host memory, for an inference engine. Each layer has a cache
+of recently used rows on the device.
 
-The device stores each layer's codes and recently used rows. It also has one scratch buffer that all
-layers share: for the attention of prompts, the rows of whole sequences are copied to it.
+Codes stay on the device. All layers share one scratch buffer on the device: for the attention of a
+prompt, the rows of whole sequences are copied to it.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from kvindex_cuda.pariskv.steps.paged import PagedSteps
 class HostRows:
     """Rows of all layers in pinned host memory.
 
-    An engine makes this object together with its layers, before it knows how many pages fit into
-    memory. `open` allocates the pages later.
+    An engine creates this object before it knows how many pages fit into memory. `open` allocates
+    the pages later.
 
     Args:
         geometry: Geometry that all layers have.
-        tokens: Length of the longest sequence. page_tokens: Number of tokens per page.
+        tokens: Length of the longest sequence.
+        page_tokens: Number of tokens per page.
         cached: Rows per KV head and layer that the device caches for all sequences together, a
             power of two from 4.
 
@@ -136,13 +138,12 @@ class HostRows:
         values: Tensor,
     ) -> Tensor:
         """Copy the rows of sequences to `scratch`, as `gather_pages` does, and return `scratch`.
+        The next call overwrites it.
 
-        `table` returns which pages of `scratch` belong to each sequence. The next call overwrites
-        them.
+        `table` returns which pages of `scratch` belong to each sequence.
 
-        tables: Pages of each sequence, int32 `[R, width]`.
-
-        Raises ValueError if `scratch` has fewer than `R · width` pages.
+        tables: Pages of each sequence, int32 `[R, width]`. Raises ValueError if `scratch` has fewer
+            than `R · width` pages.
         """
         count, width = tables.shape
         if count * width > len(self.scratch):
@@ -179,7 +180,7 @@ class HostRows:
         )
 
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes on the device (without codes) and in pinned memory, by the keys "device"
-        and "host"."""
+        """Return the bytes on the device (without codes) and in pinned memory, under the keys
+        "device" and "host"."""
         device = self.scratch.nbytes + sum(cache.nbytes() for cache in self.caches)
         return dict(device=device, host=0 if self._host is None else self._host.nbytes)

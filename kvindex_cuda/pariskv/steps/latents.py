@@ -45,7 +45,7 @@ def tile_of(heads: int) -> int:
 
 
 class LatentsStep(SignVotesStep):
-    """Buffers and launches of a decode step over latents. The constructor takes the arguments of
+    """Buffers and launches of a decode step over latents. The arguments are those of
     `SignVotesStep`.
 
     Raises:
@@ -107,8 +107,7 @@ class LatentsStep(SignVotesStep):
         self.counts, self.candidate_counts, self.select_tickets = counters[:3].unbind()
 
     def _open_heads(self) -> tuple[int, int]:
-        """Return the number of tiles for which queries are prepared, and the query heads of each
-        tile."""
+        """Return the number of tiles of query heads, and the number of heads in each tile."""
         return self.groups * self._tiles, self._tile
 
     def select(self, queries: Tensor, state: State) -> None:
@@ -156,8 +155,8 @@ class LatentsStep(SignVotesStep):
             overlap=True,
             room=room,
         )
-        # These equal constants of estimate_latents.cu: tiles and candidates per thread block, and
-        # how many thread blocks fit on a multiprocessor.
+        # These values must equal those in estimate_latents.cu: tiles per thread block, candidates
+        # per iteration, and thread blocks per multiprocessor.
         pair, threads = 2 if tiles % 2 == 0 else 1, 32 * -(-self.layout.stride // 16)
         at_once = 32 if tiles // pair > 2 else 16
         most = 320 // threads * multiprocessors // (groups * (tiles // pair))

@@ -1,13 +1,13 @@
-"""Decode steps of all layers over the pages of an engine such as vLLM. All layers share one block
-table.
+"""Decode steps of all layers over the pages of an inference engine such as vLLM. All layers use the
+same block table.
 
-Before a model's step, `begin` reads the engine's tables for all layers in two launches. Then
-`attend` runs the fused step of each layer. `attend` can be captured in a CUDA graph, because
+Before each step of the model, `begin` reads the engine's tables for all layers in two launches.
+Then `attend` runs the fused step of each layer. `attend` can be captured in a CUDA graph, because
 kernels read addresses, lengths and scales from fixed places on the device, and the host never waits
 for the device.
 
-A block of tokens that has become full is encoded before the model's next step, from the rows in its
-page. If pages of rows are in host memory, each layer has a cache of rows on the device.
+When a block of tokens becomes full, the next `begin` encodes it from the rows in its page. If pages
+of rows are in host memory, each layer has a cache of rows on the device.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def unserved(config: ParisKVConfig, geometry: Geometry) -> str | None:
     if kind != KIND:
         return f"kind of step: got {kind!r}, allowed is {KIND!r}"
     if _encoder(config, geometry, layout_of(config, geometry)) is None:
-        return f"head_dim: got {geometry.head_dim}, which the encoder does not serve"
+        return f"head_dim: got {geometry.head_dim}, which the kernel encode does not support"
     return None
 
 
@@ -89,7 +89,8 @@ class PagedSteps:
         local_window: Newest tokens that are always attended to, at least 1, so that a block is
             encoded before it is searched.
         dense_below: Sequences of fewer tokens get full attention.
-        most_rows: Number of sequences in the largest batch. tokens: Length of the longest sequence.
+        most_rows: Number of sequences in the largest batch.
+        tokens: Length of the longest sequence.
         new_tokens: Largest number of new tokens in one step of the model.
         caches: If rows are on the host, a row cache for each layer, with a group for each KV head.
             All caches share one clock. `write_pages` removes the rows that it overwrites from the
@@ -153,9 +154,8 @@ class PagedSteps:
         self._steps: dict[int, tuple[BaseStep, list[State]]] = {}
 
     def begin(self, tables: Tensor, lengths: Tensor, slots: Tensor, *, rows: int) -> None:
-        """Read the engine's tables before a model's step, and encode the blocks that are now full.
-
-        Do not call this during the capture of a CUDA graph.
+        """Read the engine's tables before a step of the model, and encode the blocks that have
+        become full. Do not call this during the capture of a CUDA graph.
 
         Args:
             tables: Pages of each sequence, int32 `[R, blocks]`.
@@ -220,7 +220,8 @@ class PagedSteps:
             )  # compiles kernels now, as none can be compiled in a graph
 
     def attend(self, layer: int, queries: Tensor, output: Tensor) -> None:
-        """Write the attention of queries `[R, H, D]`, one per sequence, to `output` `[R, H, D]`.
+        """Compute attention for queries `[R, H, D]`, one per sequence, and write it to `output`
+        `[R, H, D]`.
 
         `R` is the argument `rows` of the last `begin` or, in a replayed CUDA graph, of the `begin`
         before the capture.
@@ -240,10 +241,11 @@ class PagedSteps:
         )
 
     def _grow(self, rows: int) -> None:
-        """Allocate memory for steps of `rows` sequences, but at least for twice as many as before.
+        """Allocate buffers for steps of `rows` sequences, or of twice as many as before if that is
+        more.
 
-        The earlier, smaller buffers stay allocated, because graphs contain their addresses. All
-        buffers together take less than twice the memory of the newest one.
+        The earlier, smaller buffers stay allocated, because CUDA graphs contain their addresses.
+        All buffers together take less than twice the memory of the newest ones.
         """
         if rows <= self._reserved:
             return
@@ -252,7 +254,8 @@ class PagedSteps:
         self._reserved = reserved
 
     def _step_for(self, rows: int) -> BaseStep:
-        """Return a decode step for `rows` sequences. The buffers of all such steps share memory."""
+        """Return a decode step for `rows` sequences. All such steps use the same memory for their
+        buffers."""
         g, options = self._geometry, options_of(KIND, self._config)
         options |= dict(batch=rows, k=self._k, most=self._most, ragged=True, arena=self._arena)
         options |= dict(blocks=self._codes.shape[2], multiprocessors=multiprocessors(g.device))
@@ -289,8 +292,8 @@ def _encoder(config: ParisKVConfig, geometry: Geometry, layout: Layout) -> Encod
 
 
 def _check_caches(caches: Sequence[RowCache | None], pages: Pages) -> None:
-    """Raise ValueError unless there is a fitting row cache for each layer whose pages are on the
-    host."""
+    """Raise ValueError unless each layer whose pages are on the host has a row cache of the right
+    size."""
     rows = pages.rows[0]
     shape = rows.shape[1], rows.shape[3] * rows.element_size()
     found = {
@@ -301,8 +304,8 @@ def _check_caches(caches: Sequence[RowCache | None], pages: Pages) -> None:
     if len(caches) != len(pages.rows) or {one[:2] for one in found} != {shape} or len(found) > 1:
         raise ValueError(
             f"caches: got {len(caches)} caches with (groups, row_bytes) in "
-            f"{[one[:2] for one in found]}, allowed are {len(pages.rows)} caches (one per layer) "
-            f"with {shape}, which share one clock"
+            f"{[one[:2] for one in found]}; each of {len(pages.rows)} layers needs a cache with "
+            f"{shape}, and all caches must share one clock"
         )
     if pages.tokens * len(rows) >= 2**31:
         raise ValueError(

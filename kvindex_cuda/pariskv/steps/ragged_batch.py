@@ -1,8 +1,9 @@
-"""One fused decode step for several indexes. Each index has one sequence, and lengths may differ.
+"""One fused decode step for several indexes, each with one sequence. The lengths of the sequences
+may differ.
 
-The batch copies the state of each index into common tensors on the device: addresses of blocks,
-bits of valid tokens and a scale, but no codes, keys or values. When an index changes, which happens
-every `update_every` tokens in a layer, its state is copied again. Kernels read lengths on the
+Common tensors on the device have a copy of the state of each index: addresses of blocks, bits of
+valid tokens and a scale, but no codes, keys or values. The state of an index is copied again when
+it changes, which in a layer happens every `update_every` tokens. Kernels read lengths on the
 device.
 """
 
@@ -38,7 +39,7 @@ WHOLE = "weight_scale", "regression", "histogram", "tiers", "row_center"
 
 @dataclass(frozen=True, eq=False)
 class BatchRow:
-    """The data of one index that a joint decode step reads.
+    """What a decode step for several indexes reads of one index.
 
     Attributes:
         state: The state of the index that a step reads, without the resident rows.
@@ -46,8 +47,9 @@ class BatchRow:
         count: Number of valid tokens.
         on_host: True if some rows are in host memory.
         version: An object that identifies the contents of the index. Each change of the index makes
-        a new object. text: An object that identifies the rows. Removing tokens makes a new object,
-        because a token id may then mean another row.
+            a new object.
+        text: An object that identifies the rows. Removing tokens makes a new object, because a
+            token id may then mean another row.
     """
 
     state: State
@@ -63,11 +65,11 @@ EMPTY = object()
 
 
 class ParisKVBatch:
-    """Runs decode steps for several ParisKV indexes at once. It implements
+    """Runs decode steps for several ParisKV indexes together. Implements
     `kvindex.core.protocol.IndexBatch`.
 
-    Each call passes a list of indexes. Buffers fit the length of the last list and its `k`. The
-    batch does not keep the memory of any index alive.
+    Each call passes a list of indexes. The buffers fit the number of indexes and the `k` of the
+    last call. The batch does not keep the memory of any index alive.
     """
 
     def __init__(
@@ -99,8 +101,8 @@ class ParisKVBatch:
         """Search for `k` rows in each index, and attend to them and to the resident rows (sink and
         local window).
 
-        Steps that read the same tensors several times in a row are captured as CUDA graphs and
-        replayed.
+        When several steps in a row have read the same tensors, the step is captured as a CUDA
+        graph, which later steps replay.
         """
         return self._attend(rows, queries, None, resident, k, graphs=True)
 
@@ -127,7 +129,6 @@ class ParisKVBatch:
         k: int,
         graphs: bool,
     ) -> Attended:
-        """Run `decode_step` or, if `token` is None, `attend`."""
         step, state = self._ready(cast(Sequence[BatchRow | None], rows), k)
         reads = self._reads_of(step, state, resident)
         replay = self._replays.of(step, reads) if graphs else None
@@ -143,8 +144,8 @@ class ParisKVBatch:
         return Attended(output, step.lse, step.found.view(len(queries), -1))
 
     def _ready(self, rows: Sequence[BatchRow | None], k: int) -> tuple[SharedStep, State]:
-        """Return a step for these indexes, and the state that the step reads. The current stream
-        waits for the step's previous use."""
+        """Return a step for these indexes, and the state that it reads. The current stream waits
+        for the previous use of the step."""
         if capturing(self._geometry.device):
             raise RuntimeError(
                 "graph: a batch of indexes cannot be captured; capture the step of one index"
@@ -165,8 +166,8 @@ class ParisKVBatch:
         return step, state
 
     def _reads_of(self, step: SharedStep, state: State, resident: ResidentRows) -> State:
-        """Return the `State` for `attend`. It is the same object as long as its tensors are the
-        same."""
+        """Return the `State` for `attend`. Calls return the same object as long as its tensors are
+        the same."""
         made_of = step, state, resident, self._cache, self._wrong
         if any(old is not new for old, new in zip(self._made_of, made_of, strict=True)):
             self._made_of = made_of
@@ -181,8 +182,8 @@ class ParisKVBatch:
         return self._reads
 
     def _with_rows(self, rows: Sequence[BatchRow | None], like: State) -> State:
-        """Copy the state of each index that has changed into the batch's state, and return the
-        batch's state."""
+        """Copy the state of each index that has changed into the state of the batch, and return the
+        latter."""
         if self._state is None or len(rows) != len(self._held):
             self._state, self._held, self._asked = _empty(like, len(rows)), [None] * len(rows), 0
         for b, row in enumerate(rows):

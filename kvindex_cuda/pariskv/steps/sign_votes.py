@@ -1,14 +1,11 @@
-"""Decode step of one layer by votes of signs, from query to attention output, in 5 launches.
+"""Decode step of one layer by sign votes, from query to attention output, in 5 launches. It
+supports the presets `sampled` (the default), `fast` and `precise`.
 
     prepare_query -> scan -> rerank -> select_rows -> attend
 
-This step supports the presets `sampled` (the default), `fast` and `precise`. A key is stored as a
-sign per coordinate and one 16-bit log weight. The key's vote is the dot product of a quantized
-query with the signs, scaled by the weight. Each KV head has one list of candidates for all of its
-query heads.
-
-A step can be captured in a CUDA graph and replayed while the index grows: its buffers are allocated
-once, kernels read lengths on the device, and the host does not wait for the device.
+A key is stored as a sign per coordinate and one 16-bit log weight. Its vote is the dot product of
+the rounded query and the signs, scaled by the weight. The query heads of a KV head have one common
+list of candidates. A step can be captured in a CUDA graph and replayed while the index grows.
 """
 
 from __future__ import annotations
@@ -34,14 +31,14 @@ from kvindex_cuda.runtime.resolve import NamedLaunch
 
 
 class SignVotesStep(BaseStep):
-    """Buffers and launches of a decode step that votes by signs.
+    """Buffers and launches of a decode step that finds candidates by sign votes.
 
     Args:
         geometry: See `BaseStep`.
         layout: See `BaseStep`.
         most: The largest number of candidates `C` that `State.wanted` may contain.
-        seed: Seed of the rotation (`ParisKVConfig.seed`). query_max: Largest integer of a quantized
-        query (`ParisKVConfig.query_max`).
+        seed: Seed of the rotation (`ParisKVConfig.seed`).
+        query_max: Largest integer of a quantized query (`ParisKVConfig.query_max`).
         centered: Whether blocks of codes contain centers.
         sampled: See `BaseStep`.
         together: Whether to decode the signs with a regression (`State.regression`).
@@ -118,17 +115,16 @@ class SignVotesStep(BaseStep):
         self.list = self._memory.empty(self.groups, self.capacity, dtype=torch.int64)
 
     def _open_heads(self) -> tuple[int, int]:
-        """Return the number of groups for which queries are prepared, and the number of query heads
-        in each group."""
+        """Return the number of groups whose queries are prepared, and the number of query heads in
+        each."""
         return self.groups, self.geometry.group_size
 
     def _prepare(self, queries: Tensor, state: State) -> None:
         """Launch the first kernel, `prepare_query`.
 
-        If the kernel also appends a token, it reads codes before it waits for the previous launch.
-        In a graph, the previous launch only computes the token, so this is safe. Outside of a
-        graph, the previous launch may write codes, so the kernel must not begin before that launch
-        ends.
+        If the kernel also appends a token, it may read codes before the previous launch has ended.
+        In a graph, this is safe, because the previous launch only computes the token. Outside of a
+        graph, the previous launch may write codes, so the kernel must not start before it ends.
         """
         groups = self.groups
         staged = state.token

@@ -1,12 +1,12 @@
-"""Decode step of one layer by tiered votes, the method of the ParisKV paper, in 6 launches (preset
-`paper`).
+"""Decode step of one layer by tiered votes, the method of the ParisKV paper, in 6 launches. It
+supports the preset `paper`.
 
     query_table -> vote -> candidates -> rerank_blocks -> select_rows -> attend
 
 A key has a weight for each subspace of 8 coordinates. Its vote is a sum of points, which `vote`
-looks up in a table made for the query (`kvindex/ops/coarse.py`). Each query head has its own list
-of candidates. The step stores the votes of all keys and finds the exact cut from their histogram,
-without sampling. The index counts the keys of each centroid when they are appended.
+looks up in a table that `query_table` computes (`kvindex/ops/coarse.py`). Each query head has its
+own list of candidates: exactly the keys with the most votes, found from a histogram of the votes of
+all keys. The index counts the keys of each centroid when they are appended.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TieredVotesStep(BaseStep):
         self.levels = reference.levels(SUBSPACE, layout.magnitude_bits, device)
 
         ints = self._memory.zeros
-        # buffers that `query_table` writes; entries for missing heads and subspaces stay 0
+        # written by `query_table`; entries for missing heads and subspaces stay 0
         self.operands = ints(groups, sets, -(-M // 2), 32, 4, dtype=torch.int16)
         self.table = ints(groups, sets, M, 256, 4, dtype=torch.uint8)
         self.ups = self._memory.empty(groups, group)
@@ -76,8 +76,7 @@ class TieredVotesStep(BaseStep):
 
     @property
     def listed(self) -> Tensor:
-        """Number of keys that the last step selected as candidates, for each group, int32 `[B
-        G]`."""
+        """Number of candidates that the last step has selected for each group, int32 `[B G]`."""
         return self.candidate_counts
 
     def select(self, queries: Tensor, state: State) -> None:

@@ -1,5 +1,5 @@
-"""Decode steps with buffers that all indexes of the same shape share. The indexes use a step one
-after another."""
+"""Decode steps whose buffers are shared by all indexes of the same shape. The indexes use a step
+one after another."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ buffers."""
 
 
 class SharedStep(BaseStep):
-    """A decode step that several indexes run one after another, on any streams."""
+    """A decode step that several indexes use one after another, on any streams."""
 
     _stream: torch.cuda.Stream | None = None
     _handle: int | None = None  # handle of the stream that used the step last
@@ -51,12 +51,8 @@ class SharedStep(BaseStep):
     # Tensors that graphs of steps share
 
     def fixed(self) -> tuple[Tensor, Tensor]:
-        """Return two tensors for CUDA graphs: graphs read queries from the first, and write results
-        to the second.
-
-        Queries are `[B, H, D]`. `parts` returns the results as views of the second tensor. Both
-        tensors are contiguous.
-        """
+        """Return two contiguous tensors that all CUDA graphs of this step use: they read queries
+        `[B, H, D]` from the first, and write results to the second, which `parts` splits."""
         if self._fixed is None:
             g, output = self.geometry, self.output
             words = (self.lse.nbytes + self.found.nbytes) // output.element_size()
@@ -65,10 +61,8 @@ class SharedStep(BaseStep):
         return self._fixed
 
     def parts(self, answer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `output` `[B, H, Dv]`, `lse` `[B, H]` and `found` `[B, G]` as views of one tensor.
-
-        All three results can then be copied with one copy of that tensor.
-        """
+        """Split a tensor of results into views: `output` `[B, H, Dv]`, `lse` `[B, H]` and `found`
+        `[B, G]`. One copy of this tensor copies all three."""
         g, B = self.geometry, self.batch
         H, G, Dv = g.q_heads, g.kv_heads, g.value_dim
         output = answer.as_strided((B, H, Dv), (H * Dv, Dv, 1))
@@ -80,7 +74,7 @@ class SharedStep(BaseStep):
 
 @dataclass
 class Use:
-    """A shared decode step, with the data of one index that uses this step.
+    """A decode step that several indexes share, and what one of these indexes needs of it.
 
     Attributes:
         step: The step.
@@ -100,11 +94,8 @@ class Use:
     reads: tuple[tuple[object, ...], State] | None = None
 
     def want(self, candidates: list[int], need: int) -> list[int]:
-        """Record that the index needs room for `need` tokens or candidates, and return the values
-        for `wanted`.
-
-        candidates: Number of candidates of each sequence.
-        """
+        """Record that the index needs room for `need` tokens or candidates. Return `candidates`,
+        the number of candidates of each sequence, limited to the room of the step."""
         self.need = need
         return [min(each, self.step.most) for each in candidates]
 
@@ -146,8 +137,8 @@ def shared(
     most: int,
     ragged: bool = False,
 ) -> SharedStep:
-    """Return a decode step for `k` rows with room for `most` tokens or candidates. An existing step
-    is returned if one fits.
+    """Return a decode step for `k` rows whose buffers have room for `most` tokens or candidates. An
+    existing step is returned if one fits.
 
     Args:
         geometry: Geometry of the layer.

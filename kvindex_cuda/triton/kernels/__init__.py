@@ -1,2 +1,2 @@
-"""Kernels that Triton compiles. The modules of `kvindex_cuda/triton` check their arguments and
-launch them."""
+"""Functions that Triton compiles. The modules of `kvindex_cuda/triton` launch them and check their
+arguments."""

@@ -1,7 +1,7 @@
-"""Attention with a running softmax over tiles of rows, for a prompt or for one token.
+"""Attention of a prompt or of one token to rows (key and value of a token), with a running softmax
+over tiles of rows.
 
-References: `attend_prompt` and `attend_token` in `kvindex_cuda/triton/reference.py`. A row is the
-key and the value of one token.
+References: `attend_prompt` and `attend_token` in `kvindex_cuda/triton/reference.py`.
 """
 
 import triton
@@ -22,10 +22,12 @@ def attend_prompt(
     """Attention of the tokens of a prompt to rows that are stored in pages.
 
     Grid: (pairs / BLOCK_M, sequences · G). A program processes `BLOCK_M` pairs of a token and a
-    query head of one group. Programs for the last tokens start first, because they read the most
-    rows. A program reads all rows that its tokens may attend to; it writes `DV` numbers and one
-    log-sum-exp (lse) per pair. The arguments `*_step` are strides in elements, not bytes. A page
-    whose address is 0 contains no rows.
+    query head of one group. It reads all rows that its tokens may attend to; it writes `DV` numbers
+    and one log-sum-exp (lse) per pair. Programs for the last tokens start first, because they read
+    the most rows.
+
+    The arguments `*_step` are strides in elements, not bytes. A page whose address is 0 contains no
+    rows.
     """
     after_previous(OVERLAP)
     pair = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -81,8 +83,8 @@ def attend_split(
 ):  # fmt: skip
     """Attention of one token per sequence to one of `SPLITS` parts of the rows.
 
-    Grid: (SPLITS, sequences · G). For each head and split, writes the float32 output and the
-    log-sum-exp (lse) to base 2. `merge_splits` merges them. Reads each row once.
+    Grid: (SPLITS, sequences · G). Reads each row once. Writes, for each head and split, the output
+    (float32) and the log-sum-exp to base 2, which `merge_splits` merges.
     """
     after_previous(OVERLAP)
     batch, group = (tl.program_id(1) // G).to(tl.int64), (tl.program_id(1) % G).to(tl.int64)

@@ -1,7 +1,7 @@
-"""The first and the last kernel of a decode step of a model, before and after its layers.
+"""The kernels of a decode step that run before and after the layers of a model.
 
-`begin_token` reads the token's embedding and computes its rotary angles. `most_likely` finds the
-token with the highest logit. The references are the functions of the same names in
+`begin_token` reads the embedding of each token and computes its rotary angles. `most_likely` finds
+the token with the highest logit. References: the functions with the same names in
 `triton/reference.py`.
 """
 
@@ -20,7 +20,7 @@ def begin_token(
     hidden, cos, sin, V, N, D: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Write the embedding and the rotary angles of each sequence's token.
+    """Write the embedding and the rotary angles of one token per sequence.
 
     Grid: (1 + N / BLOCK, sequences). The first program of a sequence writes the angles. Each other
     program writes `BLOCK` columns of the embedding, or NaN if the token id is not in 0 to `V - 1`.
@@ -52,10 +52,11 @@ def begin_token(
 def most_likely(logits, step, scratch, tokens, V, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """Find the token with the highest logit of each sequence.
 
-    Grid: (V / BLOCK, sequences). Each program reduces `BLOCK` logits to one number that combines
+    Grid: (V / BLOCK, sequences). Each program reduces `BLOCK` logits to one integer, which combines
     the highest logit and its column. The last program of a sequence to finish writes the token.
-    scratch: `[B, 2]`, the highest such number so far and the number of finished programs, 0 before
-    and after the launch.
+
+    scratch: `[B, 2]`, the highest integer so far and the number of finished programs. Both are 0
+        before and after the launch.
     """
     after_previous(OVERLAP)
     row = tl.program_id(1).to(tl.int64)
@@ -63,7 +64,7 @@ def most_likely(logits, step, scratch, tokens, V, BLOCK: tl.constexpr, OVERLAP: 
     found = tl.load(logits + row * step + column, column < V, other=float("-inf")).to(tl.float32)
     bits = tl.where(found == 0.0, 0.0, found).to(tl.int32, bitcast=True)  # −0 becomes 0
     order = tl.where(found != found, LAST, tl.where(bits < 0, bits ^ LAST, bits))
-    # the upper bits order logits, as a positive number; the lower bits prefer lower columns
+    # upper bits: the logit as an ordered positive number; lower bits: prefer lower columns
     highest = tl.max(((order.to(tl.int64) + LAST + 1) << 31) | (LAST - column), 0)
     best, ended = scratch + 2 * row, scratch + 2 * row + 1
     tl.atomic_max(best, highest, sem="relaxed")

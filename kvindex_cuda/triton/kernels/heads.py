@@ -1,7 +1,7 @@
 """Kernel for the queries, keys and values of one token per sequence: a matrix product,
 normalization of heads, and the rotary embedding.
 
-The last program to finish a head normalizes and rotates it. Reference: `project_heads` in
+The program that finishes a head last normalizes and rotates it. Reference: `project_heads` in
 `kvindex_cuda/triton/reference.py`.
 """
 
@@ -14,11 +14,11 @@ from kvindex_cuda.triton.kernels.product import product
 @triton.jit
 def rotate(source, cos, sin, norm, eps, target, inside, written, D: tl.constexpr):
     """Apply RMS normalization (if there is a norm) and the rotary embedding to one head of each
-    sequence, and write the head.
+    sequence, and write the result.
 
-    source, cos, sin, target: addresses `[batch, 1]`. inside: true for the sequences of the batch,
-    false for padding. written: true for sequences whose result is stored. A head has two halves of
-    `D / 2` coordinates, `[batch, HALF]` each.
+    source, cos, sin, target: addresses `[batch, 1]`.
+    inside: true for the sequences of the batch, false for padding.
+    written: true for sequences whose result is stored.
     """
     HALF: tl.constexpr = triton.next_power_of_2(D // 2)
     pair = tl.arange(0, HALF)[None, :]
@@ -49,13 +49,13 @@ def project_heads(
     BATCH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
     STAGES: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Compute queries, keys and values, `projected[b] = weight · f(x[b])`, and write them to their
-    tensors. `f` is RMS normalization.
+    """Compute queries, keys and values of one token per sequence, `projected[b] = weight · f(x[b])`
+    with RMS normalization `f`, and write them to their tensors.
 
-    Grid: (N / BLOCK_N). `D / BLOCK_N` programs compute a head. The head's ticket counts finished
-    programs. The last program rotates the head and writes it: a query to `queries`, a key or value
-    to the sequence's slot. If a slot is not in 0 to `C - 1`, nothing is written to it. Reads the
-    matrix once. Limited by memory.
+    Grid: (N / BLOCK_N). `D / BLOCK_N` programs compute a head; a ticket per head counts those that
+    have finished. The last of them rotates the head and writes it: a query to `queries`, a key or
+    value to the sequence's slot. If a slot is not in 0 to `C - 1`, nothing is written to it. Reads
+    the matrix once. Limited by memory.
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     batch = tl.arange(0, BATCH)

@@ -1,7 +1,7 @@
-"""Functions for kernels that overlap (programmatic dependent launch): waiting for the previous
-kernel, and prefetching weights.
+"""Functions of kernels that overlap (programmatic dependent launch): wait for the previous kernel,
+and prefetch weights.
 
-A kernel can start before the previous kernel has ended. Until then, it can prefetch weights.
+A kernel can start before the previous kernel has ended. While it waits, it can prefetch weights.
 """
 
 import triton
@@ -17,8 +17,7 @@ def wait_for_previous(OVERLAP: tl.constexpr):
 
 @triton.jit
 def let_next_begin(OVERLAP: tl.constexpr):
-    """Allow the next kernel to start. It starts once all programs have called this, and runs until
-    it waits for this kernel."""
+    """Allow the next kernel to start. It starts once all programs have called this function."""
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -32,11 +31,11 @@ def after_previous(OVERLAP: tl.constexpr):
 
 @triton.jit
 def bring_own(weight, N, K, BLOCK_N: tl.constexpr, FIRST: tl.constexpr):
-    """Prefetch the matrix rows of a program into L2, from column `FIRST` on. Each thread prefetches
-    one matrix row.
+    """Prefetch the matrix rows of a program into L2, from column `FIRST` on. Does not wait for the
+    data.
 
-    Uses `cp.async.bulk.prefetch` (PTX, from compute capability 9.0), whose ranges begin and end at
-    multiples of 16 bytes. Nothing waits for the data.
+    Each thread prefetches one matrix row, with `cp.async.bulk.prefetch` (PTX, from compute
+    capability 9.0). The ranges begin and end at multiples of 16 bytes.
     """
     SIZE: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
     first = tl.program_id(0) * BLOCK_N

@@ -1,6 +1,6 @@
-"""Product of a matrix with one vector; for several vectors, `kernels/rows.py` is used.
+"""Product of a matrix with one vector. (For several vectors, `kernels/rows.py` is used.)
 
-Each program computes some rows of the matrix. It reads their weights once, and is limited by
+Each program computes some rows of the product. It reads their weights once, and is limited by
 memory. Reference: `multiply` in `kvindex_cuda/triton/reference.py`.
 """
 
@@ -13,15 +13,15 @@ from kvindex_cuda.triton.kernels.rows import product_of_rows
 
 @triton.jit
 def read_weights(weight, rows, columns, N, K):
-    """Load a tile `[rows, columns]` of the matrix `[N, K]`, with zeros outside of the matrix."""
+    """Load a tile of the matrix `[N, K]`, with zeros outside of the matrix."""
     inside = (rows[:, None] < N) & (columns[None, :] < K)
     return tl.load(weight + rows[:, None].to(tl.int64) * K + columns[None, :], inside, other=0.0)
 
 
 @triton.jit
 def read_vectors(x, x_step, columns, batch, K, B, GATED: tl.constexpr):
-    """Load activations, float32 `[columns, batch]`. If GATED, a vector has 2K activations, and the
-    result is `silu` of the first K times the last K."""
+    """Load activations as float32 `[columns, batch]`. If GATED, return `silu(gate) · up`, where a
+    vector in memory is K numbers of gate, then K numbers of up."""
     inside = (columns[:, None] < K) & (batch[None, :] < B)
     at = x + batch[None, :] * x_step + columns[:, None]
     found = tl.load(at, inside, other=0.0).to(tl.float32)
@@ -32,8 +32,8 @@ def read_vectors(x, x_step, columns, batch, K, B, GATED: tl.constexpr):
 
 @triton.jit
 def add_tile(sums, squares, weights, x, x_step, norm, columns, batch, K, B, GATED: tl.constexpr):
-    """Multiply a tile of weights by activations, and add the products to `sums`, and the squared
-    activations to `squares`."""
+    """Multiply a tile of weights by activations and add the products to `sums`. Add the squares of
+    the activations to `squares`, for RMS normalization."""
     found = read_vectors(x, x_step, columns, batch, K, B, GATED)
     if norm is not None:
         squares += found * found
@@ -51,8 +51,8 @@ def product_of_one(
     """Compute rows of the product with one vector, float32 `[rows, 1]`.
 
     The first `AHEAD` tiles of weights are loaded before the previous kernel has ended, and are
-    multiplied last. So the loads of the other tiles start before anything is computed, which keeps
-    the memory busy while activations arrive. If EARLY, the other tiles are prefetched before the
+    multiplied last. So the loads of other tiles start before anything is computed, which keeps the
+    memory busy while activations arrive. If EARLY, the other tiles are also prefetched before the
     previous kernel has ended.
     """
     columns = tl.arange(0, BLOCK_K)
@@ -111,8 +111,8 @@ def multiply(
 ):  # fmt: skip
     """Compute `output[b] = residual[b] + weight · f(x[b])`; `residual` may be `output`.
 
-    Grid: (N / BLOCK_N). `f` applies RMS normalization if there is a norm, and the gate `silu(a) ·
-    b` if GATED. If PAIRED, the result is `silu` of the product with the first half of the matrix
+    Grid: (N / BLOCK_N). `f` applies RMS normalization if there is a norm, and computes `silu(gate)
+    · up` if GATED. If PAIRED, the result is `silu` of the product with the first half of the matrix
     rows, times the product with the second half.
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,10 +1,10 @@
-"""Product of a matrix with 2 to 16 vectors on tensor cores, limited by memory.
+"""Product of a matrix with 2 to 16 vectors on tensor cores, limited by memory. Reference:
+`multiply` in `kvindex_cuda/triton/reference.py`.
 
-A program computes some rows of the matrix. It divides each tile of columns into one slice per
-warp, computes a product `[rows, slice] · [slice, batch]` for each, and adds up the slices at the
-end. So each weight and each activation is converted by one warp only, and tiles arrive by
-asynchronous copies. A program reads its weights once, and all activations.
-Reference: `multiply` in `kvindex_cuda/triton/reference.py`.
+A program computes some rows of the product. It reads their weights once, and all activations. Each
+tile of columns is divided into one slice per warp: a warp computes the product `[rows, slice] ·
+[slice, batch]`, and the slices are added up at the end. So only one warp converts each number, and
+tiles can arrive by asynchronous copies.
 """
 
 import triton
@@ -15,8 +15,8 @@ from kvindex_cuda.triton.kernels.overlap import after_previous, bring_rows
 
 @triton.jit
 def read_weights(weight, rows, columns, N, K):
-    """Load a tile `[slices, rows, slice]` of the matrix `[N, K]`, with zeros outside of the matrix.
-    A slice is a range of columns."""
+    """Load a tile of the matrix `[N, K]` as `[slices, rows, slice]`, with zeros outside of the
+    matrix. A slice is a range of columns."""
     inside = (rows[None, :, None] < N) & (columns[:, None, :] < K)
     at = weight + rows[None, :, None].to(tl.int64) * K + columns[:, None, :]
     return tl.load(at, inside, other=0.0)
@@ -24,8 +24,8 @@ def read_weights(weight, rows, columns, N, K):
 
 @triton.jit
 def read_vectors(x, x_step, columns, batch, K, B, GATED: tl.constexpr):
-    """Load activations, float32 `[slices, slice, batch]`. If GATED, a vector has 2K activations,
-    and the result is `silu` of the first K times the last K."""
+    """Load activations as float32 `[slices, slice, batch]`. If GATED, return `silu(gate) · up`,
+    where a vector in memory is K numbers of gate, then K numbers of up."""
     inside = (columns[:, :, None] < K) & (batch[None, None, :] < B)
     at = x + batch[None, None, :] * x_step + columns[:, :, None]
     found = tl.load(at, inside, other=0.0).to(tl.float32)
@@ -36,12 +36,12 @@ def read_vectors(x, x_step, columns, batch, K, B, GATED: tl.constexpr):
 
 @triton.jit
 def ones_as(weight, columns, never, dtype: tl.constexpr):
-    """Return ones `[slices, 16, slice]` in the layout of the product with the weights.
+    """Return ones `[slices, 16, slice]` in the register layout of the weights. `add_squares`
+    multiplies by them.
 
-    For a product with FP8 weights, Triton derives the layout of the operands from the FP8 load. If
-    activations are needed in two layouts, Triton does not pipeline their loads. So for FP8 weights
-    the ones also come from an FP8 load. Its mask is false for all columns, because they are below
-    `never`.
+    Triton does not pipeline the loads of activations if they are needed in two layouts. For FP8
+    weights, it derives the layout from the load instruction, so the ones must also come from an FP8
+    load. The mask of this load is false everywhere, because all columns are below `never`.
     """
     if weight.dtype.element_ty == tl.float8e4nv:
         at = columns[:, None, :] + tl.zeros([1, 16, 1], tl.int32)
@@ -53,11 +53,11 @@ def ones_as(weight, columns, never, dtype: tl.constexpr):
 
 @triton.jit
 def add_squares(ones, found, squares, dtype: tl.constexpr, PRECISION: tl.constexpr):
-    """Add the squared activations of some columns to `squares`, which has 16 equal rows.
+    """Add up the squared activations of some columns on tensor cores, by a product with ones.
+    `squares` has 16 equal rows.
 
-    Tensor cores add up the squares, because activations become operands of tensor cores anyway.
-    Each square is split into two operands. This is exact for bfloat16, whose squares have twice as
-    many bits, and has a relative error below 2^-18 for float16.
+    Each square is split into two operands of the tensor cores. This is exact for bfloat16
+    activations. For float16 activations, the relative error is below 2^-18.
     """
     square = found * found
     if PRECISION == "ieee":
@@ -75,11 +75,11 @@ def product_of_rows(
     BLOCK_K: tl.constexpr, SLICES: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Compute rows of the product, float32 `[rows, batch]`.
+    """Compute rows of the product, float32 `[rows, batch]`. The first weights are prefetched into
+    L2 before the previous kernel has ended.
 
-    The first weights are prefetched into L2 before the previous kernel has ended. Operands of the
-    tensor cores have the dtype of the activations. For float16 with a norm they are TF32 instead,
-    which has as many mantissa bits and a larger range.
+    The operands of the tensor cores have the dtype of the activations, with one exception: for
+    float16 with a norm they are TF32, which has as many mantissa bits and a larger range.
     """
     given: tl.constexpr = x.dtype.element_ty
     PRECISION: tl.constexpr = "ieee" if given == tl.float32 else "tf32"

@@ -240,7 +240,10 @@ def test_a_first_search_is_not_captured():
     index, _, _ = made(300)
     (queries,) = cuda(CASE.queries())
     with (
-        pytest.raises(RuntimeError, match="graph: no buffers for a search of k = 50 rows"),
+        pytest.raises(
+            RuntimeError,
+            match="graph: no buffers that are large enough for a search of k = 50 rows",
+        ),
         torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
     ):
         index.search(queries, k=K)

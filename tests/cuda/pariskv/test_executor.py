@@ -269,7 +269,9 @@ def test_what_a_graph_holds_stays_and_asks_for_no_more_than_it_has_room_for(devi
     fusing = import_module("kvindex_cuda.pariskv.executor")
     with monkeypatch.context() as context:
         context.setattr(fusing, "capturing", lambda device: True)
-        with pytest.raises(RuntimeError, match="graph: no buffers for a search of k = 5 rows"):
+        with pytest.raises(
+            RuntimeError, match="graph: no buffers that are large enough for a search of k = 5 rows"
+        ):
             mine.search(queries, k=5)
     mine.warm_up(k=5, tokens=60)
     with monkeypatch.context() as context:

@@ -151,7 +151,10 @@ def test_other_names_and_types_are_refused(launched, change, message):
             "__global__ void some(short few) {}",
             "some: got a parameter 'short few', allowed is a pointer or",
         ),
-        ("__global__ void some(const __grid_constant__ Lost args) {}", "some: got no struct Lost"),
+        (
+            "__global__ void some(const __grid_constant__ Lost args) {}",
+            "some: got a parameter of type Lost",
+        ),
     ],
 )
 def test_a_source_that_says_nothing_of_a_kernel_is_refused(text, message):
