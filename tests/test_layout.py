@@ -354,6 +354,7 @@ LOOKUPS = {
     "adapters/kvindex_adapters/hf/model/rotary.py": OF_TRANSFORMERS,
     "adapters/kvindex_adapters/hf/graph/run_ahead.py": OF_TRANSFORMERS,
     "adapters/kvindex_adapters/hf/cache/takeover.py": OF_TRANSFORMERS,
+    "adapters/kvindex_adapters/hf/chat.py": OF_TRANSFORMERS,
     "adapters/kvindex_adapters/hf/unsupported.py": OF_TRANSFORMERS,
     "adapters/kvindex_adapters/vllm/__init__.py": "what a version of vLLM has",
     "kvindex/bases/faiss_library.py": "what a build of FAISS has",

@@ -37,9 +37,7 @@ Read: TypeAlias = Callable[[Tensor], Rows]
 
 
 class Cut(NamedTuple):
-    """A range of consecutive valid tokens, `start` to `stop - 1`, that is split into `clusters`
-    clusters.
-    """
+    """Valid tokens number `start` to `stop - 1`, which are grouped into `clusters` clusters."""
 
     start: int
     stop: int
@@ -78,7 +76,7 @@ class Plan:
 
 
 class _Row(NamedTuple):
-    """One sequence while its clusters are updated.
+    """The tokens of one sequence, while its clusters are updated.
 
     Attributes:
         prompt: Number of tokens in the prompt.
@@ -291,9 +289,7 @@ class ClusteredIndex(BaseIndex):
         return layout | {f"learned.{name}": spec for name, spec in learned.items()}
 
     def _follows(self, learned: Codes) -> bool:
-        """Return True if a loaded state has room for the clusters that `_plan` gives for its
-        tokens.
-        """
+        """Return True if a loaded state has as many clusters as `_plan` defines for its tokens."""
         clusters, counts = learned["sizes"].shape[2], learned["sizes"].sum(-1)[:, 0].tolist()
         for prompt, count in zip(learned["prompt"].tolist(), counts, strict=True):
             cuts = self._plan().cuts(prompt, count) if count else []

@@ -1,4 +1,7 @@
-"""Checks of argument tensors. On a GPU an error can be raised later, so the host need not wait."""
+"""Checks of argument tensors.
+
+On a GPU, errors are raised later, so that the host need not wait.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +69,9 @@ class DeferredChecks(Transactional):
 
     @property
     def _defers(self) -> bool:
-        """True on a CUDA device, unless `check=True`: errors in tensor contents are raised by a
-        later call.
+        """True if errors in the contents of tensors are raised by a later call.
+
+        This is so on a CUDA device, unless `check=True`.
         """
         return self.geometry.device.type == "cuda" and not self._check
 
@@ -149,5 +153,6 @@ class DeferredChecks(Transactional):
         wrong = (hits.ids >= count) | (hits.ids < lowest)
         span = "" if lowest == self._length - 1 else f" to {self._length - 1}"
         self._raise_if("hits.ids", hits.ids, wrong, f"{lowest}{span}")
-        # Replace wrong ids, because the error may be raised later and no kernel may use them.
+        # Replace invalid ids: the error may be raised later, and no kernel may read memory at
+        # these ids.
         return hits.ids.masked_fill(wrong, UNUSED)

@@ -90,7 +90,7 @@ def joined_flags(
 
 
 def are_valid(queries: Tensor, positions: Tensor, valid: Tensor | None) -> Tensor:
-    """Return which queries belong to valid tokens, bool `[B, R]`.
+    """Return which queries belong to valid (not padded) tokens, bool `[B, R]`.
 
     Args:
         queries: `[B, H, R, D]`; the query of a padded token is zero.

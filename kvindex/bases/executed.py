@@ -63,7 +63,7 @@ class CapturingExecutor(Protocol):
 
 @runtime_checkable
 class JoiningExecutor(Protocol):
-    """An executor whose index can run decode steps in one batch with other indexes."""
+    """An executor that can run the decode steps of its index and of other indexes in one batch."""
 
     def new_batch(self) -> IndexBatch:
         """Create an object that runs decode steps of several indexes.
@@ -304,9 +304,10 @@ class ExecutedIndex(BaseIndex):
         """Compile kernels and allocate buffers for searches of `k` rows among up to `tokens`
         tokens.
 
-        Otherwise the first search compiles the kernels and allocates the buffers. Call this before
-        a search is captured in a CUDA graph, because the graph keeps using the buffers that exist
-        at capture (docs/cuda.md). The call does nothing if the index runs without fused kernels.
+        Without this call, the first search compiles the kernels and allocates the buffers. Call
+        this before a search is captured in a CUDA graph, because the graph keeps using the buffers
+        that exist at capture (docs/cuda.md). The call does nothing if the index runs without fused
+        kernels.
 
         Args:
             k: Rows to select per KV head.

@@ -275,7 +275,8 @@ class FaissIndex(BaseIndex):
         keys = None if on_gpu else inputs.new_empty((B, G, heads * count, D)).zero_()
         with threads(torch.get_num_threads()):
             for b, g, rows in self._searches():
-                # For one sequence, index with a slice: a list would make the host wait.
+                # For a single sequence, use a slice. Indexing with a list would make the host wait
+                # for the GPU.
                 row: Any = slice(b, b + 1) if rows == [b] else rows
                 batch = inputs[row, g].contiguous()  # [b, g, D]
                 ids, vectors = self._query_faiss(

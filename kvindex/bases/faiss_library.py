@@ -33,7 +33,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 def in_threads(work: Callable[[Any], Any], items: Iterable[Any], at_once: int) -> list[Any]:
-    """Call `work` for all items, `at_once` of them concurrently, and return the results in order.
+    """Call `work` for each item, on up to `at_once` threads, and return the results in order.
 
     FAISS uses a single thread for each item, so the results are deterministic.
     """

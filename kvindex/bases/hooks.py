@@ -109,9 +109,9 @@ class Hooks(Capable, DeferredChecks, ABC, transactional=False):
         """Return the learned parameters after an append of these tokens, without changing the
         index.
 
-        A sequence learns from the first append that contains one of its valid tokens; an index may
-        require more tokens. The parameters then stay the same until `reset`, or until tokens from
-        which they were learned are removed (`_learned_before`).
+        The parameters of a sequence are learned from the first append that contains a valid token
+        of the sequence; an index may require more tokens. The parameters then stay the same until
+        `reset`, or until tokens from which they were learned are removed (`_learned_before`).
 
         Args:
             keys: `[B, G, N, D]`; keys of padded tokens are zero.
@@ -209,10 +209,10 @@ class Hooks(Capable, DeferredChecks, ABC, transactional=False):
         return [self._codes[name] for name in self._codes]
 
     def _summaries(self) -> Rows | None:
-        """Return rows that each stand for several tokens, keys `[B, G, S, D]`; None without such
-        rows.
+        """Return the keys `[B, G, S, D]` and values of summary rows, or None if there are none.
 
-        A search returns the id `-2 - s` for summary row `s`.
+        A summary row stands for several tokens. A search returns the id `-2 - s` for summary row
+        `s`.
         """
         return None
 
@@ -270,5 +270,5 @@ class Hooks(Capable, DeferredChecks, ABC, transactional=False):
 
         Args:
             tokens: Vocabulary ids, int64 `[B, T]`, or `[T]` if all sequences have the same text.
-            first: Id in the index of the first of these tokens.
+            first: Id of the first of these tokens in the index.
         """

@@ -119,9 +119,10 @@ class PagedIndex(BaseIndex):
     # Encoding
 
     def _encode(self, keys: Tensor, learned: Codes) -> Codes:
-        """Return the summaries of the pages that these keys form on their own.
+        """Return the summaries of the pages that these keys form if the first key begins a page.
 
-        `append` can give other pages, because it first fills the last page of the index.
+        `append` may divide the same keys differently, because it first fills the last page of the
+        index.
         """
         none = torch.zeros(len(keys), dtype=torch.int64)
         return self._tail(none, keys, None)
@@ -222,8 +223,8 @@ def _paged(tokens: Tensor, slots: Tensor, *, pages: int, page: int) -> Tensor:
     """Arrange tokens `[B, G, n, W]` in pages `[B, G, pages, P, W]`, each token in the slot given
     for it.
 
-    slots: int64 `[B, n]`, counted over all pages. A token with the slot `pages · P` is dropped.
-    Slots without a token are zero.
+    slots: int64 `[B, n]`, the slot of each token; page `p` has the slots `p · P` to `p · P + P -
+    1`. A token with the slot `pages · P` is dropped. Slots without a token are zero.
     """
     B, G, _, W = tokens.shape
     shape = (B, G, pages * page + 1, W)

@@ -62,7 +62,8 @@ class Sentences:
         return replace(self, ends=ends)
 
     def with_queries(self, queries: Tensor, positions: Tensor, most: int) -> Sentences:
-        """Add queries `[B, H, T, D]` of the tokens `positions`, and keep the newest `most` queries.
+        """Add queries `[B, H, T, D]`, and retain only the newest `most` queries. positions: token
+        ids of the added queries.
 
         Old queries at or after the first new position are dropped, because their tokens were
         truncated.

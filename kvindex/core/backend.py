@@ -54,10 +54,10 @@ def choose(device: torch.device) -> tuple[str, str]:
 def accelerate(
     backend: str, geometry: Geometry, config: object, constants: Mapping[str, Tensor]
 ) -> Executor | None:
-    """Return an executor, which runs the index with kernels, or None if the backend has none for
-    it.
+    """Return an executor, which runs the index with compiled kernels, or None.
 
-    constants: name -> tensor that the index derives from its configuration.
+    The result is None if the backend has no executor for this geometry and configuration.
+    constants: tensors that the index derives from its configuration, by name.
     """
     if backend == "torch":
         return None

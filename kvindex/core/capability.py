@@ -17,7 +17,7 @@ _speaks: dict[
 
 
 class Capable:
-    """Base of objects for which `isinstance` alone does not decide which protocols they support."""
+    """Base class of objects that report themselves which protocols they support."""
 
     def capability(self, wanted: type[P]) -> P | None:
         """Return this object if it supports the protocol `wanted`, otherwise None."""
@@ -38,8 +38,8 @@ class Capable:
 def capability(index: object, wanted: type[P]) -> P | None:
     """Return `index` if it supports the protocol `wanted`, otherwise None.
 
-    An object that is not `Capable` supports a protocol if it has all its methods. Compare the
-    result with None, because an empty index is false in a boolean context.
+    An object that is not `Capable` supports a protocol if it has all methods of the protocol.
+    Compare the result with None, because an empty index is false in a boolean context.
     """
     if isinstance(index, Capable):
         return index.capability(wanted)

@@ -65,10 +65,11 @@ def tensor(
 
 
 def kind(value: object) -> object:
-    """Return shape, dtype and device of a dense tensor, so that a repeated check can be skipped.
+    """Return shape, dtype and device of a dense tensor, by which a repeated check can be skipped.
 
-    If the result equals that of a tensor that has passed `tensor`, this tensor would pass, too. For
-    any other value, return a new object that equals nothing else.
+    If two tensors give equal results and one of them has passed the check `tensor`, the other one
+    passes it as well. For a value that is not a dense tensor, the result is a new object, which
+    equals only itself.
     """
     if not isinstance(value, Tensor) or value.is_nested or value.layout is not torch.strided:
         return object()
@@ -205,7 +206,7 @@ def finite(name: str, value: Tensor) -> None:
 
 
 def in_keys(values: Tensor, keys: Tensor) -> None:
-    """Raise ValueError if a value differs from the first coordinates of its key.
+    """Raise ValueError if a value is not equal to the first `Dv` coordinates of its key.
 
     On a GPU, this waits for the device.
     """
@@ -219,8 +220,7 @@ ALLOWED_IN_KEYS = "the same number as in the key, because value_in_key is True"
 
 
 def not_in_keys(values: Tensor, keys: Tensor) -> Tensor:
-    """Return True for numbers of values `[…, Dv]` that differ from the same coordinate of keys `[…,
-    D]`.
+    """Compare values `[…, Dv]` with keys `[…, D]`, and return True where a coordinate differs.
 
     A NaN in a key counts as equal to any number, because keys of padded tokens may contain NaN.
     """

@@ -51,20 +51,19 @@ def make_config(
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """Parse `"pariskv:preset=paper:beta=.05"` to `("pariskv", {"preset": "paper", "beta": 0.05})`.
 
-    A value that looks like an integer, float, boolean or None is converted, even if the option is a
-    string. `read_options` can leave string options as text. Raises ValueError if a part is not of
-    the form `option=value`.
+    A value that looks like an integer, float, boolean or None is converted, even if the option is
+    a string. `read_options` can leave string options as text. Raises ValueError if an option is
+    not written as `option=value`.
     """
     name, written = split_spec(spec)
     return name, read_options(written)
 
 
 def split_spec(spec: str) -> tuple[str, dict[str, str]]:
-    """Split `"pariskv:preset=paper:beta=.05"` into the name and the options, whose values stay
-    text.
+    """Split `"pariskv:preset=paper:beta=.05"` into the name and the options.
 
-    The name may also have the form `module:Class`, as in `"planes:Planes:bits=4"`. Raises
-    ValueError if another part is not of the form `option=value`.
+    The values of the options stay text. The name may also have the form `module:Class`, as in
+    `"planes:Planes:bits=4"`. Raises ValueError if an option is not written as `option=value`.
     """
     name, *parts = check.text("index", spec).split(":")
     if parts and _dotted(name) and _dotted(parts[0]):

@@ -51,7 +51,8 @@ class CudaGraph:
         gc.disable()  # a finalizer might make a CUDA call that is forbidden during a capture
         try:
             with torch.cuda.device(device), torch.cuda.stream(side):
-                # with "thread_local", other threads may allocate pinned memory during the capture
+                # in the capture mode "thread_local", other threads may allocate pinned memory
+                # during the capture
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
                     work()

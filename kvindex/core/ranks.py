@@ -143,7 +143,9 @@ class Ranks:
     def group(self) -> Any:
         """The process group of torch. Raises ValueError if this process is alone."""
         if self._group is None:
-            raise ValueError("group: got a single process, allowed is a group of several")
+            raise ValueError(
+                "group: got a single process, allowed is a group of at least two processes"
+            )
         return self._group
 
     def sum(self, tensor: Tensor) -> Tensor:

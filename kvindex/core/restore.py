@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 class Restorable:
-    """Base of objects with checkpoints. Attributes are replaced, and never modified in place.
+    """Base of objects with checkpoints.
 
-    Attributes that are `Restorable` themselves are an exception. A checkpoint becomes invalid when
-    tokens that it contains are truncated and other tokens are appended in their place.
+    Attributes are replaced, and never modified in place. Only attributes that are `Restorable`
+    themselves may be modified. A checkpoint becomes invalid when tokens that it contains are
+    truncated and other tokens are appended in their place.
     """
 
     def checkpoint(self) -> Any:

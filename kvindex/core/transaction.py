@@ -245,7 +245,7 @@ class Transactional(Restorable):
         """
 
     def _undone(self, name: str) -> bool:
-        """Return True if a failed call of this name is undone."""
+        """Return True if a failed call of the method `name` is undone."""
         return name in CHANGES
 
     def _runs_alone(self, name: str) -> bool:
@@ -334,7 +334,8 @@ def _unusual() -> bool:
     # These torch functions are module globals, because looking up attributes in every call is slow.
     if _default_dtype() is not _FLOAT32 or _autocast("cpu") or _autocast("cuda"):
         return True
-    # A default device adds a function mode. Counting the modes is faster than reading the device.
+    # `torch.set_default_device` adds a function mode. Counting the modes is faster than reading
+    # the device.
     return _modes() > 0 and torch.get_default_device().type != "cpu"
 
 

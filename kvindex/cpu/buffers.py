@@ -1,4 +1,4 @@
-"""Buffers for intermediate results. Each thread has its own, which all indexes share."""
+"""Buffers for intermediate results. Each thread has its own buffers, which all indexes use."""
 
 from __future__ import annotations
 

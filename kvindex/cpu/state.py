@@ -85,7 +85,9 @@ class State:
 
     @lazy
     def limits(self) -> dict[int, np.ndarray]:
-        """Cache: number of rows `k` -> number of candidates of each group, int64 `[B·G]`."""
+        """Cache of the number of candidates of each group, int64 `[B·G]`, by the number of rows
+        `k`.
+        """
         return {}
 
     @staticmethod
@@ -135,14 +137,17 @@ class State:
 
 
 def regressions(contents: Contents, groups: int) -> np.ndarray:
-    """Return the matrices of the sign regression, float32 `[B·G, D, D]` (`State.regression`)."""
+    """Return the matrices that predict keys from their signs, float32 `[B·G, D, D]`."""
     if contents.regression is None:
         return np.empty((groups, 0, 0), np.float32)
     return contents.regression().float().contiguous().flatten(0, 1).numpy()
 
 
 def weighed(parts: list[Codes], groups: int, factors: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Compute the numbers by which weights multiply votes: `State.scales` and `State.factors`."""
+    """Compute the integers that multiply votes in proportion to the keys' weights.
+
+    The results are `State.scales` and `State.factors`.
+    """
     some = [part["weights"].flatten(2).amax(2) for part in parts if part]
     largest = torch.stack(some).amax(0).flatten()
     scale = coding.weight_scale(largest)

@@ -26,7 +26,7 @@ class CompiledStore(TensorStore):
 
     @property
     def attends(self) -> bool:
-        """True if `attend` is supported: rows are not quantized."""
+        """True if the rows are not quantized, so that `attend` is supported."""
         return self.row_codec == "plain"
 
     def gather(self, ids: Tensor) -> Rows:

@@ -29,7 +29,7 @@ class ActQKVConfig:
         page: Tokens per page.
         window: Number of queries from which the probe is computed: the query that is passed to
             `search`, and the newest queries before it.
-        group: Rule by which the query heads that share a KV head agree on rows
+        group: How the scores of the query heads that share a KV head are combined
             (`kvindex.ops.group`).
     """
 

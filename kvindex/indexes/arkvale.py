@@ -34,7 +34,7 @@ class ArkValeConfig:
         radius: "mean": the mean distance of the keys from the center (as in the authors' code), so
             that some keys are outside the volume. "max": the maximum distance, so that the score of
             a page is an upper bound of the inner products with its keys.
-        group: Rule by which the query heads that share a KV head agree on rows
+        group: How the scores of the query heads that share a KV head are combined
             (`kvindex.ops.group`).
     """
 
@@ -51,10 +51,12 @@ class ArkValeConfig:
 
 
 class ArkVale(PagedIndex):
-    """Selects whole pages. A page's score is the query's largest inner product with a point in it.
+    """Selects whole pages.
 
-    The points are those of the volume around the page's keys (option `volume`). In `Hits.scores`,
-    each row has the score of its page.
+    A page's score is the query's largest inner product with a point of its volume.
+
+    The volume is a region around the page's keys (option `volume`). In `Hits.scores`, each row has
+    the score of its page.
 
     Source: Chen et al., ArkVale (NeurIPS 2024).
     """

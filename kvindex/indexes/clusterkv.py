@@ -25,7 +25,7 @@ class ClusterKVConfig:
         block: Number of tokens after the prompt that are clustered together.
         block_clusters: Number of clusters into which such a block is divided.
         iterations: Maximum number of k-means iterations.
-        group: Rule by which the query heads that share a KV head agree on rows
+        group: How the scores of the query heads that share a KV head are combined
             (`kvindex.ops.group`).
         seed: Seed for the starting points of k-means.
     """

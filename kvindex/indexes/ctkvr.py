@@ -1,4 +1,4 @@
-"""CTkvr: uses queries of the prompt as centroids, and stores which keys each attends to most.
+"""CTkvr: uses queries of the prompt as centroids, and lists the keys that each attends to most.
 
 A search finds the centroids that are most similar to its query, and ranks the keys in their lists.
 
@@ -46,7 +46,7 @@ class CTkvrConfig:
             (paper, section 3.1.3).
         stale: True if keys that are appended after the centroids were built are not added to their
             lists.
-        group: Rule by which the query heads that share a KV head agree on the ranked keys
+        group: How the scores of the query heads that share a KV head are combined
             (`kvindex.ops.group`; paper: "max_share").
         seed: Seed for `choice="random"`.
     """
@@ -110,7 +110,7 @@ class CTkvr(BaseIndex):
 
     @property
     def depends_on_queries(self) -> bool:
-        """True if the query of a search becomes a centroid, so that it affects later searches."""
+        """True if the query of a search becomes a centroid, and so affects later searches."""
         return bool(self.config.update)
 
     def _undone(self, name: str) -> bool:
@@ -125,9 +125,9 @@ class CTkvr(BaseIndex):
         """Receive the newest queries `[B, H, T, D]` of the tokens `positions`.
 
         Until `end_prompt`, these queries are stored, and some of them become centroids. After it,
-        the query of the last search becomes a centroid. If a call then has several queries, as for
-        another prompt, they become centroids, too, with lists chosen from all keys. NaN and
-        infinite coordinates count as 0.
+        the query of the last search becomes a centroid. If a call then passes several queries, for
+        example those of another prompt, these also become centroids, with lists chosen from all
+        keys. NaN and infinite coordinates count as 0.
         """
         g, observed = self.geometry, self._state.observed
         batch = observed.queries.shape[0] if self._batch is None and observed else self._batch

@@ -32,7 +32,7 @@ class DoubleSparsityConfig:
             layer's dtype.
         queries: Number of queries, spread evenly over the prompt, by which the coordinates are
             chosen.
-        group: Rule by which the query heads that share a KV head agree on rows
+        group: How the scores of the query heads that share a KV head are combined
             (`kvindex.ops.group`).
     """
 

@@ -24,7 +24,7 @@ class ExactConfig:
     """Options of exact search.
 
     Args:
-        group: Rule by which the query heads that share a KV head agree on rows
+        group: How the scores of the query heads that share a KV head are combined
             (`kvindex.ops.group`).
     """
 

@@ -61,7 +61,8 @@ class FaissIVF(FaissIndex):
     Config = FaissIVFConfig
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        """Train the centroids of each sequence on the first append that has valid keys of it.
+        """Train the centroids of each sequence on the first append with a valid key of the
+        sequence.
 
         Returns:
             `lists`: Number of centroids of each sequence, int64 `[B]`; 0 before the training.
@@ -141,7 +142,10 @@ class FaissIVF(FaissIndex):
         return layout
 
     def _quantizer(self, b: int, g: int) -> tuple[Any, int]:
-        """Return a FAISS index of the centroids for sequence `b`, KV head `g`, and their number."""
+        """Return a FAISS index with the centroids of sequence `b` and KV head `g`.
+
+        The second result is the number of centroids.
+        """
         quantizer = self._faiss.IndexFlatIP(self.geometry.head_dim)
         lists = int(self._learned["lists"][b])
         quantizer.add(self._learned["centroids"][b, g, :lists].cpu().numpy())

@@ -28,7 +28,7 @@ class H2OConfig:
         recent: Fraction of the budget that is reserved for the latest rows (published: half).
         most: Number of the prompt's last queries whose attention weights are added up. None: all
             queries of the prompt (published).
-        group: Rule by which the query heads that share a KV head rank the retained rows
+        group: How the scores of the query heads that share a KV head are combined
             (`kvindex.ops.group`).
     """
 

@@ -45,7 +45,7 @@ class IceCacheConfig:
         view: Minimum number of anchors whose tokens a search reads for each query head.
         view_share: Minimum number of these anchors, as a fraction of the number of tokens. The
             larger of the two minima applies.
-        group: Rule by which the query heads that share a KV head agree on rows
+        group: How the scores of the query heads that share a KV head are combined
             (`kvindex.ops.group`).
         seed: Seed for the choice of anchors, and for the direction along which an anchor's tokens
             are sorted before they are cut into pages.
@@ -323,7 +323,7 @@ def _empty(keys: Tensor) -> dict[str, Tensor]:
 
 
 def _compact(chosen: Tensor) -> Tensor:
-    """Return the positions of True elements (`compact`); `chosen` may also have no columns."""
+    """Return the positions of True elements like `compact`, but also for a mask with no columns."""
     return compact(chosen) if chosen.shape[1] else chosen.long()
 
 

@@ -41,7 +41,7 @@ class InfLLMConfig:
         representatives: Number of keys that represent a block for each query head (published: 4).
         span: Number of queries after a key over which its representative score is averaged
             (published: 4096, the size of the local window).
-        group: Rule by which the query heads that share a KV head agree on rows
+        group: How the scores of the query heads that share a KV head are combined
             (`kvindex.ops.group`).
     """
 
@@ -59,8 +59,8 @@ class InfLLMConfig:
 class InfLLM(PagedIndex):
     """Selects whole blocks by the query's mean inner product with their representative keys.
 
-    Representative scores are computed from the queries that the caller passes to
-    `observe_queries`. A key that no observed query follows has no score, and represents its block
+    Representative scores are computed from the queries that the caller passes to `observe_queries`.
+    A key has no score if no query of a later token was observed. Such a key represents its block
     only if fewer than `representatives` keys of the block have a score. If no key of a block has a
     score, the keys with the largest norms represent the block. In `Hits.scores`, each row has the
     score of its block.
@@ -78,7 +78,7 @@ class InfLLM(PagedIndex):
         self._queries, self._positions = Columns(), torch.zeros(0, dtype=torch.int64)
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """Store queries `[B, H, T, D]` of the tokens `positions`, for scores of keys before them.
+        """Store queries `[B, H, T, D]` of the tokens `positions`, which score the keys before them.
 
         Queries that were stored for the first of these positions or a later one are dropped,
         because their tokens have been replaced.
@@ -134,7 +134,7 @@ class InfLLM(PagedIndex):
     def _marks(self, keys: Tensor) -> Tensor:
         """Return the representative score of each key for each query head, float32 `[B, G, T, g]`.
 
-        The score is `NONE` for a key that no observed query follows.
+        The score is `NONE` for a key if no query of a later token was observed.
         """
         g, (B, G, T, D) = self.geometry, keys.shape
         marks = torch.full((B, G, T, g.group_size), NONE, device=g.device)
@@ -143,8 +143,8 @@ class InfLLM(PagedIndex):
         observed = self._queries["queries"]
         if observed.shape[0] != B:
             raise ValueError(
-                f"keys: got a batch of {B}, allowed is {observed.shape[0]}, the batch of the "
-                "observed queries"
+                f"keys: got a batch of {B}, but queries of {observed.shape[0]} sequences "
+                "were observed"
             )
         if int(self._positions[-1]) <= len(self):
             return marks

@@ -31,7 +31,7 @@ class LeoAMConfig:
         leaf: Number of tokens in a chunk of the smallest size, `page` divided by a power of two.
         spread: Number of tokens in the chunks that a search splits at each size, as a multiple of
             the number of requested rows `k`, at least 1.
-        group: Rule by which the query heads that share a KV head agree on rows
+        group: How the scores of the query heads that share a KV head are combined
             (`kvindex.ops.group`).
     """
 

@@ -38,7 +38,7 @@ class LocksConfig:
     Args:
         page: Tokens per page (published: 16).
         rank: Rank of the approximation of a page's keys (published: 8).
-        group: Rule by which the query heads that share a KV head agree on rows
+        group: How the scores of the query heads that share a KV head are combined
             (`kvindex.ops.group`).
     """
 

@@ -36,7 +36,7 @@ class LouisKVConfig:
         per_cluster: Average number of keys in a cluster of the prompt.
         iterations: Number of k-means iterations.
         longest: Maximum number of tokens per segment. Longer segments are divided.
-        group: Rule by which the query heads that share a KV head agree on clusters and segments
+        group: How the scores of the query heads that share a KV head are combined
             (`kvindex.ops.group`).
         seed: Seed for the starting points of k-means.
     """
@@ -110,7 +110,10 @@ class LouisKV(BaseIndex):
             self._sequence = replace(self._sequence, prompt=len(self))
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """Store the position of the newest query, at which `mark_boundary` ends a segment."""
+        """Store the position of the newest query.
+
+        `mark_boundary` ends a segment at this position.
+        """
         check.tensor("positions", positions, {"T": None}, torch.int64)
         if len(positions):
             self._sequence = replace(self._sequence, newest=positions[-1:])

@@ -1,6 +1,7 @@
 """MagicPIG: samples keys by locality-sensitive hashing (LSH), and corrects attention for it.
 
-Attention divides the weight of a key by the probability with which the key was sampled.
+Attention divides the term of a key in the softmax by the probability with which the key was
+sampled.
 
 Chen et al., MagicPIG: LSH Sampling for Efficient LLM Generation (ICLR 2025).
 docs/indexes/magicpig.md lists the differences from the authors' code.
@@ -103,8 +104,9 @@ class MagicPIG(BaseIndex):
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
         """Compute the mean key of each sequence, which is subtracted from keys before hashing.
 
-        The mean is that of the first append that contains a valid token of the sequence. To
-        subtract it changes all logits of a query by the same number, and not the softmax.
+        The mean is that of the first append that contains a valid token of the sequence.
+        Subtracting it changes all logits of a query by the same number, so the softmax does not
+        change.
 
         Returns:
             `center`: Mean key, float32 `[B, G, D]`.
@@ -291,7 +293,7 @@ def log_chance(cosines: Tensor, bits: int, tables: int) -> Tensor:
     meet = p.clamp_min(1e-8) ** bits  # angles near π are accurate to 1e-8
     missed = torch.log1p(-meet)
     closed = -torch.expm1(tables * missed) - tables * meet * ((tables - 1) * missed).exp()
-    # for small `w`: the logarithm of the first two terms of the series of `w` in powers of `p^K`
+    # for small `w`, use the logarithm of the first two terms of the power series of `w` in `p^K`
     pairs = math.log(tables * (tables - 1) / 2)
     series = pairs + 2 * meet.log() + torch.log1p(-2 * (tables - 2) / 3 * meet.clamp_max(RARE))
     return torch.where(tables * meet < RARE, series, closed.log())

@@ -34,7 +34,7 @@ class PQCacheConfig:
         bits: Bits per code, 1 to 8. A subspace has `2^bits` centroids.
         iterations: Number of k-means iterations (Lloyd's algorithm). With 0, the starting points
             are the centroids.
-        group: Rule by which the query heads that share a KV head agree on rows
+        group: How the scores of the query heads that share a KV head are combined
             (`kvindex.ops.group`).
         seed: Seed for the starting points of k-means.
     """
@@ -76,7 +76,8 @@ class PQCache(BaseIndex):
     # Encoding
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        """Train the codebooks of each sequence on the first append that has valid keys of it.
+        """Train the codebooks of each sequence on the first append with a valid key of the
+        sequence.
 
         Returns:
             `codebooks`: Float32 `[B, G, M, 2^bits, m]`.

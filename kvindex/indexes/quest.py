@@ -25,7 +25,7 @@ class QuestConfig:
 
     Args:
         page: Tokens per page (published: 16).
-        group: Rule by which the query heads that share a KV head agree on rows
+        group: How the scores of the query heads that share a KV head are combined
             (`kvindex.ops.group`).
     """
 

@@ -39,7 +39,7 @@ class RetroInferConfig:
         centered: True if the mean of the keys that are clustered together is subtracted from them
             before clustering.
         iterations: Maximum number of k-means iterations.
-        group: Rule by which the query heads that share a KV head agree on rows
+        group: How the scores of the query heads that share a KV head are combined
             (`kvindex.ops.group`).
         seed: Seed for the starting points of k-means.
     """

@@ -42,7 +42,7 @@ class SentenceKVConfig:
         punctuation: Token id or ids that end a sentence, for `observe_tokens`.
         query: Query that is compared with the mean keys. "sentence": the mean query of the current
             sentence (published). "token": the query of the newest token alone.
-        group: Rule by which the query heads that share a KV head agree on rows
+        group: How the scores of the query heads that share a KV head are combined
             (`kvindex.ops.group`).
     """
 
@@ -66,8 +66,8 @@ class SentenceKV(BaseIndex):
     """Selects whole sentences by the inner product of a mean query and their mean keys.
 
     The mean query is the mean of the query that is passed to `search` and of the queries of the
-    current sentence that were observed since `end_prompt`. The query of the search counts once,
-    even if it was observed, too. In `Hits.scores`, each row has the score of its sentence.
+    current sentence that were observed since `end_prompt`. The query of the search counts only
+    once, even if it was also observed. In `Hits.scores`, each row has the score of its sentence.
 
     Source: Zhu et al., SentenceKV (arXiv 2504.00970).
     """
@@ -219,8 +219,8 @@ class SentenceKV(BaseIndex):
         self._check_finite("keys", known)
         if len(self._signals.ends) not in (1, len(keys)):
             raise ValueError(
-                f"keys: got a batch of {len(keys)}, allowed is {len(self._signals.ends)}, "
-                "the batch of the observed tokens"
+                f"keys: got a batch of {len(keys)}, but the text of "
+                f"{len(self._signals.ends)} sequences was observed"
             )
         counts = self._held_before(len(self)) if len(self) else None
         past = torch.zeros(len(keys), dtype=torch.int64, device=keys.device)
@@ -255,7 +255,7 @@ class SentenceKV(BaseIndex):
         self._signals = Sentences.empty(self.geometry)
 
     def _sizes(self) -> Tensor:
-        """Return the number of tokens in each sentence of an index with tokens, int64 `[B, S]`."""
+        """Return the number of tokens in each sentence of a non-empty index, int64 `[B, S]`."""
         return self._codes["sizes"][:, 0].long()
 
     def _held_before(self, length: int) -> Tensor:

@@ -37,7 +37,7 @@ class ShadowKVConfig:
         rank: Rank of the approximation of the prompt's keys, which `fetch` returns after
             `end_prompt`. The keys of all KV heads are approximated together. None, or a prompt of
             at most this many tokens: keys are exact.
-        group: Rule by which the query heads that share a KV head agree on rows
+        group: How the scores of the query heads that share a KV head are combined
             (`kvindex.ops.group`).
         stale: If True, tokens after the last chunk that was complete at `end_prompt` are never
             returned.
@@ -103,7 +103,9 @@ class ShadowKV(PagedIndex):
     # Chunks
 
     def _summaries_of(self, keys: Tensor, present: Tensor, marks: Tensor | None = None) -> Codes:
-        """Compute each chunk's mean key, and the lowest cosine similarity of a key to the mean."""
+        """Compute each chunk's mean key, and the lowest cosine similarity of one of its keys to the
+        mean.
+        """
         mean = keys.float().masked_fill(~present, 0).sum(3) / present.sum(3).clamp_min(1)
         normalize = self.ops.transform.normalize
         cosines = (normalize(keys)[0] * normalize(mean)[0][:, :, :, None]).sum(-1)

@@ -39,7 +39,7 @@ class SnapKVConfig:
             rows of these tokens are always retained (published: 32).
         kernel: Number of adjacent rows over which votes are pooled, an odd number (published: 5).
         pool: How votes are pooled, "mean" (published) or "max".
-        group: Rule by which the query heads that share a KV head rank the retained rows
+        group: How the scores of the query heads that share a KV head are combined
             (`kvindex.ops.group`).
     """
 
@@ -105,7 +105,7 @@ class SnapKV(ObservingEvictionIndex):
         Args:
             observed: Last queries of the prompt.
             past: Number of stored rows to vote on.
-            keys: Keys of an append, `[B, G, T, D]`, to vote on, too, or None.
+            keys: Keys of an append, `[B, G, T, D]`, which are voted on as well; or None.
             valid: Mask of valid keys of the append, bool `[B, T]`, or None if all are valid.
         """
         g, config, B = self.geometry, self.config, len(observed.queries)

@@ -41,7 +41,7 @@ class SocketConfig:
         tables: Number of hash tables.
         tau: Temperature of a query's distribution over buckets. At lower values, more of the
             probability is in the bucket on the query's side of all hyperplanes.
-        group: Rule by which the query heads that share a KV head agree on rows
+        group: How the scores of the query heads that share a KV head are combined
             (`kvindex.ops.group`).
         seed: Seed for the hyperplanes.
     """

@@ -41,7 +41,7 @@ class SqueezedConfig:
         stale: If True, tokens after the prompt are not clustered (published): each of them is a
             cluster of one token.
         iterations: Maximum number of k-means iterations.
-        group: Rule by which the query heads that share a KV head agree on the order of clusters
+        group: How the scores of the query heads that share a KV head are combined
             (`kvindex.ops.group`).
         seed: Seed for the starting points of k-means.
     """

@@ -75,7 +75,7 @@ class TriAttentionConfig:
             are computed from the prompt.
         most: Number of last queries of the prompt from which centers are computed, if `centers` is
             None.
-        group: Rule by which the query heads that share a KV head rank the retained rows
+        group: How the scores of the query heads that share a KV head are combined
             (`kvindex.ops.group`).
     """
 

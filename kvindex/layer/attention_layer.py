@@ -202,7 +202,7 @@ class AttentionLayer(Transactional):
 
     @property
     def traffic(self) -> Traffic:
-        """How many rows (keys and values) attention has read for queries that searched."""
+        """Numbers of rows (keys and values) that attention has read for queries that searched."""
         return self._tally.traffic
 
     def nbytes(self) -> dict[str, int]:
@@ -472,7 +472,7 @@ class AttentionLayer(Transactional):
     ) -> Tensor:
         """Return the attention `[B, H, T, Dv]` of the newest tokens to the tokens `ids`.
 
-        `counts` says whether `traffic` counts the rows that are read.
+        If `counts` is True, `traffic` counts the rows that are read.
         """
         read = attend_chosen(self.index, self._window, queries, ids)
         newer, outputs = len(read), []
@@ -652,7 +652,7 @@ class AttentionLayer(Transactional):
         return self._joined.possible(searches=len(self) + 1 >= self.dense_below)
 
     def resident_room(self, tokens: int) -> int:
-        """Return for how many rows (keys and values) the buffer passed to `lie_in` needs room.
+        """Return the capacity in rows (keys and values) that a buffer for `lie_in` must have.
 
         `tokens` is the number of tokens of the next decode step.
         """
@@ -701,7 +701,7 @@ class AttentionLayer(Transactional):
         """Count a token that a joined step has appended, and the rows that attention has read.
 
         A joined step is a decode step that runs together with other sequences. A row is a key and
-        its value. `attended` is the token's attention.
+        its value. `attended` is the attention output of the token.
         """
         self._joined.count(attended)
 

@@ -184,7 +184,7 @@ class JoinedSteps(Restorable):
         """Count a token that a joined step has appended, and the rows that attention has read.
 
         A joined step is a decode step that runs together with other sequences. A row is a key and
-        its value. `attended` is the token's attention.
+        its value. `attended` is the attention output of the token.
         """
         contents, window = self._contents, self._contents.window
         resident = window.count_staged()

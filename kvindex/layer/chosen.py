@@ -113,7 +113,9 @@ def _where_they_lie(
 
 
 def _block(index: KVIndex, window: Window, queries: Tensor, ids: Tensor) -> list[Retrieved]:
-    """Fetch keys and values for all queries together, and let each query attend to its own ones."""
+    """Fetch the chosen keys and values of all queries together, and let each query attend to those
+    that were chosen for it.
+    """
     g, indexed = index.geometry, len(index)
     B, G, T, K = ids.shape
     rows = _rows(index, window.rows, ids.flatten(2))
@@ -138,7 +140,9 @@ def _block(index: KVIndex, window: Window, queries: Tensor, ids: Tensor) -> list
 
 
 def _rows(index: KVIndex, window: Rows, ids: Tensor) -> Rows:
-    """Return keys and values by token position, int64 `[B, G, n]`, from index and window."""
+    """Read the keys and values at the given token positions, int64 `[B, G, n]`, from index and
+    window.
+    """
     indexed = len(index)
     beside = torch.where(ids < indexed, UNUSED, ids - indexed)
     keys, values = gather_rows(window.keys, beside), gather_rows(window.values, beside)

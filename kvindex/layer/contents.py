@@ -26,7 +26,8 @@ class LayerContents(Restorable):
 
     def __init__(self, index: KVIndex, window: Window) -> None:
         self.index, self.window = index, window
-        # has one element, the length, while tokens move from the window into the index
+        # empty, except while tokens move from the window into the index: then the only element is
+        # the total number of tokens
         self._length_in_move: list[int] = []
 
     def __len__(self) -> int:

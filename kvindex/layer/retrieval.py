@@ -267,7 +267,8 @@ class Retrieval(Restorable):
         plain = valid is None and bias is None and coverage is None
         decodes = capability(index, DecodesStep) if plain else None
         if decodes is None or capability(index, ObservesQueries) is not None:
-            # the index also checks queries, but only after the token has been appended
+            # check the queries here, because the index checks them only after it has appended the
+            # token
             check_finite("queries", queries)
         if decodes is None:
             window.append(indexed, keys, values, valid)
@@ -332,8 +333,8 @@ class Retrieval(Restorable):
     def counted(self, read: Retrieved, length: int) -> Attended:
         """Count the rows (keys and values) that attention has read for a token.
 
-        Returns the token's attention. `length` is the number of tokens that full attention would
-        have read.
+        Returns the attention output of the token. `length` is the number of tokens that full
+        attention would have read.
         """
         padded, found = self._contents.window.padded, read.attended.found
         size = self.row_bytes

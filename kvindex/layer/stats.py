@@ -81,7 +81,8 @@ class Counts(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """A counter on the device, to which steps in a CUDA graph add the rows that they find.
+    """A counter on the device, to which steps in a CUDA graph add the number of rows that they
+    find.
 
     Args:
         found: The counter, int64 `[B, G]`.
@@ -115,7 +116,7 @@ class Tally(Restorable):
         self._state = State(Traffic(), [], [])
 
     def watch(self, found: Tensor) -> None:
-        """Register a counter to which the steps in a CUDA graph add the rows that they find.
+        """Register a counter to which steps in a CUDA graph add the number of rows that they find.
 
         This launches no operation on the device, because the graph would capture that operation.
 
@@ -130,7 +131,8 @@ class Tally(Restorable):
         """Add the counts of a decode step. The caller must not change their tensors afterwards.
 
         Counts of steps in a CUDA graph are merged on the host, and never launch an operation on the
-        device. Otherwise all layers would add up their counts at the same token.
+        device. Adding them up on the device would delay some decode steps, because all layers would
+        do it at the same token.
         """
         total, new, watched = self._state
         together = new[-1].joined(step) if new else None

@@ -36,8 +36,8 @@ class AsyncAppend:
     Args:
         index: The index to which the rows are appended.
         leaving: The rows to append, which are leaving the window.
-        beside: The same index, to begin the append now with its `start_append`. None: `end` does
-            the whole append.
+        beside: The same index, whose `start_append` the constructor calls to begin the append. If
+            it is None, `end` does the whole append.
         begun: Length of the sequence when the append begins.
     """
 
@@ -75,7 +75,10 @@ class AsyncAppend:
             self.wait()
 
     def _begun_beside(self, begin: Callable[[], Append], read: list[Tensor | None]) -> Append:
-        """Begin the append on the side stream. `begin` does so, and reads the tensors `read`."""
+        """Call `begin`, which begins the append, on the side stream.
+
+        `read` are the tensors that it reads.
+        """
         side, current = side_stream(self._device), torch.cuda.current_stream(self._device.index)
         side.wait_stream(current)
         for tensor in read:
@@ -105,7 +108,8 @@ def unit_of(index: KVIndex, update_every: int) -> int:
 def longest_buffer(
     index: KVIndex, unit: int, *, update_every: int, update_phase: float | None
 ) -> int:
-    """Return with how many new tokens in the window an update begins even without a turn.
+    """Return the number of new tokens in the window at which an update begins even if it is not the
+    layer's turn.
 
     If the layers of a model take turns to move tokens into their indexes (`update_phase`), and the
     index encodes blocks, a full block waits for the layer's turn. Until then up to `update_every`
@@ -185,9 +189,10 @@ class Updates(Restorable):
             self.update(decoded)
 
     def defer(self, start: int) -> None:
-        """Move no tokens into the index now, because those from `start` on may be rejected.
+        """Postpone the move of tokens into the index, because tokens from position `start` on may
+        be rejected.
 
-        The move follows before the next tokens are appended.
+        `catch_up` moves the tokens before the next tokens are appended.
         """
         self._deferred_from = start
 
@@ -276,7 +281,8 @@ class Updates(Restorable):
     def _begin(self, beside: AppendsAsync | None) -> None:
         """Begin to move all but the newest `local_window` tokens into the index.
 
-        `beside` is the index, for an asynchronous append. None: the move also ends in this call.
+        `beside` is the index if the append runs asynchronously. If `beside` is None, this call also
+        ends the move.
         """
         contents = self._contents
         index, window = contents.index, contents.window
@@ -299,7 +305,7 @@ class Updates(Restorable):
             contents.window.end(rest, pending.leaving.sink)
 
     def keep(self, length: int) -> None:
-        """Cancel the append that has begun if it has tokens from `length` on."""
+        """Cancel the append that has begun if it contains a token at position `length` or later."""
         pending = self.pending
         if pending is not None and length < len(self._contents.index) + pending.leaving.count:
             self._cancel()

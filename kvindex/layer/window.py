@@ -81,7 +81,7 @@ class Window(NamedState, Restorable):
         """Remove all tokens."""
         self._window, self._valid, self.sink = Columns(), Valid(), None
         self.leaving = self.local = self._local_before = 0
-        # rows of sink and window in one tensor, for an index that computes attention itself
+        # buffer with the rows of sink and window, for an index that computes attention itself
         self._resident: ResidentRows | None = None
         self._moved = False  # True: rows were removed or moved, so `_resident` must be rewritten
         self._counted = 0  # tokens of the window with staged ones; only used if some are staged
@@ -283,7 +283,10 @@ class Window(NamedState, Restorable):
 
     @property
     def counted(self) -> int:
-        """A value to pass to `uncount` later, to remove the tokens that were staged in between."""
+        """A mark after the tokens staged so far.
+
+        Pass it to `uncount` to remove the tokens staged later.
+        """
         return self._counted
 
     def uncount(self, counted: int) -> None:
@@ -291,11 +294,12 @@ class Window(NamedState, Restorable):
 
         No token may have left the window or been truncated in between.
         """
-        # the rows and their count on the device still include these tokens, so rewrite both
+        # the resident rows and their count on the device still include the removed tokens, so
+        # rewrite both
         self._counted, self._moved = counted, True
 
     def _take_staged(self) -> None:
-        """Copy keys and values into the window that only the resident rows contain yet."""
+        """Copy the keys and values of staged tokens, which so far are only in the resident rows."""
         held, resident = len(self._window), self._resident
         if self._counted > held and resident is not None:
             self._take(held, resident)

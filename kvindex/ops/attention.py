@@ -192,14 +192,16 @@ def _attended(
         G, R = keys.shape[1:3]
         if R == 0:
             continue
-        # fold the query heads of a group into one matrix, so that its keys are read once
+        # combine the queries of the heads that share a KV head into one matrix, so that the KV
+        # head's keys are read once
         folded = queries.float().reshape(B, G, H // G * T, -1)
         logits = cap(folded @ keys.float().mT, scale, softcap).view(B, H, T, -1)
         if bias is not None:
             logits = logits + bias
         block_peak = logits.amax(-1, keepdim=True)
         new_peak = block_peak if peak is None else torch.maximum(peak, block_peak)
-        # if all rows are masked out, subtract 0, because -inf - -inf is NaN
+        # if all rows are masked out, the maximum is -inf: subtract 0 instead, because -inf - -inf
+        # is NaN
         base = new_peak.masked_fill(new_peak == NEVER, 0.0)
         weights = torch.exp(logits - base)
         part = weights.view(B, G, H // G * T, -1) @ values.float()
@@ -246,7 +248,8 @@ def attend_causal(
         rows = torch.arange(N, device=queries.device)
         mask = (rows <= torch.arange(N - T, N, device=queries.device)[:, None])[None, None]
         if valid is not None:
-            # a query before the first valid token attends to padding: a softmax over nothing is NaN
+            # let a query before the first valid token attend to padding, because a softmax over no
+            # rows is NaN
             sees_none = valid.cumsum(1)[:, None, N - T :, None] == 0
             mask = mask & (valid[:, None, None] | sees_none)
     return torch.nn.functional.scaled_dot_product_attention(
@@ -261,7 +264,10 @@ def attend_causal(
 
 
 def _serves(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Return True if `_fused` supports these tensors: on a CPU, and without gradients."""
+    """Return True if `_fused` supports these tensors.
+
+    It supports only CPU tensors without gradients.
+    """
     parts = queries, keys, values
     learns = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
     dense = all(part.stride(3) == 1 for part in parts)
@@ -285,7 +291,8 @@ def _past_and_own(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -
     among, among_lse = _fused(queries, *own, scale, causal=True)
     fraction = torch.sigmoid(among_lse - before_lse)[..., None]
     merged = torch.lerp(before.to(fraction.dtype), among.to(fraction.dtype), fraction)
-    # in memory, the heads of a token are adjacent, because callers read them in this order
+    # store the heads of a token one after the other in memory, because callers read them in this
+    # order
     output = queries.new_empty(B, T, G, H // G, D)
     output.permute(0, 2, 3, 1, 4).copy_(merged.view(B, G, H // G, T, D))
     return output.flatten(2, 3).transpose(1, 2)

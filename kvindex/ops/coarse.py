@@ -29,7 +29,8 @@ The paper has 6 tiers (section 5.4). The values are those of its published code.
 def ceil_fraction(count: int, *fractions: float) -> int:
     """Multiply a count by fractions, in exact decimal arithmetic, and round up.
 
-    In binary floating point `100 * 0.07` is a little above 7, so its ceiling would be 8.
+    In binary floating point, `100 * 0.07` is a little above 7, and would be rounded up to 8 instead
+    of 7.
 
     Args:
         count: Number of keys.
@@ -41,7 +42,10 @@ def ceil_fraction(count: int, *fractions: float) -> int:
 
 @lru_cache
 def _product(*fractions: float) -> Fraction:
-    """Return the product of decimal fractions. Cached, because all searches use the same ones."""
+    """Return the product of decimal fractions.
+
+    It is cached, because all searches use the same fractions.
+    """
     return prod((Fraction(str(fraction)) for fraction in fractions), start=Fraction(1))
 
 

@@ -21,7 +21,7 @@ from kvindex.ops.transform import LONGEST
 TINY = torch.finfo(torch.float64).tiny
 
 OCTAVES = 32
-"""Range of weights that are stored as logarithms, in octaves: from `2^-16` to `2^16`.
+"""Range of weights that are stored as logarithms, in factors of 2: from `2^-16` to `2^16`.
 
 The range is the same for all keys, so no scale is stored with the codes.
 """
@@ -164,7 +164,8 @@ def encode(
 def decode(signs: Tensor, magnitudes: Tensor, levels: Tensor) -> Tensor:
     """Return the vectors that codes represent: the level of each coordinate with its sign.
 
-    The vectors are not scaled to length 1, and the weights are not applied.
+    The vectors are not scaled to length 1, and are not multiplied by the weights that `encode` also
+    returns.
 
     Args:
         signs: Result of `encode`, uint8 `[..., M]`.
@@ -206,9 +207,8 @@ def centers(keys: Tensor, valid: Tensor | None, every: int) -> Tensor:
 def log_codes(weights: Tensor, bits: int) -> Tensor:
     """Round weights to integer codes on a logarithmic scale.
 
-    Doubling a weight adds `2^bits / OCTAVES` to its code. The code `2^(bits - 1)` represents the
-    weight 1, and the code 0 represents the weight 0. A weight outside of the range gets the lowest
-    code above 0 or the highest code.
+    A weight `w` above 0 gets the code `2^(bits - 1) + log2(w) · 2^bits / OCTAVES`, rounded, and
+    limited to 1 and `2^bits - 1`. The weight 0 gets the code 0.
 
     Args:
         weights: Float32, any shape.
@@ -236,9 +236,9 @@ def log_weights(codes: Tensor, bits: int) -> Tensor:
 
 
 def weight_scale(largest: Tensor) -> Tensor:
-    """Return the weight scale: a power of two that is larger than all weights.
+    """Return the weight scale: a power of two that is larger than all weights of a set of keys.
 
-    It is the smallest such power for weights whose codes are at most `largest`.
+    It is the smallest power of two that is larger than any weight with a code of at most `largest`.
 
     Args:
         largest: The largest code of 8 bits, or the upper byte of the largest code of 16 bits;
@@ -253,10 +253,10 @@ def weight_scale(largest: Tensor) -> Tensor:
 
 
 def log_factors(bits: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return the integer factors by which the coarse stage represents weights.
+    """Return the integers by which the coarse stage multiplies votes, in place of weights.
 
-    A factor is proportional to its weight. The weight scale, which is a power of two above all
-    weights, has the factor `FACTOR`.
+    Each integer, called a factor, is proportional to a weight. The factor of the weight scale
+    (`weight_scale`) would be `FACTOR`.
 
     Args:
         bits: 8 if weights are stored as codes of 8 bits. 16 if the coarse stage reads only the
@@ -273,7 +273,8 @@ def log_factors(bits: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def factors(weights: Tensor, weight_scale: Tensor, table: Tensor) -> Tensor:
-    """Look up the integer factor of each weight in the result of `log_factors`.
+    """Return the integer by which the coarse stage multiplies the votes of each key
+    (`log_factors`).
 
     Args:
         weights: Codes of 8 bits, or upper bytes of codes of 16 bits, uint8 `[B, G, N, W]`.
@@ -333,7 +334,7 @@ def unpack(packed: Tensor) -> Tensor:
 
 
 def _cells(levels: np.ndarray, power: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the rounding intervals of `levels`: their edges, probabilities and means.
+    """Return the rounding intervals of `levels`: their end points, probabilities and means.
 
     The quantity that is rounded is `sin θ`, where `θ` has the density `cos^power θ`.
     """

@@ -210,8 +210,9 @@ def _start(points: Tensor, clusters: int, seed: int, tick: Callable[[], None]) -
     for remaining in range(rounds - 1, 0, -1):
         waits = torch.empty(count).exponential_(generator=generator).to(points.device)
         take = math.ceil((clusters - chosen.shape[1]) / remaining)
-        # Each point gets an exponentially distributed waiting time with the squared distance as
-        # rate. The points with the shortest times are a sample in proportion to these rates.
+        # Draw an exponentially distributed number for each point, with the squared distance as
+        # rate. The points with the smallest numbers are a sample without replacement, in proportion
+        # to the squared distances.
         order = (waits / distances).argsort(dim=1, stable=True)[:, :take]
         new = _rows(points, order)
         chosen = torch.cat([chosen, new], 1)

@@ -54,7 +54,8 @@ def pack(own: Attended, *, seen: bool, take: bool = False) -> Tensor:
             integers `[B, G]`.
         seen: Whether this rank has also attended to other rows, such as the window. If not, a head
             that found no rows in the index sends an output of 0 and a log-sum-exp of `-inf`.
-        take: Set the numbers of rows in `own` to 0 afterwards, because they are a counter.
+        take: Set the numbers of rows in `own` to 0 afterwards. Pass True if they are a counter to
+            which every call adds.
 
     Returns:
         The message, uint8 `[n]`.

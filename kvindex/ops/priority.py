@@ -27,7 +27,9 @@ from kvindex.ops.select import top_k
 from kvindex.ops.transform import LONGEST
 
 UNIT = 2**16
-"""Number of units per octave. Integer logarithms count units, and an octave is a factor of 2."""
+"""Integer logarithms are `UNIT` times the logarithm to base 2, so a factor of 2 adds `UNIT` to
+them.
+"""
 
 NATS = math.log(2) / UNIT
 """Factor that converts integer logarithms, in units, to natural logarithms."""
@@ -49,7 +51,10 @@ They are integers in units of `2^-16`. The error of the noise is at most four un
 """
 
 STEP = 2**11
-"""Width of a histogram bin of priorities, 1/32 of an octave. Thresholds are multiples of it."""
+"""Width of a histogram bin of priorities:
+
+`log2(x)` grows by 1/32. Thresholds are multiples of it.
+"""
 
 CENTERS = 128
 """Largest number of block centers from which `totals` are computed."""
@@ -78,7 +83,8 @@ def hashed(numbers: Tensor) -> Tensor:
 
 
 def noise(ids: Tensor, seeds: Tensor) -> Tensor:
-    """Return the noise of keys: `-log2 u` for a random number `u`, in units of `2^-16`.
+    """Return the noise that is added to the logarithm of each key's size, `-log2 u` for a random
+    `u`, as an integer in units of `2^-16`.
 
     Args:
         ids: Token ids, int64.
@@ -143,13 +149,14 @@ def gains(units: Tensor, scale: float) -> Tensor:
         scale: Factor of the logits.
 
     Returns:
-        Units of `2^-16` octaves per vote, float32 `[B, G, g]`.
+        `UNIT` times the base-2 logarithm of the attention weight that one vote adds, float32 `[B,
+        G, g]`.
     """
     return (units * (scale * UNIT / math.log(2))).float()
 
 
 def sampled_blocks(blocks: int) -> Tensor:
-    """Return at most `CENTERS` evenly spaced numbers of blocks.
+    """Return at most `CENTERS` block numbers, evenly spaced.
 
     Args:
         blocks: Number of blocks in the index.
@@ -162,7 +169,8 @@ def sampled_blocks(blocks: int) -> Tensor:
 
 
 def totals(products: Tensor, scale: float) -> Tensor:
-    """Compute a number per query head that makes the sizes of different heads comparable.
+    """Compute a number per query head that converts logits to approximate logarithms of attention
+    weights.
 
     The logarithm of an attention weight is the logit minus the log-sum-exp over all keys. This
     function approximates the second term: it returns minus the log-sum-exp over the block centers,
@@ -174,8 +182,8 @@ def totals(products: Tensor, scale: float) -> Tensor:
         scale: Factor of the logits.
 
     Returns:
-        Numbers to add to the sizes, in units of `2^-16` octaves, float32 `[B, G, g]`. 0 without
-        centers.
+        Numbers to add to logarithms of sizes, which are integers in units of `1 / UNIT` to base 2.
+        Float32 `[B, G, g]`, 0 without centers.
     """
     if not products.shape[-1]:
         return products.new_zeros(products.shape[:-1])
@@ -193,7 +201,7 @@ def priorities(votes: Tensor, gains: Tensor, totals: Tensor, noises: Tensor) -> 
         noises: Result of `noise`, broadcast to `[B, G, N]`.
 
     Returns:
-        Priorities in units of `2^-16` octaves, int32 `[B, G, N]`.
+        Priorities, `UNIT` times a base-2 logarithm, int32 `[B, G, N]`.
     """
     return (sizes(votes, gains, totals) + noises).int()
 
@@ -209,7 +217,7 @@ def sizes(votes: Tensor, gains: Tensor, totals: Tensor) -> Tensor:
         totals: Result of `totals`.
 
     Returns:
-        Logarithms of the sizes in units of `2^-16` octaves, int64 `[B, G, N]`.
+        `UNIT` times the base-2 logarithms of the sizes, int64 `[B, G, N]`.
     """
     each = votes.float().double() * gains[..., None].double() + totals[..., None].double()
     return each.float().amax(2).clamp(-LARGEST, LARGEST).round().long()

@@ -56,8 +56,9 @@ def inclusion(logits: Tensor, sure: int, sampled: int) -> Tensor:
     rest = logits[..., sure:].double()
     rest = (rest - rest[..., :1].clamp_min(torch.finfo(rest.dtype).min)).exp()  # 0 in unused slots
     tail = rest.flip(-1).cumsum(-1).flip(-1)
-    # Some rows would have a probability above 1, and get 1. They come first, because rows are
-    # sorted. The others share the rest of `sampled` in proportion to `exp(logits)`.
+    # Where a proportional probability would exceed 1, it is set to 1. These are the first rows,
+    # because rows are sorted. The probabilities of the other rows add up to the rest of `sampled`,
+    # in proportion to `exp(logits)`.
     left = sampled - torch.arange(rest.shape[-1], device=logits.device)
     fits = left * rest <= tail
     capped = ~fits.cummax(-1).values if rest.shape[-1] else fits
@@ -91,7 +92,8 @@ def systematic(ids: Tensor, chances: Tensor) -> Tensor:
 
 
 def _scattered(values: Tensor, slots: Tensor, k: int, empty: float) -> Tensor:
-    """Return a tensor `[B, G, k]` with each of `values` at its position `slots`, else `empty`.
+    """Write each of `values` to its position in `slots`, in a tensor `[B, G, k]` filled with
+    `empty`.
 
     Values at position `k` are dropped.
     """

@@ -61,7 +61,10 @@ class Layout:
 
     @cached_property
     def stride(self) -> int:
-        """Bytes that the signs of one key take; each bit plane of its magnitudes takes as many."""
+        """Bytes of one key's sign bits.
+
+        Its magnitudes take the same number of bytes for each of their `magnitude_bits` bits.
+        """
         return -(-self.head_dim // 32) * 4
 
     @cached_property
@@ -89,7 +92,7 @@ class Layout:
         """Bytes of a record: the codes of one block of tokens for one KV head."""
         return self.magnitudes + _up(BLOCK * self.magnitude_bits * self.stride)
 
-    # Conversion between the fields of a record and the tensors of codes that `ParisKV` has
+    # Conversion between the fields of a record and the code tensors of `ParisKV`
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -70,7 +70,7 @@ def votes(tokens: Tokens, queries: Queries, tier_bounds: Tensor | None = None) -
 
 
 def _table(tokens: Tokens, queries: Queries, tier_bounds: Tensor | None) -> Tensor:
-    """Return the contributions to a key's vote, by subspace and by the key's sign bits in it."""
+    """Return the number that each subspace adds to a key's vote, for every pattern of sign bits."""
     coarse, directions = tokens.ops.coarse, queries.voting_directions
     if tokens.config.coarse == "tiered_votes":
         table: Tensor = coarse.tier_table(directions, tokens.histogram, tier_bounds)
@@ -80,9 +80,10 @@ def _table(tokens: Tokens, queries: Queries, tier_bounds: Tensor | None) -> Tens
 
 
 def _factors(tokens: Tokens) -> list[Tensor | None]:
-    """Return integers that multiply votes: one tensor for each tensor of codes in `tokens.parts`.
+    """Return the integers, proportional to the keys' weights, by which votes are multiplied.
 
-    The list has None instead of tensors if votes ignore the keys' weights.
+    The list has one tensor for each tensor of codes in `tokens.parts`. Its entries are None if
+    votes ignore the keys' weights.
     """
     if not tokens.config.weighs_votes:
         return [None] * len(tokens.parts)
@@ -91,9 +92,10 @@ def _factors(tokens: Tokens) -> list[Tensor | None]:
 
 
 def _offsets(tokens: Tokens, queries: Queries) -> list[Tensor | None]:
-    """Return the votes that block centers add to the keys of their blocks.
+    """Return the number that a block's center adds to the vote of each key in the block.
 
-    The list has one tensor for each tensor of codes in `tokens.parts`, or None without centers.
+    The list has one tensor for each tensor of codes in `tokens.parts`. Its entries are None if
+    blocks have no centers.
     """
     if not tokens.config.weighs_votes or queries.offsets is None:
         return [None] * len(tokens.parts)

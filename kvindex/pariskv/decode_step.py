@@ -94,7 +94,7 @@ def decode_step(queries: Tensor, state: State, k: int, config: StepConfig) -> At
 
 
 def find_rows(queries: Tensor, state: State, k: int, config: StepConfig) -> Selected:
-    """Select the rows for attention: run all stages of a decode step but the last, `attend`."""
+    """Select the rows for attention: run all stages of a decode step except the last, `attend`."""
     if isinstance(config.layout, SubspaceLayout):
         return select_rows(state, tiered_votes.find_candidates(queries, state, config), k, config)
     prepared = prepare_query(queries, state, config)
@@ -171,9 +171,9 @@ class Prepared:
 def prepare_query(queries: Tensor, state: State, config: StepConfig) -> Prepared:
     """Rotate and round the query, and choose a threshold for votes (coarse scores of keys).
 
-    The threshold is such that somewhat more than `C` keys, the number of candidates, reach it. With
-    a sign regression, votes are computed from the query that `sign_regression.voting` returns. The
-    rerank always uses the rotated query.
+    The threshold is such that somewhat more than `C` keys, the number of candidates, reach it. If
+    the index has a regression of keys on their sign bits, votes are computed from the query that
+    `sign_regression.voting` returns. The rerank always uses the rotated query.
     """
     directions, norms, wrong = rotated(queries, config)
     matrix = state.regression
@@ -429,7 +429,8 @@ def select_rows(
     if sampling is not None:
         return _select_sampled(reranked, k, config, sampling)
     g, tokens = config.geometry, state.tokens
-    # keep the `C` best candidates: drop the surplus keys in the bin of the `C`-th best vote
+    # retain the `C` keys with the best votes: the rerank got all keys in the bin of the `C`-th best
+    # vote, so drop those beyond `C`
     whole = reranked.cuts[..., 0] < 0
     counts = torch.where(whole, reranked.candidate_counts.long(), state.target)
     ids = id_of(reranked.candidates)

@@ -87,7 +87,8 @@ class Encoding:
         return self.config.center or (BLOCK if self.config.weights == "log" else 1)
 
     def fit(self, entries: Callable[[str, int, int], Tensor], blocks: int) -> Tensor:
-        """Fit the sign regression to the codes of full blocks.
+        """Fit the regression of keys on their sign bits (`sign_regression`) to the codes of full
+        blocks.
 
         Args:
             entries: Function `(name, end, stride)` that returns the codes `name` of every

@@ -280,7 +280,7 @@ class ParisKV(ExecutedIndex):
         return sampling.candidate_coverage(*found, min(k, self._rows_at_most()))
 
     def _scale(self, parts: list[Codes]) -> Tensor | None:
-        """Return a power of two above the weights of all keys, float32 `[B, G]`.
+        """Return a power of two that is larger than the weights of all keys, float32 `[B, G]`.
 
         The result is None if votes ignore the weights.
         """
@@ -310,7 +310,9 @@ class ParisKV(ExecutedIndex):
         self._update()
 
     def _update(self) -> None:
-        """Discard cached results after a change of the tokens, and inform the executor of it."""
+        """Discard cached results after a change of the tokens, and pass the new contents to the
+        executor.
+        """
         self._weight_scale, self._open, self._counted = None, None, None
         if self._executor:
             self._inform_executor(self._contents(self._executor.encodes))
@@ -335,7 +337,7 @@ class ParisKV(ExecutedIndex):
         )
 
     def _regressed(self) -> Tensor | None:
-        """Return the matrix of the sign regression, fitted now if necessary.
+        """Return the matrix that predicts keys from their sign bits, and fit it now if necessary.
 
         The result is None for sign_decoder="mean" or an empty index.
         """
@@ -343,7 +345,7 @@ class ParisKV(ExecutedIndex):
         return None if fit is None else fit()
 
     def _fit(self) -> _Fit | None:
-        """Return a function that fits the sign regression to the full blocks.
+        """Return a function that fits the regression of keys on their sign bits to the full blocks.
 
         The fit runs when the returned function is first called, so that appends do not run it. The
         result is None for sign_decoder="mean" or an empty index.
@@ -368,7 +370,8 @@ class ParisKV(ExecutedIndex):
             make = partial(sign_regression.identity, len(self.counts), self.geometry)
         return tokens, cache(make)
 
-    # Statistics: the number of keys per centroid, for tiered votes, and the sign regression
+    # Statistics of the tokens: the number of keys per centroid, for tiered votes, and the
+    # regression of keys on their sign bits
 
     @property
     def _appends_count(self) -> bool:
@@ -398,7 +401,8 @@ class ParisKV(ExecutedIndex):
         return self._histogram + added if self._histogram.numel() else added, None
 
     def _with_written(self, statistics: _Statistics) -> _Statistics:
-        """Fit the sign regression while an append is prepared, if the index has been searched.
+        """Fit the regression of keys on sign bits while an append is prepared, once a search has
+        run.
 
         The fit then runs concurrently with searches. Without this, the next search after the append
         would have to wait for the fit.

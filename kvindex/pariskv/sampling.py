@@ -90,7 +90,7 @@ def _places(tokens: Tokens) -> Tensor:
 
 
 def _find(tokens: Tokens, queries: Queries, noises: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Sample candidates with the random numbers in `noises`; `find` describes the result."""
+    """Sample candidates with the random numbers in `noises`. The result is that of `find`."""
     votes = _valid_votes(tokens, queries)
     sizes = priority.sizes(votes, *_scales(tokens, queries))
     priorities = (sizes + noises).masked_fill(votes[:, :, 0] == priority.LEAST, priority.LEAST)
@@ -145,6 +145,6 @@ def _logits(
 
 
 def _log_weight(tokens: Tokens, log_chances: Tensor, k: int) -> Tensor:
-    """Return the log weights of rows that were sampled with the given log probabilities."""
+    """Return the log weights of sampled rows, given the logarithms of their probabilities."""
     tempered = tokens.config.sampling == "tempered"
     return -log_chances * priority.temper(k) if tempered else -log_chances

@@ -85,7 +85,7 @@ def fit(signs: Tensor, magnitudes: Tensor, real: Tensor, levels: Tensor, level: 
     sizes = (levels * (STEPS / level)).round()
     own = (unpack(signs).flatten(-2).float() * 2 - 1) * real[..., None]
     coordinates = decode(signs, magnitudes, sizes) * real[..., None]
-    # all numbers are integers below 2^24, so float32 sums are exact and equal on all devices
+    # sums of integers, all below 2^24: float32 results are exact, and the same on all devices
     moments = (own.mT @ own).double(), (own.mT @ coordinates).double() / STEPS
     prior = PRIOR * torch.eye(own.shape[-1], dtype=torch.float64, device=signs.device)
     factor = torch.linalg.cholesky_ex(moments[0] + prior).L

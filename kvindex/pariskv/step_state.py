@@ -162,7 +162,9 @@ class StepConfig:
 
     @cached_property
     def factors(self) -> Tensor:
-        """Integer factor of a key's vote for each value of a logarithmic weight, int32 `[256]`."""
+        """The integer that multiplies a key's vote, for each of the 256 codes of a weight, int32
+        `[256]`.
+        """
         return codes.log_factors(16, self.geometry.device)
 
     @property
@@ -230,12 +232,12 @@ def entry_of(votes: Tensor, ids: Tensor) -> Tensor:
 
 
 def vote_of(entries: Tensor) -> Tensor:
-    """Extract the votes, int64, from entries that `entry_of` has combined."""
+    """Extract the votes, int64, from entries (a vote and a token id each)."""
     return entries >> 32
 
 
 def id_of(entries: Tensor) -> Tensor:
-    """Extract the token ids, int64, from entries that `entry_of` has combined; -1 for `EMPTY`."""
+    """Extract the token ids, int64, from entries (a vote and a token id each); -1 for `EMPTY`."""
     return torch.where(entries == EMPTY, -1, 0xFFFFFFFF - (entries & 0xFFFFFFFF))
 
 

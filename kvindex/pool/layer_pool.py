@@ -89,7 +89,8 @@ class LayerPool(Sequences[AttentionLayer]):
     def _joining(
         self, layers: list[AttentionLayer], tokens: int, ways_back: list[Callable[[], None]]
     ) -> list[int]:
-        """Prepare layers for a common decode step, and return the positions of those that join it.
+        """Prepare layers for a common decode step, and return the positions in `layers` of those
+        that take part.
 
         Functions that undo the changes to the layers are added to `ways_back`.
         """

@@ -53,7 +53,7 @@ class Pool(Sequences[KVIndex]):
         self.geometry = self._like.geometry
         joins = capability(self._like, JoinsBatch)
         self._batch = None if joins is None else joins.new_batch()
-        # empty buffers for sink and window, which a pool does not have
+        # A pool has no sink and no window, so it passes empty buffers for them to kernels.
         self._none = ResidentRows(self.geometry, 1, 1)
         self._nones = ResidentRows(self.geometry, 1, 1, ragged=True)
 

@@ -16,8 +16,8 @@ class Report:
     Args:
         sequences: Number of sequences.
         tokens: Number of tokens, summed over the sequences.
-        blocks: Number of separate pieces of memory for codes and rows. With CUDA kernels, these are
-            blocks of a fixed size; otherwise, whole tensors.
+        blocks: Number of separate memory allocations for codes and rows. With CUDA kernels, these
+            are blocks of a fixed size; otherwise, whole tensors.
         shared: Number of these blocks that more than one sequence uses.
         stored_bytes: Bytes of all blocks; a shared block is counted once.
         separate_bytes: Bytes that the sequences would need if they shared no blocks.
@@ -32,14 +32,15 @@ class Report:
 
     @staticmethod
     def of(indexes: Collection[KVIndex], tokens: int) -> Report:
-        """Make a report on `indexes`, which contain `tokens` tokens in total."""
+        """Make a report on the memory of `indexes`, which contain `tokens` tokens in total."""
         reporting = [capability(index, ReportsMemory) for index in indexes]
         reports = [each.memory() for each in reporting if each is not None]
         held: dict[int, int] = {}
         users: dict[int, int] = {}
         for piece in reports:
             for address, size in piece.items():
-                # sequences may use different lengths of a shared tensor, so take the longest
+                # sequences that share a tensor may use different numbers of its bytes: count the
+                # largest
                 held[address] = max(size, held.get(address, 0))
                 users[address] = users.get(address, 0) + 1
         return Report(

@@ -91,7 +91,8 @@ class LayersTogether:
 
 
 def _leave(whose: weakref.ref[AttentionLayer], place: ResidentRows) -> None:
-    """Let a layer store the rows of sink and window in its own buffer, and retire its entry here.
+    """Let a layer store the rows of sink and window in its own buffer again, and free its entry in
+    the shared buffer.
 
     `whose` refers to the layer, and `place` is its entry of the shared buffer.
     """

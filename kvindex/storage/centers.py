@@ -43,8 +43,8 @@ def center_of(keys: Tensor, valid: Tensor | None = None) -> Tensor:
     A sequence without a valid key gets the mean of the centers of the other sequences, because the
     vector that keys have in common comes from the model, not from the text. If no sequence has a
     valid key, the first keys are used; this happens when a layer has passed only the tokens of its
-    attention sink. Coordinates that are too large for a key become 0. The sum is computed in a
-    fixed order, so the result does not depend on strides.
+    attention sink. Coordinates of the mean that are too large for a key become 0. The sum is
+    computed in a fixed order, so the result does not depend on strides.
 
     Args:
         keys: `[B, G, N, D]`.
@@ -93,8 +93,8 @@ def check_center(center: Tensor | None, *, centered: bool, held: int) -> None:
     if center is not None and (held or not centered):
         place = f"a store that has {held} tokens" if held else "a store whose codec uses no center"
         raise ValueError(
-            f"center: got a center for {place}, allowed is a center with the first rows of an "
-            "int8, fp8, int4 or int2 store, or None"
+            f"center: got a center for {place}, allowed is None, or a center for an empty store "
+            "with the codec int8, fp8, int4 or int2"
         )
 
 

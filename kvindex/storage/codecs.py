@@ -43,7 +43,7 @@ class CodecNumber(IntEnum):
     """The number of each row codec in compiled kernels.
 
     A codec keeps its number when other codecs are added. CUDA kernels get each number as a macro
-    (`CODEC_INT8` is 1), and compare the macro `CODEC` with these macros.
+    (`CODEC_INT8` is 1), and compare the macro `CODEC`, the codec of the store, with these macros.
     """
 
     PLAIN = 0
@@ -210,7 +210,7 @@ class Scaled:
 
     @property
     def scales_at(self) -> int:
-        """Position in a row of the first byte of the two scales."""
+        """Number of bytes in a row before the two scales (of the key and of the value)."""
         return _aligned(self.geometry.head_dim + self.geometry.value_dim, 4)
 
     def encode(self, keys: Tensor, values: Tensor, center: Tensor | None = None) -> Tensor:
@@ -283,8 +283,10 @@ class Grouped:
 
     @property
     def _ends(self) -> tuple[int, int, int, int, int]:
-        """Positions in a row: end of the key's codes, end of the value's codes, start of the
-        scales, end of the key's scales, end of the value's scales.
+        """Byte offsets of the parts of a row.
+
+        These are the end of the key's codes, the end of the value's codes, the start of the scales,
+        the end of the key's scales, and the end of the value's scales.
         """
         D, Dv = self.geometry.head_dim, self.geometry.value_dim
         keys, both = code_bytes(D, self.bits), code_bytes(D, self.bits) + code_bytes(Dv, self.bits)
@@ -343,7 +345,8 @@ def scaled(vectors: Tensor, codes: str) -> tuple[Tensor, Tensor]:
     dtype, largest = CODES[codes]
     vectors = vectors.float()
     scale = vectors.abs().amax(dim=-1, keepdim=True) / largest
-    # Near the largest float32, the scale may be rounded up until `scale * largest` is infinite.
+    # For numbers near the largest float32, rounding the scale up may make `scale * largest`
+    # infinite.
     scale = torch.where((scale * largest).isinf(), scale.nextafter(scale * 0), scale)
     scale = torch.where(scale < SMALLEST_SCALE, 0, scale)
     numbers = torch.where(scale > 0, vectors / scale, 0)

@@ -71,7 +71,7 @@ class Columns(Restorable):
         return 0
 
     def reserve(self, new: Mapping[str, Tensor]) -> None:
-        """Allocate capacity for `new` without changing existing tokens.
+        """Allocate capacity for the tokens of `new` without changing existing tokens.
 
         Raises RuntimeError for a view from `expand_batch`. May run out of memory.
         """
@@ -85,7 +85,10 @@ class Columns(Restorable):
             self._data = self._room(new)
 
     def write(self, new: Mapping[str, Tensor]) -> None:
-        """Do nothing, because `append` copies the tensors. A subclass may write them early."""
+        """Do nothing, because `append` copies the tensors.
+
+        A subclass may write the tensors here.
+        """
 
     def append(self, new: Mapping[str, Tensor]) -> None:
         """Append tensors that have the same names and shapes as the columns, except for the token
@@ -114,10 +117,10 @@ class Columns(Restorable):
         self._length = min(self._length, length)
 
     def let_go(self) -> None:
-        """Release all memory, after other columns have replaced these.
+        """Release all memory of this object, which other columns have replaced.
 
-        An old checkpoint may still refer to this object. Without this call, it would keep the
-        memory alive.
+        An old checkpoint may still refer to this object. Without this call, the checkpoint would
+        keep the memory alive.
         """
         self._data, self._length = {}, 0
 
@@ -295,7 +298,8 @@ class Valid(Restorable):
 
     def __init__(self) -> None:
         self._columns = Columns(axis=1, fill=1)
-        # Number of tokens whose flags were ever written, in a list that rollback does not reset.
+        # Number of tokens whose flags have ever been written. It is in a list, because `rollback`
+        # restores attributes, but not the contents of a list.
         self._touched = [0]
         self.all_from = 0
 

@@ -58,7 +58,7 @@ def quantize(numbers: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, scales: Tensor, count: int, bits: int) -> Tensor:
-    """Return the `count` numbers for which codes and scales from `quantize` stand, in float32."""
+    """Convert codes and scales from `quantize` back to `count` numbers, float32."""
     number, size = groups(count)
     shifts = torch.arange(0, 8, bits, device=codes.device, dtype=torch.uint8)
     unpacked = (codes[..., None] >> shifts & (2**bits - 1)).flatten(-2)[..., : number * size]

@@ -179,7 +179,9 @@ def _opened(path: Path, written: Written) -> Iterator[BinaryIO]:
     with open_regular(path) as file:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes != written.nbytes:
-            raise ValueError(f"{path}: got {nbytes} bytes, allowed are {written.nbytes}, as saved")
+            raise ValueError(
+                f"{path}: got a file of {nbytes} bytes, but {written.nbytes} were saved"
+            )
         yield file
 
 
@@ -245,5 +247,8 @@ def _header(file: BinaryIO, path: Path, nbytes: int, digest: Any) -> Iterator[_P
             "file in safetensors format"
         ) from error
     if at != nbytes - 8 - length:
-        raise ValueError(f"{path}: got {nbytes - 8 - length} bytes of tensors, allowed are {at}")
+        raise ValueError(
+            f"{path}: got {nbytes - 8 - length} bytes of tensors, but the header describes {at} "
+            "bytes"
+        )
     yield from found

@@ -172,7 +172,7 @@ class SavedFolder:
         for name, file in files.items():
             if (size := (path / name).stat().st_size) != file.nbytes:
                 raise ValueError(
-                    f"{path / name}: got {size} bytes, allowed are {file.nbytes}, as saved"
+                    f"{path / name}: got a file of {size} bytes, but {file.nbytes} were saved"
                 )
         return SavedFolder(path, kind, about, files)
 

@@ -169,7 +169,7 @@ def annotated(name: str, hint: Any, state: Mapping[str, Tensor]) -> Layout:
 
 
 def above(name: str, state: Mapping[str, Tensor]) -> State:
-    """Return the same tensors with the prefix `name.` added to their names."""
+    """Return the same tensors under names with the prefix `name.`."""
     return {f"{name}.{part}": tensor for part, tensor in state.items()}
 
 
@@ -193,7 +193,7 @@ def length_and_batch(state: Mapping[str, Tensor]) -> dict[str, int]:
     return {letter: scalar(name, state) for letter, name in known if name in state}
 
 
-# The tensor `about`, which names the owner of a state
+# Functions for the tensor `about`, which says what kind of object a state belongs to
 
 
 def signed(whose: Mapping[str, Any], state: State) -> State:

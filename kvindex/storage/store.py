@@ -238,7 +238,7 @@ class AddressedRows(Protocol):
 
     @property
     def on_host(self) -> bool:
-        """True if rows are in host memory, so that a device cache for them is useful."""
+        """True if rows are in host memory, so that a cache in device memory is useful."""
         ...
 
     def wait(self) -> None:
@@ -263,7 +263,9 @@ class PlacedRows(AddressedRows, Protocol):
         ...
 
     def rows_by_place(self) -> dict[str, int]:
-        """Return "device" and "host" -> number of rows there, over all KV heads and sequences."""
+        """Return the number of rows in "device" and in "host" memory, of all sequences and KV
+        heads.
+        """
         ...
 
 
@@ -503,7 +505,10 @@ class TensorStore(Restorable):
         return {"rows": one.expand(*rows["keys"].shape[:3], self.row_bytes // WORD.itemsize)}
 
     def _decoded(self, words: Tensor, ids: Tensor | None = None) -> Rows:
-        """Decode rows on the compute device; ids: ids of the rows, -1 for a row of zeros."""
+        """Decode rows on the compute device.
+
+        Where an entry of `ids` is -1, the key and value are zeros.
+        """
         raw, center = words.to(self._geometry.device).view(torch.uint8), self.center
         if center is None:
             return self._codec.decode(raw)

@@ -88,7 +88,7 @@ class Wrapper(Capable, NamedState, Transactional):
     def rollback(self, checkpoint: Any) -> None:
         """Restore the state that `checkpoint` returned.
 
-        An wrapped index that is not `Restorable` is only truncated to its former length.
+        A wrapped index that is not `Restorable` is only truncated to its former length.
         """
         before, length = checkpoint
         super().rollback(before)
@@ -234,7 +234,7 @@ class Wrapper(Capable, NamedState, Transactional):
         self._inner(ReportsCoverage).check_coverage(coverage)
 
     def expand_batch(self, count: int) -> Self:
-        """Return a copy of this wrapper around a view of the wrapped index for `count` sequences.
+        """Return a copy of this wrapper, whose wrapped index is a view for `count` sequences.
 
         See `BaseIndex.expand_batch`.
         """
@@ -297,7 +297,9 @@ class Wrapper(Capable, NamedState, Transactional):
         save_folder(folder, "index", self.recipe(), {"state": self.state_dict})
 
     def _whose(self) -> dict[str, Any]:
-        """Return the properties that a wrapper must share to load the state of this wrapper."""
+        """Return the properties that another wrapper must have in order to load this wrapper's
+        state.
+        """
         return {"wrapper": type(self).__name__}
 
     def _own_state(self) -> State:

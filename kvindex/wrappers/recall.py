@@ -128,12 +128,18 @@ class MeasureRecall(Wrapper):
         return super()._own_state() | above("truth", self._exact.state_dict())
 
     def truncate(self, length: int) -> None:
-        """Truncate the inner and the exact index. The counts of the recall do not change."""
+        """Truncate the wrapped index and the exact index.
+
+        The counts of the recall do not change.
+        """
         self.inner.truncate(length)
         self._exact.truncate(length)
 
     def reorder(self, batch_indices: Tensor) -> None:
-        """Reorder the batch of the inner and the exact index. The counts do not change."""
+        """Reorder the batch of the wrapped index and of the exact index.
+
+        The counts of the recall do not change.
+        """
         self.inner.reorder(batch_indices)
         self._exact.reorder(batch_indices)
 

@@ -31,7 +31,8 @@ class _Last:
 
 
 class Reuse(Wrapper):
-    """Searches only if the queries have changed since the last token, and else reuses the hits.
+    """Searches only if the queries differ enough from those of the last token, and else reuses the
+    last hits.
 
     The queries of token `t` have changed if the cosine of `q_{t-1}` and `q_t`, mean over the query
     heads, is below `tau`. With a `tau` above 1 every token searches; with a `tau` below -1 only the
@@ -102,7 +103,8 @@ class Reuse(Wrapper):
         return name == "search" or super()._undone(name)  # a search stores its hits
 
     def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
-        """Search for sequences whose queries have changed, and reuse the last hits of the others.
+        """Search for the sequences whose queries have changed, and reuse the last hits of the other
+        sequences.
 
         Args:
             queries: `[B, H, D]`.
@@ -142,8 +144,9 @@ class Reuse(Wrapper):
         self.inner.reorder(batch_indices)
         rows, known = batch_indices.to(self.geometry.device), self._before
         if known is not None and int(batch_indices.max()) >= len(known):
-            # The stored queries have another batch size than the index. This happens if an empty
-            # index received queries of one batch size, and then tokens of another.
+            # Forget the stored queries, whose batch size differs from that of the index. This
+            # happens if an empty index received queries of one batch size, and then tokens of
+            # another.
             self._before = self._differs = None
         self._before = None if self._before is None else self._before[rows]
         self._differs = None if self._differs is None else self._differs[rows]

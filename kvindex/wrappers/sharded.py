@@ -106,7 +106,8 @@ class Sharded(ShardedTokens):
         return {**versions, **index, "block": self.block, "rows": self.rows}
 
     def _options(self) -> dict[str, Any]:
-        # leave out the process group, because a process that loads the recipe has its own
+        # leave out the process group, because a process that loads the recipe passes its own
+        # process group
         return {**super()._options(), "group": None}
 
     # Search and fetch
@@ -152,7 +153,9 @@ class Sharded(ShardedTokens):
         return self._ranks.gather(sums)[0].logsumexp(0)
 
     def _rescored(self, queries: Tensor, k: int) -> Hits:
-        """Let each rank propose `k` tokens, and return the `k` with the best exact scores."""
+        """Let each rank propose `k` tokens, and return the `k` tokens of all ranks with the best
+        exact scores.
+        """
         own, g = self.inner.search(queries, k=k), self.geometry
         keys = self.inner.fetch(own).keys.float()
         products = groups.fold(queries, g.kv_heads, "mean_share") @ keys.mT  # [B, G, g, K]
@@ -269,7 +272,9 @@ class Sharded(ShardedTokens):
         return self._merged(attends.attend(queries, resident, k=k), seen=seen)
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """Attend to given rows: each rank attends to those that it stores, and outputs are merged.
+        """Attend to given rows.
+
+        Each rank attends to the rows that it stores, and the outputs are merged.
 
         The merge needs one all-gather. Only rank 0 attends to `resident` (sink and window).
         """
@@ -293,7 +298,7 @@ class Sharded(ShardedTokens):
         return self._nothing
 
     def _attended(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """Attend in plain PyTorch to the tokens `hits` and to sink and window."""
+        """Attend in plain PyTorch to the rows of `hits`, to the sink and to the window."""
         g, rows, count = self.geometry, self.inner.fetch(hits), len(resident)
         own_resident = resident.rows[:, :, :count].tensor_split([g.head_dim], dim=-1)
         used = hits.ids != UNUSED

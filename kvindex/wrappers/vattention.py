@@ -125,7 +125,7 @@ class VAttention(Sample):
         return sampled.masked_fill(_positions(sampled) >= counts, -1)
 
     def _noise(self, ids: Tensor, use: int) -> Tensor:
-        """Return a random number, float32, for each token id of `ids` `[B, G, P]`.
+        """Return a random number, float32, for each of the token ids `[B, G, P]`.
 
         `use` is the purpose, `PILOT` or `SAMPLED`. Each purpose has its own random numbers.
         """
@@ -137,7 +137,7 @@ class VAttention(Sample):
     def _places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the lengths of the sequences `[B]`, and the positions of the tokens `ids`.
 
-        Both count only real tokens, so that the sample does not depend on padding.
+        Lengths and positions count only real tokens, so that the sample does not depend on padding.
         """
         known = capability(self.inner, CountsTokens)
         if known is None or not len(self):

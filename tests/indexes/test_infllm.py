@@ -176,7 +176,7 @@ def test_wrong_queries_are_refused():
         index.observe_queries(queries, torch.arange(4))
     observe_queries(index, queries, 0, 5)
     with pytest.raises(
-        ValueError, match="keys: got a batch of 3, allowed is 2, the batch of the observed queries"
+        ValueError, match="keys: got a batch of 3, but queries of 2 sequences were observed"
     ):
         index.append(*CASE.tokens(4, batch=3))
     with pytest.raises(
@@ -192,7 +192,7 @@ def test_a_query_of_another_batch_than_the_first_keys_is_refused():
     index = CASE.index("infllm")
     observe_queries(index, seen(CASE, 1), 0, 1)
     with pytest.raises(
-        ValueError, match="keys: got a batch of 3, allowed is 2, the batch of the observed queries"
+        ValueError, match="keys: got a batch of 3, but queries of 2 sequences were observed"
     ):
         index.append(*CASE.tokens(4, batch=3))
 

@@ -291,7 +291,7 @@ def test_what_is_read_before_the_first_append_is_reordered_and_fixes_the_batch()
     index, tokens = CASE.index("sentencekv", punctuation=STOP), text(30)
     index.observe_tokens(tokens, first=0)
     with pytest.raises(
-        ValueError, match="keys: got a batch of 3, allowed is 2, the batch of the observed tokens"
+        ValueError, match="keys: got a batch of 3, but the text of 2 sequences was observed"
     ):
         index.append(*CASE.tokens(30, batch=3))
     index.reorder(torch.tensor([1, 0, 1]))

@@ -75,9 +75,9 @@ def test_a_sparse_file_of_8_gib_is_not_read(folder, monkeypatch):
     path = folder / TENSORS
     with path.open("r+b") as file:
         file.truncate(8 * 2**30)
-    refused(folder, r"got 8589934592 bytes, allowed are \d+")
+    refused(folder, r"got a file of 8589934592 bytes, but \d+ were saved")
     describe(folder, TENSORS, Written(8 * 2**30, "0" * 64))
-    refused(folder, "bytes of tensors, allowed are")
+    refused(folder, "bytes of tensors, but the header describes")
 
 
 def test_a_tensor_of_8_gib_is_not_read_where_none_is_wanted(folder):

@@ -273,7 +273,9 @@ def test_a_center_comes_with_the_first_coded_rows_alone():
         with pytest.raises(ValueError, match="center: got a center for a store that has 20"):
             mine.append_encoded(mine.encoded(), mine.center)
         plain.append(plain.join(*both))
-        with pytest.raises(ValueError, match=r"center: got a center .* allowed is a center with"):
+        with pytest.raises(
+            ValueError, match=r"center: got a center .* allowed is None, or a center for"
+        ):
             store_of("plain", place).append_encoded(plain.encoded(), mine.center)
         other = store_of("fp8", place)
         other.append_encoded(mine.encoded(), mine.center)

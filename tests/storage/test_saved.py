@@ -103,8 +103,11 @@ DAMAGE = {
     ),
     "no tensors": (lambda f: (f / TENSORS).unlink(), "lacks the saved file 'state.safetensors'"),
     "one more": (lambda f: (f / "x").touch(), "has the additional file 'x'"),
-    "cut": (lambda f: cut(f / TENSORS, 1), r"safetensors: got \d+ bytes, allowed are \d+"),
-    "longer": (lambda f: (f / TENSORS).open("ab").write(b"x"), r"got \d+ bytes, allowed are"),
+    "cut": (
+        lambda f: cut(f / TENSORS, 1),
+        r"safetensors: got a file of \d+ bytes, but \d+ were saved",
+    ),
+    "longer": (lambda f: (f / TENSORS).open("ab").write(b"x"), r"got a file of \d+ bytes, but"),
     "manifest cut": (lambda f: cut(f / MANIFEST, 20), "json: got no manifest of kvindex"),
     "flipped in the header": (lambda f: flipped(f / TENSORS, 40), "got a header|got bytes with"),
     "flipped in a tensor": (lambda f: flipped(f / TENSORS, -9), "got bytes with SHA-256 .*, allow"),
@@ -133,7 +136,7 @@ DAMAGE = {
     ),
     "torch.save for tensors": (
         lambda f: torch.save(Loaded(), f / TENSORS),
-        r"got \d+ bytes, allowed are",
+        r"got a file of \d+ bytes, but",
     ),
 }
 

@@ -46,7 +46,7 @@ def test_options():
     assert Options.of({"rows": "host", "cached_rows": 4}).rows == "host"
     for asked, said in (
         ({"rows": "disk"}, "rows: got 'disk', allowed is one of device, host"),
-        ({"cached_rows": 100}, "cached_rows: got 100, allowed is a power of two from 4"),
+        ({"cached_rows": 100}, "cached_rows: got 100, allowed is a power of two, at least 4"),
         ({"cached_rows": 2}, "cached_rows: got 2"),
         ({"cached_rows": 0}, "cached_rows: got 0"),
         ({"cached_rows": -4}, "cached_rows: got -4"),

@@ -59,7 +59,7 @@ class Chat(BaseChat):
         return self.session.length
 
     def report(self) -> Report:
-        """Report the rows that searching steps have read, and the memory of the session."""
+        """Report how many rows decode steps have read, and the memory of the session."""
         return self.session.report()
 
     def _opened(self) -> OpenSession:

@@ -28,7 +28,7 @@ class DenseAttention:
         self._length = 0
         self._keys = self._values = torch.empty(0)
         self._valid: Tensor | None = None
-        # the following attributes are for steps in a CUDA graph
+        # the attributes from here on are used only by decode steps in a CUDA graph
         self._kernels = False  # whether a Triton kernel computes the attention
         self._count = self._starts = torch.empty(0, dtype=torch.int64)  # [1], [B] on the device
         self._device_count = -1  # the value that the host expects in `_count`
@@ -132,8 +132,8 @@ class DenseAttention:
         if self._length != self._device_count:
             self._count.fill_(self._length)
             self._device_count = self._length
-        # number of positions that the captured step reads (the Triton kernel stops at the last
-        # token, torch masks the rest)
+        # number of positions that the captured step reads: the Triton kernel stops at the last
+        # token, and plain torch masks the later positions
         read = self._capacity if self._kernels else -(-(self._length + 1) // STEP) * STEP
         if self._reads is None or read != self._read:
             self._reads, self._read = object(), read

@@ -197,7 +197,9 @@ class OpenSession(Session):
         """
         with self.undone():
             if self.length:
-                raise ValueError(f"session: got {self.length} tokens; load needs an empty session")
+                raise ValueError(
+                    f"session: got a session with {self.length} tokens; load needs an empty session"
+                )
             known = load_session(folder, self._attentions, self._saved_model())
             self.ids, self.conversation = known
             self.length = len(self._attentions[0])

@@ -53,8 +53,8 @@ class Reading:
         self.model = None if self._copied else model
         """The model, or None if the weights are copies."""
         self._source, self._facts = ref(model), _facts(read, config, ropes)
-        # a weak key, so that the values, which refer to the model's tensors, are freed with the
-        # model
+        # The key is a weak reference to the model. When the model is freed, so is the value, which
+        # refers to the model's tensors.
         self._states = WeakKeyDictionary({model: (ModuleState(model), self._versions(model))})
         made = read if weights == PLAIN else quantize(read)
         if ranks is not None:
@@ -73,7 +73,9 @@ class Reading:
 
     @property
     def current(self) -> bool:
-        """True if the model is unchanged since it was read, or has been deleted.
+        """True if the weights that were read are still those of the model.
+
+        Also True if the model has been deleted, because it cannot change any more.
 
         Raises:
             UnsupportedError: The decoder no longer supports the model, for example because of a

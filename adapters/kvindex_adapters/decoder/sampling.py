@@ -146,8 +146,8 @@ class Sampler:
         scores = logits.float() / self._sampling.temperature
         scores = keep_top_k(scores, self._sampling.top_k)
         scores = keep_top_p(scores, self._sampling.top_p)
-        # times_i / p_i is exponentially distributed with rate p_i, so index i has the smallest
-        # quotient with probability p_i
+        # `times[i] / p[i]` is exponentially distributed with rate `p[i]`. So it is the smallest of
+        # these quotients, and `p[i] / times[i]` the largest, with probability `p[i]`.
         times = torch.empty_like(scores).exponential_(generator=self.generator)
         return (scores.softmax(-1) / times.clamp_min(torch.finfo(torch.float32).tiny)).argmax(-1)
 

@@ -156,7 +156,7 @@ class Session:
             tokens: The next token of each sequence, int64 `[B]`.
 
         Returns:
-            Logits `[B, V]` for the token after these.
+            Logits `[B, V]` for the token that follows `tokens`.
         """
         with self.exclusive():
             self.token.copy_(tokens[:, None])

@@ -53,7 +53,7 @@ CHAT, CACHE = "chat.json", "cache"
 class BaseChat(ABC):
     """A conversation whose KV cache stays between turns.
 
-    `messages` is the whole truth about the conversation; the cache only saves time. Each turn
+    The attribute `messages` defines the conversation, and the cache only saves time. Each turn
     applies the chat template to all messages, keeps the longest prefix of the resulting ids that
     the cache already stores, and reads the others. So messages may be edited between turns, and
     templates may drop the reasoning of earlier answers.
@@ -146,7 +146,8 @@ class BaseChat(ABC):
             raise ValueError(f"document: got {document!r}, allowed is some text")
         self.documents.append(document)
         try:
-            # only the ids that do not depend on the question: ids at the border may merge
+            # Read only the ids that two different questions have in common, because the tokenizer
+            # may merge the end of the documents with the beginning of a question.
             asked = [self._conversation(question) for question in ("1", "7")]
             every = [self._render(messages).ids for messages in asked]
             ids = every[0][: common_length(every)]
@@ -167,7 +168,7 @@ class BaseChat(ABC):
         """
         answers = [i for i, one in enumerate(self.messages) if one.get("role") == "assistant"]
         if not answers:
-            raise ValueError("messages: got no answer, allowed for undo() is at least one")
+            raise ValueError("messages: got no answer to remove; undo() needs at least one answer")
         start = answers[-1]
         while start and self.messages[start - 1].get("role") not in {"assistant", *INSTRUCTIONS}:
             start -= 1
@@ -188,7 +189,9 @@ class BaseChat(ABC):
         try:
             text = json.dumps({"messages": self.messages, "documents": self.documents}, indent=1)
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"messages: got some that JSON cannot contain: {error}") from error
+            raise ValueError(
+                f"messages: got a message that JSON cannot contain: {error}"
+            ) from error
         path = Path(folder)
         path.mkdir(parents=True)
         try:
@@ -248,7 +251,7 @@ class BaseChat(ABC):
 
     @abstractmethod
     def report(self) -> Report:
-        """Report the rows that searching steps have read, and the memory of the cache."""
+        """Report how many rows decode steps have read, and the memory of the cache."""
 
     @abstractmethod
     def _answer(self, rendered: RenderedChat, **options: Any) -> Generation:
@@ -280,7 +283,7 @@ def with_documents(messages: Messages, documents: Sequence[str]) -> Messages:
                 )
             whole = {**one, "content": "\n\n".join([*documents, text])}
             return [*messages[:number], whole, *messages[number + 1 :]]
-    raise ValueError("messages: got none of the user, allowed with documents is at least one")
+    raise ValueError("messages: got no message of the user; documents need at least one")
 
 
 class Chat(BaseChat):
@@ -342,11 +345,11 @@ class Chat(BaseChat):
         return int(self.cache.get_seq_length())
 
     def report(self) -> Report:
-        """Report the rows that searching steps have read, and the memory of the cache."""
+        """Report how many rows decode steps have read, and the memory of the cache."""
         return self.cache.report()
 
     def close(self) -> None:
-        """End the `attach` of this chat. Its messages stay."""
+        """End the `attach` context of this chat. The messages of the chat stay."""
         self._context.close()
 
     def __enter__(self) -> Self:
@@ -374,7 +377,10 @@ class Chat(BaseChat):
         self._again_if_needed(call)
 
     def _again_if_needed(self, call: Callable[[], T]) -> T:
-        """Run a call, and once more with an empty cache if the cache cannot forget tokens."""
+        """Run a call.
+
+        If the cache cannot remove tokens as needed, empty the cache and run the call again.
+        """
         if self.tokens and self.cache.ids is None:  # another call has added unknown tokens
             self.cache.reset()
         try:

@@ -116,7 +116,9 @@ def layer_configs(config: Any) -> list[Any]:
 
 
 def sharing_of(config: Any) -> dict[int, int]:
-    """Map each layer without own keys and values to the layer whose keys and values it uses."""
+    """Map the number of each layer that has no keys and values of its own to the layer whose keys
+    and values it uses.
+    """
     try:
         modes = getattr(config, "kv_sharing_modes", None) or []
     except ValueError:  # raised if all layers use the keys and values of another model
@@ -174,7 +176,7 @@ def check_dense(
         raise ValueError(f"dense_layers: got {dense_layers!r}, allowed is a tuple of layer numbers")
     for number in dense_layers:
         if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < layers:
-            raise ValueError(f"dense_layers: got {number!r}, allowed are 0 to {layers - 1}")
+            raise ValueError(f"dense_layers: got {number!r}, allowed are layers 0 to {layers - 1}")
         if sharing.get(number) in set(full) - set(dense_layers):
             raise ValueError(
                 f"dense_layers: got {number}, but this layer attends to the keys of layer "

@@ -98,7 +98,8 @@ class FusedBody:
         if overlap is None:
             overlap = device.type == "cuda" and torch.cuda.get_device_capability(device) >= OVERLAPS
         self._overlap = overlap
-        # CUDA graphs read these tensors, so they must stay allocated
+        # a captured CUDA graph reads these tensors, so they must stay allocated as long as this
+        # object
         self._slots = torch.zeros(BATCH, dtype=torch.int64, device=device)
         self._no_residual: Tensor | None = None
         if weights.ranks is not None and weights.ranks.rank:
@@ -132,7 +133,8 @@ class FusedBody:
         run, batch, D = self._run, len(ids), head_dim
         tile = partial(run.tile_of, batch=batch, overlap=self._overlap)
         after = partial(run.tile_of, batch=batch, overlap=self._after_sum)
-        # each call allocates its own counters, because several calls may run concurrently
+        # each call allocates its own `tickets` (counters), because several calls may run
+        # concurrently
         most = max(len(layer.query_key_value.weight) for layer in self._layers) // D
         tickets = torch.zeros(most, dtype=torch.int32, device=ids.device)
         embedding, rotary = self._weights.embedding, self._weights.rotary

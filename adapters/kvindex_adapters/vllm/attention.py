@@ -1,7 +1,8 @@
-"""`PagedAttention`: one layer's attention over vLLM's pages, with a search or to all tokens.
+"""`PagedAttention`: one layer's attention over vLLM's pages, to rows that a search selects or to
+all tokens.
 
 This is the reference implementation in plain torch, which processes one sequence at a time. The GPU
-kernels of the plug-in compute the same with the same pages.
+kernels of the plug-in compute the same results from the same pages.
 """
 
 from __future__ import annotations

@@ -105,7 +105,8 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
                 False  # the plan of a step cannot be copied to another block table
             )
         if self._host is not None:
-            # vLLM sorts decode steps to the beginning of a batch, so that they can search
+            # with this value, vLLM puts the decode steps first in each batch, so that they can use
+            # the fused search
             self.reorder_batch_threshold = 1
 
     @classmethod

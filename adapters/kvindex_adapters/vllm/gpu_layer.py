@@ -50,7 +50,8 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         if self.geometry is None:
             return
         kvindex_cuda.ready(self.geometry.device)
-        # while vLLM constructs layers, torch's default dtype and device are the model's
+        # use torch's normal defaults here, because vLLM sets the default dtype and device to those
+        # of the model while it constructs layers
         why = in_plain_torch(unserved)(options.config, self.geometry)
         check_searched(why, options.local_window)
         record_bytes = options.layout(self.geometry.head_dim).head_bytes

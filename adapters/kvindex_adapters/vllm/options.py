@@ -70,7 +70,7 @@ class Options:
             raise ValueError(f"rows: got {self.rows!r}, allowed is one of {', '.join(ROWS)}")
         cached = check.at_least("cached_rows", self.cached_rows, 4)
         if cached & (cached - 1):
-            raise ValueError(f"cached_rows: got {cached}, allowed is a power of two from 4")
+            raise ValueError(f"cached_rows: got {cached}, allowed is a power of two, at least 4")
         self.layout(8)
 
     @staticmethod

@@ -189,7 +189,10 @@ class ReportsRecipe(Protocol):
 
 @runtime_checkable
 class ReportsMemory(Protocol):
-    """An index that reports the addresses of its memory, so that shared memory is counted once."""
+    """An index that reports the addresses of its memory blocks.
+
+    Callers can thus count memory that several indexes share only once.
+    """
 
     def memory(self) -> dict[int, int]:
         """Return address -> bytes of each block of memory that contains codes or rows."""

@@ -23,12 +23,14 @@ class Contents:
         counts: Number of valid tokens of each sequence, int64 `[B]` on the CPU.
         valid: True for tokens that are not padding, bool `[B, N]`, or None if no token is padded.
         real_from: Position from which on no token is padded.
-        opened: The last tokens, which do not fill a block: their keys under the name `open_keys`,
-            `[B, G, n, D]`, or their codes if the executor does not encode keys.
+        opened: The data of the last tokens, which do not fill a block. These are their keys under
+            the name `open_keys`, `[B, G, n, D]`, or their codes if the executor does not encode
+            keys.
         statistics: Learned tensors by name.
-        regression: A function that returns the matrix of the sign regression, float16 `[B, G, D,
-            D]`. The first call computes the matrix. While the matrix does not change, this is the
-            same function object. None if the index uses no sign regression.
+        regression: A function that returns the regression matrix `[B, G, D, D]`, float16, which
+            predicts keys from their sign bits. The first call computes the matrix. While the
+            matrix does not change, this is the same function object. None if the index does not
+            use such a matrix.
     """
 
     codes: object
@@ -136,7 +138,7 @@ class Executor(Protocol):
         ...
 
     def discard(self) -> None:
-        """Discard the codes that `prepare` has written, because the append was canceled."""
+        """Discard the codes that `prepare` has written, after the append was canceled."""
         ...
 
     def search(self, queries: Tensor, k: int) -> Hits:

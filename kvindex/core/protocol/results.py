@@ -70,7 +70,8 @@ class Attended:
         output: `[B, H, Dv]`, in the geometry's dtype.
         lse: Float32 `[B, H]`, the log-sum-exp (natural logarithm) of the logits after scale,
             softcap and weights; `-inf` where no row is visible.
-        found: Int32 `[B, G]`, how many of the rows that were attended to were selected by a search.
+        found: Int32 `[B, G]`, the number of rows in the softmax that a search has selected. The
+            other rows are those of the attention sink and the local window.
     """
 
     output: Tensor
@@ -108,7 +109,10 @@ class Placement:
         return self.found / self.looked_up if self.looked_up else 0.0
 
     def __add__(self, other: Placement) -> Placement:
-        """Return the sum for two indexes with the same row codec."""
+        """Return the placement of two indexes together: the sum of each count.
+
+        The row codecs are equal.
+        """
         return replace(
             self,
             device=self.device + other.device,

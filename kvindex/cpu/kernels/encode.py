@@ -29,7 +29,7 @@ SIGN_PLANE = np.uint64(7)
 SIGN_BIT = np.uint32(7)
 ONES = np.uint64(0x0101010101010101)
 STEPS = 2**16 / OCTAVES
-"""Logarithmic codes per octave."""
+"""Number of logarithmic codes from a weight to twice this weight."""
 
 TINIEST = np.float32(np.finfo(np.float32).tiny)
 NAN = np.uint16(0x7FC0)

@@ -76,8 +76,8 @@ def bound_of(number: Number) -> Number:
     """Return an upper bound of `noise_of(number)` that is faster to compute.
 
     The noise is minus a base-2 logarithm. The bits of a float, read as an integer, approximate its
-    logarithm, because they are linear between powers of two. The bound exceeds the noise by at most
-    0.09 octaves, or by more if the noise is 8 octaves or larger, as it is for one key in 256.
+    logarithm, because they are linear between powers of two. The bound exceeds `-log2 u` by at most
+    0.09, or by more if `-log2 u` is 8 or larger, as it is for one key in 256.
     """
     upper = np.float32(np.int32(hashed(number) >> EIGHT))
     return np.int32(ABOVE - (upper.view(np.int32) >> SEVEN))

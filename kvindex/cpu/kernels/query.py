@@ -36,7 +36,7 @@ def rotate(query: np.ndarray, rotation: np.ndarray, out: np.ndarray) -> Number:
 
 @kernel
 def put_voting(rotated: np.ndarray, matrix: np.ndarray, out: np.ndarray) -> None:
-    """Multiply a rotated query by the matrix of the sign regression, for use in votes.
+    """Multiply a rotated query by the matrix that predicts keys from their signs, for use in votes.
 
     This is the compiled version of `pariskv.sign_regression.voting`.
 

@@ -21,7 +21,9 @@ AHEAD = 24
 """Prefetch distance, in candidates."""
 
 STEPS = 2**11
-"""Number of logarithmic weight codes per octave: the lower 11 of the 16 bits of a code."""
+"""Number of logarithmic weight codes from a weight to twice this weight: the lower 11 of the 16
+bits of a code.
+"""
 
 
 @inlined
@@ -30,8 +32,8 @@ def weight_of(upper: int, lower: int, fine: np.ndarray) -> Number:
 
     This is the compiled version of `ops.codes.log_weights`.
 
-    `fine` is a table of the weights from 1 to 2 (one octave), float32 `[2^11]`, indexed by the
-    lower 11 bits of the code.
+    `fine` is a table of the weights from 1 to 2, float32 `[2^11]`, indexed by the lower 11 bits of
+    the code. The upper bits are the exponent of a power of two.
     """
     code = np.int32(upper) << np.int32(8) | np.int32(lower)
     if code == 0:

@@ -156,7 +156,7 @@ def test_folders_of_others_are_refused_and_the_session_stays_empty(decoder, tmp_
     session.save(folder)
     with pytest.raises(OSError, match="which already exists"):
         session.save(folder)
-    with pytest.raises(ValueError, match="session: got 60 tokens; load needs"):
+    with pytest.raises(ValueError, match="session: got a session with 60 tokens; load needs"):
         session.load(folder)
     others = {
         "model: got a cache of a model with": Decoder.of(

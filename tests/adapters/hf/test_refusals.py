@@ -87,9 +87,9 @@ def test_what_is_no_model_is_refused():
         ({"local_window": -1}, "local_window: got -1"),
         ({"update_every": 0}, "update_every: got 0"),
         ({"dense_below": -1}, "dense_below: got -1"),
-        ({"dense_layers": (7,)}, "dense_layers: got 7, allowed are 0 to 1"),
+        ({"dense_layers": (7,)}, "dense_layers: got 7, allowed are layers 0 to 1"),
         ({"dense_layers": 1}, "dense_layers: got 1, allowed is a tuple"),
-        ({"dense_layers": (True,)}, "dense_layers: got True, allowed are 0 to 1"),
+        ({"dense_layers": (True,)}, "dense_layers: got True, allowed are layers 0 to 1"),
         (
             {"dense_layers": (0, 1)},
             r"dense_layers: got \[0, 1\], which leaves no layer with an index",

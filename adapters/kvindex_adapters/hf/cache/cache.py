@@ -73,12 +73,17 @@ class Checkpoint(NamedTuple):
 
 
 class StepGraph(Protocol):
-    """Protocol: the methods of `TokenGraph` (which replays decode steps as a CUDA graph) that a
-    cache calls."""
+    """Protocol with the methods of `TokenGraph` that a cache calls.
+
+    A `TokenGraph` replays decode steps as a CUDA graph.
+    """
 
     @property
     def report(self) -> str:
-        """How many decode steps were graph replays, and why the last step was not."""
+        """Number of decode steps that were graph replays.
+
+        If the last one was not, also the reason.
+        """
         ...
 
     def forget(self) -> None:
@@ -146,8 +151,8 @@ class IndexCache(DynamicCache):
         self._config, self._make = config, make
         self._broken: str | None = None
         self.layers = self._empty_layers()
-        # numbers of the sliding-window layers; stored, because each decode step needs these layers
-        # quickly
+        # numbers of the sliding-window layers, stored because looking for them in each decode step
+        # takes time
         self._windows = [i for i, one in enumerate(self.layers) if isinstance(one, SlidingLayer)]
 
     def update(
@@ -207,7 +212,7 @@ class IndexCache(DynamicCache):
     @property
     def is_initialized(self) -> bool:
         """True if any layer has received a token since the cache was made or reset."""
-        # linear-attention layers have no attribute is_initialized
+        # `getattr`, because linear-attention layers have no attribute `is_initialized`
         return any(getattr(layer, "is_initialized", False) for layer in self.layers)
 
     if not TYPE_CHECKING:  # with this method, type checkers would accept any attribute name
@@ -579,8 +584,8 @@ class IndexCache(DynamicCache):
                 before = [(layer, _attributes(layer), _checkpoint(layer)) for layer in self.layers]
                 self.ids = None
                 self._look_again()
-                # Change layers without an index first: their methods may raise, but can be undone,
-                # because they make new tensors.
+                # Change layers without an index first. Their methods may raise an error, but then
+                # all changes can be undone, because these methods make new tensors.
                 for layer in sorted(self.layers, key=lambda one: isinstance(one, IndexedLayer)):
                     change(layer)
         except BaseException:
@@ -643,7 +648,8 @@ class IndexCache(DynamicCache):
         with self.attachment.exclusive():
             for layer in self.layers:
                 if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, SlidingLayer):
-                    # the copy can share these tensors, because such layers never write to them
+                    # layers of these classes never write to their tensors in place, so the copy can
+                    # share them
                     memo |= {id(rows): rows for rows in (layer.keys, layer.values)}
             other.__dict__.update(deepcopy(vars(self), memo))
         return other
@@ -748,7 +754,9 @@ def _nbytes(layer: Any) -> int:
 
 
 def _attributes(layer: Any) -> dict[str, Any]:
-    """Copy a layer's attributes, but not its tensors, because later steps make new tensors."""
+    """Copy a layer's attributes but not its tensors, which later decode steps replace and never
+    change.
+    """
     if isinstance(layer, SlidingLayer):
         layer.settle()  # move rows out of the ring buffer, which steps overwrite in place
     return {

@@ -133,7 +133,8 @@ class IndexedLayer(CacheLayerMixin):
             terms["visible"] = mask.visible
         output = self.attention.step(queries, keys, values, **terms)
         if tokens is not None and tokens.shape == (batch, T):
-            # must come after `step`, which may first record the end of the prompt in the index
+            # pass the ids after `step`, because `step` may report the end of the prompt to the
+            # index
             self.attention.index.observe_tokens(tokens, first=len(self.attention) - T)
         return output
 

@@ -116,7 +116,7 @@ def _of_each(mask: Tensor) -> MaskInfo:
 
 
 def _check_past(layer: AttentionLayer, mask: Tensor | None) -> None:
-    """Raise UnsupportedError if the mask differs from the padding of past tokens."""
+    """Raise UnsupportedError if the mask of past tokens differs from that of earlier calls."""
     length, before = len(layer), layer.valid
     if length == 0:
         return

@@ -90,7 +90,9 @@ def fill(
         if not _has_tokens(like):
             continue  # this layer uses the keys of another layer
         if number >= len(past.layers) or not _has_tokens(past.layers[number]):
-            raise ValueError(f"past: layer {number}: got 0 tokens, allowed are {length}")
+            raise ValueError(
+                f"past: layer {number}: got 0 tokens, but the cache has {length} tokens"
+            )
         try:
             _fill(layer, past.layers[number], like, length, ids, valid)
         except ValueError as error:
@@ -120,7 +122,9 @@ def _fill(
     else:
         _copy(layer, given, like)
     if isinstance(layer, DynamicLayer | IndexedLayer) and layer.get_seq_length() != length:
-        raise ValueError(f"got {layer.get_seq_length()} tokens, allowed are {length}")
+        raise ValueError(
+            f"got {layer.get_seq_length()} tokens in the layer, but the cache has {length} tokens"
+        )
 
 
 def _fill_index(

@@ -97,7 +97,8 @@ def following(cache: IndexCache, used: str, keep: int | None = None) -> Iterator
     """
     ids, conversation, done = cache.ids, cache.conversation, False
     cuts = keep is not None and keep < cache.get_seq_length()
-    # new tokens overwrite removed tokens, which a checkpoint could not restore, so make a fork
+    # if tokens are removed, make a fork: new tokens overwrite them, and a checkpoint cannot restore
+    # them then
     fork = cache.fork() if cuts else None
     before: Any = None if cuts else cache.checkpoint()
     try:

@@ -170,7 +170,10 @@ class FusedGraph(TokenGraph):
 
     @property
     def checks(self) -> bool:
-        """Always False, because the kernels use the mask only for padding."""
+        """Always False: `run` needs no comparison with an ordinary call.
+
+        The kernels use the attention mask only for padding.
+        """
         return False
 
     def run(self, forward: Forward, cache: IndexCache, **given: Any) -> Any:

@@ -34,7 +34,7 @@ host about as long as a decode step."""
 OTHER_LOOPS = (
     *ASSISTED,
     *("penalty_alpha", "dola_layers", "constraints", "force_words_ids", "custom_generate"),
-    # the caller's code would see tokens that are removed later
+    # with these options, code of the caller would see tokens that are removed later
     *("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"),
     "synced_gpus",
 )

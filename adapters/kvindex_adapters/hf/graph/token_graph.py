@@ -73,7 +73,10 @@ class TokenGraph:
 
     @property
     def report(self) -> str:
-        """How many decode steps were graph replays, and why the last step was not."""
+        """Number of decode steps that were graph replays.
+
+        If the last one was not, also the reason.
+        """
         said = f"{self._replays} of {self._tokens} tokens were {self.replayed}"
         return f"{said}; the last was not: {self._reason}" if self._reason else said
 
@@ -128,7 +131,7 @@ class TokenGraph:
         layers = cache.attention_layers()
         self._reason = (
             self._refusal(cache, layers, given)
-            # for an existing graph, `prepare_replay` checks the layers later
+            # skip this check if there is a graph, because `prepare_replay` then checks the layers
             or ("" if self._graph is not None else layer_refusal(cache))
             or self._inputs.mask_refusal(given.get(MASK), layers[0])
         )

@@ -183,7 +183,7 @@ def _sum(layer: Any, name: str, parts: dict[str, Tensor]) -> Tensor:
     shapes = [None if half is None else list(half.shape) for half in halves]
     others = sorted(n for n in parts if n.rpartition(".")[0] == name and n[-2:] not in (".A", ".B"))
     if others:
-        raise ValueError(f"lora: got {others[0]}, allowed are names that end in .A and .B")
+        raise ValueError(f"lora: got a tensor {others[0]}, allowed are names that end in .A and .B")
     B, A = halves
     if B is None or A is None:
         raise ValueError(

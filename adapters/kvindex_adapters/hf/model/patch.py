@@ -44,7 +44,7 @@ class Substitute(str):
         return self._own
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # only Python's own types, so that a pickle can be loaded without this package
+        # pickle only Python's own types, so that the pickle can be loaded without this package
         return type(self._own), () if self._own is None else (self._own,)
 
 

@@ -105,7 +105,8 @@ class RereadingModel(TransactionModel):
         if not isinstance(cache, IndexCache) or inputs.get("past_key_values") is not None:
             return inputs
         if length := cache.get_seq_length():
-            # transformers omits a mask of ones, and positions if the model has no such argument
+            # take the larger length: transformers passes no mask if all entries are ones, and no
+            # positions if the model has no such argument
             by_token = [kwargs.get(name) for name in ("attention_mask", "position_ids")]
             total = max((one.shape[-1] for one in by_token if one is not None), default=0)
             if total > (new := input_ids.shape[1]):

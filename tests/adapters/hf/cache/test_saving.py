@@ -163,7 +163,7 @@ def test_a_damaged_folder_changes_nothing(model, folder):
     path = folder / "layer-001.safetensors"
     content = path.read_bytes()
     for damage, match in [
-        (lambda: path.write_bytes(content[:-1]), "got .* bytes, allowed are"),
+        (lambda: path.write_bytes(content[:-1]), "got a file of .* bytes, but"),
         (
             lambda: path.write_bytes(content[:-1] + b"?"),
             "layer 1 cannot be loaded: .*got bytes with SHA-256",

@@ -205,7 +205,10 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(model):
                 layers[1], keys=layers[1].keys.double(), values=layers[1].values.double()
             ),
         )
-        refused("layer 3: got 19 tokens, allowed are 20", change=lambda layers: layers[3].crop(-1))
+        refused(
+            "layer 3: got 19 tokens in the layer, but the cache has 20 tokens",
+            change=lambda layers: layers[3].crop(-1),
+        )
         refused(
             "layer 2: keys: got nan",
             change=lambda layers: layers[2].keys[0, 0, 3].fill_(float("nan")),

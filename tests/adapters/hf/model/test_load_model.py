@@ -48,7 +48,7 @@ def test_an_addition_is_merged(model, tmp_path):
         ({f"{NAME}.B": torch.ones(64, 2)}, r"shapes \[None, \[64, 2\]\]; both must"),
         ({f"{NAME}.C": torch.ones(1)}, "q_proj.C, allowed are names that end in"),
         ({**halves(), f"{NAME}.C": torch.ones(1)}, "q_proj.C, allowed are names that end in"),
-        ({"weight": torch.ones(1)}, "got weight, allowed are names that end in"),
+        ({"weight": torch.ones(1)}, "got a tensor weight, allowed are names that end in"),
         (halves(name="model.nothing"), "model.nothing, which is not a linear layer"),
         (halves(name="model.norm"), "model.norm, which is not a linear layer"),
         (halves(wide=63), r"allowed for this model are \[r, 64\] and \[64, r\]"),
