@@ -132,8 +132,8 @@ class CodeBlocks(Restorable):
 
     @property
     def written(self) -> int:
-        """Number of tokens that `every` may read. It includes tokens whose codes are written but
-        not yet appended."""
+        """Number of tokens that `every` may read: appended tokens, and tokens whose codes are
+        written but not yet appended."""
         return self._length + (0 if self._written is None else self._written.count)
 
     def _column(self, name: str, run: Run) -> Tensor:
@@ -222,8 +222,8 @@ class CodeBlocks(Restorable):
             self._copy_block(old[row], [*self._runs(row, first, 1)], self)
 
     def _copy_block(self, come: list[Run], to: list[Run], other: CodeBlocks) -> None:
-        """Copy one block of each sequence of `other`, in the runs `come`, to the runs `to` of this
-        object."""
+        """Copy one block of each sequence from `other` to this object. `come` has the positions of
+        these blocks in `other`, and `to` the positions of their copies."""
         for source, target in zip(come, to, strict=True):
             block = other._slabs[source.slab][source.first]
             self._slabs[target.slab][target.first].copy_(block)

@@ -13,17 +13,18 @@ from kvindex_cuda.memory.budget import Budget
 FRACTION = 0.6
 """Default fraction of the device's free memory for rows.
 
-Codes take 15% as many bytes as plain rows, and 30% as many as coded rows. Codes of rows on the host
-are on the device, too, and take 10% to 20% of the memory that was free. The rest is left for the
-model."""
+The codes of an index take 15% as many bytes as its rows with the codec `plain`, and 30% as many as
+with `int8` or `fp8`. Codes are always on the device, also those of rows on the host, and take 10%
+to 20% of the memory that was free. The rest is left for the model."""
 
 
 class DeviceBudget(Budget):
-    """Limits the memory of the rows on a device, as a fraction of that memory plus the free memory.
+    """Limits the GPU memory of rows: it may be at most a fraction of the sum of this memory and the
+    free memory of the device.
 
-    The free memory is read each time memory is requested, so memory for the model, for codes or for
-    another process reduces the limit. Rows that are already stored keep their memory. All stores on
-    a device are counted together, while each store has its own fraction `share`, in (0, 1].
+    The free memory is read each time memory is requested. So memory for the model, for codes or for
+    another process reduces the limit; rows that are already stored keep their memory. The rows of
+    all stores on a device are counted together, while each store has its own `fraction`, in (0, 1].
 
     free: A function that returns the free bytes of a device.
     """

@@ -137,8 +137,8 @@ def layout_of(config: ParisKVConfig, geometry: Geometry) -> Layout:
 
 
 def options_of(kind: str, config: ParisKVConfig) -> dict[str, Any]:
-    """Return the arguments for the constructor of a kind of step that follow from a
-    `ParisKVConfig`."""
+    """Return the constructor arguments of a kind of decode step that follow from the index's
+    configuration."""
     options = dict(seed=config.seed, policy=config.group)
     if kind != "tiered_votes":
         options |= dict(query_max=config.query_max, centered=bool(config.center))

@@ -66,7 +66,7 @@ CODES_THREADS, MOST_BITS = 256, 7
 """For `ops/codes.cu`: threads per block, and most magnitude bits."""
 
 SAMPLE_THREADS = 1024
-"""Threads per block of `draw`."""
+"""Threads per block of `sample_rows`."""
 
 DIGIT, TILE, SORTED = 11, 2048, 2048
 """For `ops/select.cu`: bits of a digit of the radix selection (`2^11 = BINS`), entries that a

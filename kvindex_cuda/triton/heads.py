@@ -78,7 +78,9 @@ def project_heads(
     like("norm", norm.weight, x, x.shape[1])
     N, heads = of_matrix(matrix, x, x.shape[1]), H + 2 * G
     if heads * D != N:
-        raise ValueError(f"weight: got {N} rows, allowed are {heads * D} for {heads} heads of {D}")
+        raise ValueError(
+            f"weight: got {N} rows, allowed are {heads * D} ({heads} heads of dimension {D})"
+        )
     like("queries", queries, x, B, H, D)
     if not queries.is_contiguous():
         raise ValueError(f"queries: got strides {queries.stride()}, allowed is a contiguous tensor")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import DynamicCache
 
-    from kvindex_adapters.cli.progress import Answer, Bars
+    from kvindex_adapters.cli.progress import Bars, Times
     from kvindex_adapters.evaluate.tasks import Hidden
     from kvindex_adapters.hf.cache.cache import IndexCache
     from kvindex_adapters.hf.generate import Generation
@@ -136,7 +136,7 @@ class Asked:
     answers: list[str] = dataclasses.field(default_factory=list)
     token_s: list[float] = dataclasses.field(default_factory=list)
 
-    def add(self, text: str, streamer: Answer) -> None:
+    def add(self, text: str, streamer: Times) -> None:
         """Add an answer and its times."""
         self.answers.append(" ".join(text.split()))
         steps = [b - a for a, b in zip(streamer.times, streamer.times[1:], strict=False)]
@@ -157,6 +157,7 @@ def _compared(
 
     from transformers import DynamicCache
 
+    from kvindex_adapters.cli.progress import Answer, Times
     from kvindex_adapters.hf.attach import attach
     from kvindex_adapters.hf.generation.prefill import default_chunk, prefill
     from kvindex_adapters.hf.generation.tokenizer import punctuated
@@ -172,7 +173,8 @@ def _compared(
     read_s = time.perf_counter() - start
     full, plain_bytes = Asked(), _nbytes(past)
     for number, ids in enumerate(hidden.prompts, start=1):
-        _ask(progress, f"full attention {number}", model, tokenizer, past, ids, full)
+        streamer = Answer(progress, f"full attention {number}", tokenizer)
+        _ask(model, tokenizer, past, ids, full, streamer)
     attached = Asked()
     with attach(model, index=index, k=k, **punctuated(index, tokenizer, regions)) as cache:
         start = time.perf_counter()
@@ -182,10 +184,10 @@ def _compared(
         for number, ids in enumerate(hidden.prompts, start=1):
             name = f"{index.partition(':')[0]} {number}"
             generation = _search(progress, name, model, tokenizer, cache, ids, attached)
-    past.crop(hidden.shared // 4)
+    past.crop(hidden.shared // 4 - hidden.shared)  # minus the number of tokens to remove
     short = Asked()
     few = hidden.prompts[0][: hidden.shared // 4 + 2]
-    _ask(progress, "", model, tokenizer, past, few, short, tokens=SHORT)
+    _ask(model, tokenizer, past, few, short, Times(), tokens=SHORT)
     assert generation.report is not None
     token_s, full_s = median(attached.token_s), median(full.token_s)
     values = [needle.value for needle in hidden.needles]
@@ -261,21 +263,18 @@ def _fill(
 
 
 def _ask(
-    progress: Bars,
-    name: str,
     model: Any,
     tokenizer: Any,
     past: DynamicCache,
     ids: Tensor,
     asked: Asked,
+    streamer: Times,
     tokens: int = ANSWER_TOKENS,
 ) -> None:
     """Answer a prompt `[N]` with full attention. `past` stores its beginning, and is restored."""
     import torch
 
-    from kvindex_adapters.cli.progress import Answer
-
-    stored, streamer = past.get_seq_length(), Answer(progress, name, tokenizer)
+    stored = past.get_seq_length()
     inputs = ids.to(model.device)[None]
     out = model.generate(
         input_ids=inputs,
@@ -285,7 +284,7 @@ def _ask(
         do_sample=False,
         streamer=streamer,
     )
-    past.crop(stored)
+    past.crop(stored - past.get_seq_length())  # minus the number of tokens to remove
     asked.add(tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True), streamer)
 
 

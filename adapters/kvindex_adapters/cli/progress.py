@@ -96,32 +96,48 @@ class Bars:
         self._progress.stop()
 
 
-class Answer(BaseStreamer):
-    """A transformers streamer that shows a growing answer, and the mean time per token."""
+class Times(BaseStreamer):
+    """A streamer that records when each token of an answer comes."""
 
-    def __init__(self, progress: Bars, name: str, tokenizer: Any) -> None:
-        self._progress, self._name, self._tokenizer = progress, name, tokenizer
-        self._tokens: list[int] | None = None  # None until the prompt was received
-        self._shown = ""
+    def __init__(self) -> None:
+        self.tokens: list[int] | None = None
+        """Ids of the answer so far; None until the prompt was received."""
         self.times: list[float] = []
         """When each token of the answer came, in seconds of `time.perf_counter`."""
 
     def put(self, value: Tensor) -> None:
-        """Receive token ids from transformers: the prompt in the first call, then the answer."""
-        if self._tokens is None:
-            self._tokens = []
+        """Receive the prompt in the first call, then tokens of the answer."""
+        if self.tokens is None:
+            self.tokens = []
             return
-        now = time.perf_counter()
-        self.times.append(now)
-        self._tokens += value.flatten().tolist()
-        text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        self.times.append(time.perf_counter())
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        """Receive the end of the answer."""
+
+
+class Answer(Times):
+    """A streamer that shows an answer while it is generated, and the time per token."""
+
+    def __init__(self, progress: Bars, name: str, tokenizer: Any) -> None:
+        super().__init__()
+        self._progress, self._name, self._tokenizer = progress, name, tokenizer
+        self._shown = ""
+
+    def put(self, value: Tensor) -> None:
+        """Receive the prompt in the first call, then tokens of the answer."""
+        super().put(value)
+        if not self.tokens:
+            return
+        text = self._tokenizer.decode(self.tokens, skip_special_tokens=True)
         text = " ".join(text.rstrip("\ufffd").split())  # drops an incomplete character
         more, self._shown = text[len(self._shown) :], text
-        token_s = (now - self.times[0]) / max(len(self._tokens) - 1, 1)
+        token_s = (self.times[-1] - self.times[0]) / max(len(self.tokens) - 1, 1)
         self._progress.answer(self._name, text, more, token_s)
 
     def end(self) -> None:
-        """Tell the display that the answer is complete. transformers calls this method."""
+        """Print the end of the line."""
         self._progress.end_answer(self._name)
 
 

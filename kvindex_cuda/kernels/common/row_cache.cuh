@@ -8,10 +8,10 @@
 //   - Miss: a team sets the oldest stamp of the set to `now` + 1 with a compare-and-swap, writes the tag and,
 //     once the row has arrived from the host, the row.
 //
-// So the stamp of a slot changes at most once in a step. After a hit, no compare-and-swap can succeed any more,
-// so nobody overwrites the row in this step. If a slot was replaced first, a hit finds the old stamp `now` + 1;
-// the team then discards what it has read, and reads the row from the host. Therefore tags may be read at any
-// time of a step, even before they are known to be right.
+// In each step, the stamp of a slot changes only once from an older value. After a hit, no compare-and-swap can
+// succeed any more, so nobody overwrites the row in this step. If a slot was replaced first, a hit finds the
+// old stamp `now` + 1; the team then discards what it has read, and reads the row from the host. Therefore tags
+// may be read at any time of a step: the stamp decides whether they were still right.
 //
 // Several teams may need the same row, for example for different heads. If a team is still inserting the row,
 // the others read it from the host. If the heads of a group are divided into parts, only the first part inserts

@@ -153,7 +153,7 @@ __device__ __forceinline__ void load(Mean& mean, Place center) {
 // Compute the products ⟨q, μ⟩ of a center μ with the queries of this lane's two heads in each set of four. Each
 // group of four neighboring lanes can process another center.
 __device__ __forceinline__ void products_of(float (&products)[SETS][2], const Mean& mean, const Group& group) {
-    bool later = threadIdx.x & 2;  // the lane's own sums are the later two of its four
+    bool later = threadIdx.x & 2;  // the lane keeps the later two of its four sums
 #pragma unroll
     for (int n = 0; n < SETS; n++) {
         float dots[4] = {0, 0, 0, 0};

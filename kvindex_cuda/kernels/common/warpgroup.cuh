@@ -39,8 +39,9 @@ __device__ __forceinline__ void show_to_warpgroup() {
 #endif
 }
 
-// sums = a b if `first`, else sums += a b. b: shared-memory address of the first of CHUNK columns. All four
-// warps of a warpgroup call this function.
+// Multiply sign bits by rounded queries: sums = a b if `first`, else sums += a b. `a` is this warp's fragment
+// of the left matrix; `b` is the shared-memory address of the first of CHUNK columns of the right matrix. All
+// four warps of a warpgroup call this function.
 __device__ __forceinline__ void multiply_bytes(int (&sums)[CHUNK / 8][1][4], const u32 (&a)[4], Shared b, bool first) {
 #ifdef EMULATED
     int lane = threadIdx.x % 32;

@@ -28,7 +28,7 @@ struct PackArguments {
     Bits* to_output;         // [B, H, DV]: this and the next two are the message
     float* to_lse;           // [B, H]
     int* to_found;           // [B, G]
-    int seen;                // other rows were attended to as well: a head that found no rows is still valid
+    int seen;                // 1 if attention included other rows, so that its result is valid even if no row was found
     int take;                // set `found` to 0 afterwards
 };
 

@@ -48,7 +48,7 @@ constexpr int KEYS = (D / 8 + LANES - 1) / LANES, VALUES = (DV / 8 + LANES - 1) 
 constexpr int PARTIAL = DV + 2;              // floats of a split's result per head: maximum, sum, output
 constexpr int PIECES = DTYPE == 0 ? 2 : 1;   // loads of 16 bytes per chunk
 constexpr int ROW = (KEYS + VALUES) * PIECES * 512;  // bytes of a slot in a warp's ring buffer: one row of each team
-// rows in the ring buffer of each team; with 4 wide rows, the buffers would take more than 96 KB
+// rows in the ring buffer of each team: AHEAD, but 2 if rows are wide, to stay below 96 KB
 constexpr int DEPTH = (KEYS + VALUES) * PIECES > 6 ? 2 : AHEAD;
 constexpr bool SLOTS = PAGED == 2;
 static_assert(!SLOTS || GIVEN != 1, "ids are those of tokens");
@@ -257,8 +257,9 @@ struct Arguments {
     const i64* resident_count;  // [1], or RAGGED: [B]: number of resident rows
     const i64* length;          // [B]: number of tokens that are searched; only if PAGED
     const int* segments;        // [B, row]: number of each block among all pages; only if PAGED is 2
-    // The row cache (row_cache.py) has `cached` slots, 0 if there is none. If PAGED is 2, all sequences share
-    // it: the first dimension is KV heads for cache, tags and stamps, and 1 for clocks.
+    // The row cache (row_cache.py) has `cached` slots per KV head of a sequence, 0 without a cache. If PAGED is
+    // 2, all sequences share one cache per KV head: the first dimension of cache, tags and stamps is then the
+    // number of KV heads, and `clocks` has one element.
     char* cache;                // [BG, cached, row_bytes]: rows in the stored format
     int* tags;                  // [BG, cached], aligned to 16 bytes: the row in each slot
     int* stamps;                // [BG, cached], aligned to 16 bytes: the step that last used each slot
@@ -319,8 +320,8 @@ attend(const __grid_constant__ Arguments args) {
     }
     const float* centered = nullptr;
 #if CODEC != CODEC_PLAIN
-    __shared__ float products[2][GROUP];  // product of the query and the center: 0 for plain rows, then that for coded
-                                          // rows
+    __shared__ float products[2][GROUP];  // product of query and center: [0] is 0, for plain rows; [1] is for rows
+                                          // stored with a CODEC
     centered = products[0];
 #pragma unroll 1
     for (int h = warp; h < GROUP; h += 8) {
@@ -439,7 +440,7 @@ attend(const __grid_constant__ Arguments args) {
             slot = __shfl_sync(ALL, slot, 0, LANES);
             if (looks) row.slot = slot;
         };
-        bool few = phase || SLOTS;  // two rows in flight: selected rows need more state than their address
+        bool few = phase || SLOTS;  // two rows in flight, because selected rows need more registers
         int ahead = few ? 2 : DEPTH;
         Pending next, after;
         begin(next, own, 0, first, first_tag);

@@ -64,7 +64,7 @@ take_candidates(const __grid_constant__ TakeArguments args) {
     bool whole = counted <= args.wanted[b];            // all valid keys are candidates
     int asked = target + (SAMPLING && !whole);            // with SAMPLING, the priority of one more key is the threshold
     bool listed = n >= asked && n <= args.capacity;    // the list contains all entries needed
-    bool few = listed && n <= HELD * THREADS;          // and registers can keep them while the cut is found
+    bool few = listed && n <= HELD * THREADS;          // the list fits into registers while the cut is found
     u64 held[HELD];
 #pragma unroll
     for (int i = 0; i < HELD; i++) {

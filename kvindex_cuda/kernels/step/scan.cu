@@ -87,7 +87,7 @@ scan(const __grid_constant__ Arguments args) {
     Shared stages = shared_place(memory) + warp * (STAGES * STAGE), factor_places = shared_place(factors);
     Shared barrier = shared_place(barriers[warp]), buffer = shared_place(&buffers[warp][0][lane]);
     int factor = threadIdx.x < 256 ? args.factors[threadIdx.x] : 0;
-    i64 tokens = __ldcg(args.length);  // RAGGED: length of the group that the warp processes, as is `blocks`
+    i64 tokens = __ldcg(args.length);  // if RAGGED, `tokens` and `blocks` change with the group
     u32 blocks = u32((tokens + TOKENS - 1) / TOKENS), warps = gridDim.x * WARPS;
     // Divide the warps into teams, one team per group of heads if there are enough warps. Of n warps in a team,
     // each takes every n-th block of keys, because keys with high votes tend to be in neighboring blocks.
@@ -111,10 +111,10 @@ scan(const __grid_constant__ Arguments args) {
         for (int i = 0; i < STAGES; i++) begin_barrier(barrier + 8 * i);
     __syncwarp();
     u32 next = 0;    // the work item whose copy begins next
-    u64 source = 0;  // for work item next / 32 · 32 + lane: the address of its codes
-    u32 place = 0;   // and the position of that block in the table
-    u32 valid_of[STAGES] = {};  // of the items item, item + 1, …: the valid bits of 32 keys per lane, with lane % 8
-                                // choosing the 32 keys
+    u64 source = 0;  // of work item next / 32 · 32 + lane: the address of its codes
+    u32 place = 0;   // of the same work item: the position of its block in the table
+    u32 valid_of[STAGES] = {};  // of the current and the next work items: valid bits of 32 keys, numbers
+                                // 32 (lane % 8) to 32 (lane % 8) + 31 of the block
     auto fetch = [&]() {
 #pragma unroll
         for (int i = 0; i + 1 < STAGES; i++) valid_of[i] = valid_of[i + 1];

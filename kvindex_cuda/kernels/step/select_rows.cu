@@ -179,7 +179,8 @@ select_rows(const __grid_constant__ Arguments args) {
     __shared__ u64 least;
     __shared__ int edges, taken;
 #if SAMPLING
-    __shared__ float selected_weights[ROWS], threshold;  // selected_weights: of candidates; threshold: of rows
+    // selected_weights: log weights of the rows as candidates. threshold: score that selected rows exceed.
+    __shared__ float selected_weights[ROWS], threshold;
     float* edge_weights = reinterpret_cast<float*>(order);
     if (threadIdx.x == 0) threshold = NEVER;
     u32 seed = __ldcg(args.seeds + blockIdx.x);

@@ -65,12 +65,14 @@ class Encoder:
         D, bits = layout.head_dim, layout.magnitude_bits
         if not serves(D) or not 0 <= bits <= MOST_BITS:
             raise ValueError(
-                f"layout: got D = {D} and {bits} bits, allowed are 0 to {MOST_BITS} bits and a "
-                f"multiple of 8 up to {WIDEST} (up to {LATENT} if D divided by its largest power "
-                f"of two is at most {MOST_ODD})"
+                f"layout: got D = {D} and {bits} bits per magnitude, allowed are 0 to {MOST_BITS} "
+                f"bits, and for D a multiple of 8 up to {WIDEST} (up to {LATENT} if D divided by "
+                f"the largest power of two in it is at most {MOST_ODD})"
             )
         if isinstance(layout, SubspaceLayout):
-            raise ValueError("layout: got a SubspaceLayout, allowed is a Layout")
+            raise ValueError(
+                "layout: got a SubspaceLayout, allowed is a Layout (one weight per key)"
+            )
         of_shape("rotation", of_type("rotation", rotation, torch.float32), D, D)
         of_shape("levels", of_type("levels", levels, torch.float32), 2**bits)
         self.layout, self.device, self.centered = layout, rotation.device, centered
@@ -274,7 +276,9 @@ def _factors(rotation: Tensor) -> tuple[Tensor, Tensor]:
     plain = plain * plain[0].sign()  # the first matrix rows of Q and H are ones
     signs = rotation[0].sign()
     if not torch.allclose(plain * signs, rotation, rtol=0, atol=1e-6):
-        raise ValueError("rotation: got a matrix that is not a result of ops.transform.rotation")
+        raise ValueError(
+            "rotation: got another matrix, allowed is a result of ops.transform.rotation"
+        )
     order = odd if power >= 32 else -(-D // 32) * 32 // power
     hartley = torch.zeros(order, order)
     hartley[:odd, :odd] = plain[::power, ::power] * D**0.5

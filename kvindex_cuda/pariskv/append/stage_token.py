@@ -61,7 +61,8 @@ def stage_token(
         raise ValueError("ticket: got None, but ragged resident rows need a ticket tensor")
     elif len(resident) >= room:
         raise ValueError(
-            f"resident: got {len(resident)} rows, which leave no room in {room} for a token"
+            f"resident: got {len(resident)} rows in a buffer of {room}, which has no room for "
+            "another token"
         )
     launch(
         "step/stage_token.cu",

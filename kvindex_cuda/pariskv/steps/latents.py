@@ -39,7 +39,7 @@ into 48 KB of shared memory."""
 
 
 def tile_of(heads: int) -> int:
-    """Return the number of heads per tile: the largest divisor of a group's number of heads up to
+    """Return the number of query heads per tile: the largest divisor of `heads` that is at most
     `TILE`."""
     return next(size for size in range(TILE, 0, -1) if heads % size == 0)
 
