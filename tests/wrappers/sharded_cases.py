@@ -283,6 +283,11 @@ def state_goes_on():
     dist.all_gather_object(told, state)
     with pytest.raises(ValueError, match=f"state: got a state with rank = {(rank + 1) % ranks}"):
         of(SHAPE).load_state_dict(told[(rank + 1) % ranks])
+    index.truncate(0)  # an index without tokens remembers its batch size
+    emptied = of(SHAPE)
+    emptied.load_state_dict(index.state_dict())
+    with pytest.raises(ValueError, match="keys"):
+        emptied.append(*(part[:1].expand(3, -1, -1, -1) for part in SHAPE.tokens(4)))
 
 
 def differing_ranks_are_refused():
