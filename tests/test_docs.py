@@ -7,6 +7,7 @@ import importlib.util
 import io
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,10 @@ import torch
 import yaml
 
 import kvindex
+import kvindex_adapters.hf as kvhf
+from kvindex_adapters.decoder import Decoder
+from kvindex_adapters.hf.model import load_model
+from tests.adapters.tiny import build, byte_pairs
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -53,11 +58,6 @@ def test_readmes_examples_print_what_it_shows():
     assert any(output for _, output in found)
     for code, output in found:
         assert output in (None, printed(code))
-
-
-def test_the_page_of_sequences_runs_as_written():
-    ((code, _),) = examples((ROOT / "docs/sequences.md").read_text())
-    assert printed(code)
 
 
 def navigation():
@@ -101,42 +101,99 @@ def test_decisions_and_lab_pages_are_one_list_by_their_subjects():
     assert not any(title[:4].isdigit() for entry in pages for title in entry)
 
 
+def first_script(page):
+    """Return the first Python block of a page, or None."""
+    return next((code for language, code in FENCE.findall(page) if language == "python"), None)
+
+
+FIRST = {
+    path.relative_to(ROOT).as_posix(): script
+    for path in PAGES
+    if (script := first_script(path.read_text()))
+}
+"""Page -> its first script, which must run as it is."""
+
+NEEDS = {
+    **{f"docs/indexes/faiss_{name}.md": "faiss" for name in ("flat", "hnsw", "ivf", "ivfpq")},
+    "docs/adapters/ruler.md": "long_context_eval",
+    "docs/adapters/vllm.md": "vllm",
+}
+"""Page -> the package that its first script needs."""
+
+GPUS = {"docs/cuda.md": pytest.mark.gpu, "docs/distributed.md": pytest.mark.skip("torchrun")}
+"""Page -> the mark of a first script that needs GPUs, or a launcher."""
+
+QUICK = {"docs/indexes/dsa.md", "docs/indexes/exact.md", "docs/indexes/quest.md"}
+LONG = {f"docs/adapters/{name}.md" for name in ("compare", "tasks", "ruler")}
+LONG |= {page for page in FIRST if page.startswith("docs/indexes/")} - QUICK
+"""Pages whose first script takes long, or is much like another page's."""
+
+SCRIPTS = [
+    pytest.param(
+        page,
+        script,
+        id=page,
+        marks=[GPUS[page]] if page in GPUS else [pytest.mark.slow] if page in LONG else [],
+    )
+    for page, script in FIRST.items()
+]
+
+
+def test_pages_of_indexes_adapters_and_the_readme_have_a_script():
+    assert {"README.md", "docs/quickstart.md", "docs/adapters/transformers.md"} <= FIRST.keys()
+    assert len(FIRST) > 40
+    assert NEEDS.keys() | GPUS.keys() | LONG <= FIRST.keys()
+
+
+def test_first_scripts_define_their_names(tmp_path):
+    for page, script in FIRST.items():
+        (tmp_path / f"{page.replace('/', '-')}.py").write_text(script)
+    check = ["ruff", "check", "--isolated", "--select", "F821", "--output-format", "concise"]
+    done = subprocess.run(
+        [sys.executable, "-m", *check, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """A small random model and a tokenizer, for scripts that load SmolLM2."""
+    tokenizer = byte_pairs()
+    sizes = dict(vocab_size=2000, max_position_embeddings=2**16, num_hidden_layers=2)
+    return build("llama", **sizes, eos_token_id=None), tokenizer
+
+
+@pytest.mark.parametrize(("page", "script"), SCRIPTS)
+def test_first_scripts_run(page, script, tiny, tmp_path, monkeypatch):
+    if page in NEEDS:
+        pytest.importorskip(NEEDS[page])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(kvhf, "load_model", lambda name: tiny, raising=False)
+    monkeypatch.setattr(Decoder, "from_pretrained", lambda name: Decoder.of(*tiny))
+    printed(script)
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    """Return SmolLM2 and its tokenizer, which `kvhf.load_model("smollm2")` loads."""
+    folder, file = load_model.smollm2()
+    return load_model.load(folder, gguf_file=file)
+
+
 @pytest.mark.model
 @pytest.mark.slow
-def test_readmes_report_is_what_the_model_prints():
-    from kvindex_adapters.evaluate.tasks import hide
-    from kvindex_adapters.evaluate.texts import python_reference
-    from kvindex_adapters.hf.model.load_model import load, smollm2
-
-    folder, file = smollm2()
-    model, tokenizer = load(folder, gguf_file=file)
-    hidden = hide(tokenizer, python_reference(), tokens=2500, seed=0)
-    (needle,), (ids,) = hidden.needles, hidden.prompts
-    code, output = FENCE.findall(README)[1][1], FENCE.findall(README)[2][1]
-    given = {"model": model, "inputs": {"input_ids": ids[None]}}
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        exec(code, given)
-    assert said.getvalue() == output
-    assert needle.found(tokenizer.decode(given["out"][0, len(ids) :]))
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_the_first_script_prints_what_the_page_shows(page, smollm2, monkeypatch):
+    monkeypatch.setattr(kvhf, "load_model", lambda name: smollm2, raising=False)
+    blocks = FENCE.findall((ROOT / page).read_text())
+    shown = blocks[1 + next(i for i, (language, _) in enumerate(blocks) if language == "python")]
+    assert printed(FIRST[page]) == shown[1]
+    assert "8056020" in shown[1]
 
 
-@pytest.mark.model
-@pytest.mark.slow
-def test_the_quickstarts_script_finds_the_number(monkeypatch):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from kvindex_adapters.hf.model.load_model import load, smollm2
-
-    folder, file = smollm2()
-    model, tokenizer = load(folder, gguf_file=file)
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: model)
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: tokenizer)
-    page = (ROOT / "docs/quickstart.md").read_text()
-    (script,) = (code for language, code in FENCE.findall(page) if language == "python")
-    answer, report = printed(script).splitlines()
-    assert "8056020" in answer
-    assert "23 searching steps" in report
+def test_the_page_about_installation_names_the_wheel():
+    page = (ROOT / "docs/install.md").read_text()
+    assert set(re.findall(r"kvindex_torch-(\d[\w.]*)-py3", page)) == {kvindex.__version__}
 
 
 def slug(heading):
@@ -202,9 +259,9 @@ def test_the_site_is_built_so_that_a_dead_link_fails():
 
 
 FILE = re.compile(r"`([\w./-]+\.(?:py|cuh?|h|json|toml|txt|yml|md)|[\w./-]+/)(?:: [^`]*)?`")
-ELSEWHERE = {"decode_step_five.json", "site/"}
-"""Files that are not in the tree: one of an earlier commit, and the folder that `make docs`
-makes."""
+ELSEWHERE = {"decode_step_five.json", "site/", "dist/"}
+"""Files that are not in the tree: one of an earlier commit, and the folders that `make docs` and
+`make dist` make."""
 
 TREE = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
 

@@ -1,5 +1,6 @@
 """A wheel built from the tree, installed elsewhere, imports and searches from `/`."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -7,6 +8,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import kvindex
 
 ROOT = Path(__file__).parent.parent
 SEARCH = """
@@ -45,6 +48,16 @@ def test_the_wheel_holds_the_packages_alone(wheel):
     page = {f"kvindex_adapters/evaluate/compare/page/report.{end}" for end in ("html", "css", "js")}
     assert page <= set(names)
     assert any(name.endswith("LICENSE") for name in names)
+
+
+def test_the_description_has_no_links_that_lead_nowhere(wheel):
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = archive.read(name).decode()
+    assert f"\nVersion: {kvindex.__version__}\n" in metadata
+    assert "\nLicense-Expression: Apache-2.0\n" in metadata
+    assert "# kvindex" in metadata
+    assert re.findall(r"\]\((?!https:|#)[^)]*\)", metadata) == []
 
 
 @pytest.mark.slow

@@ -5,9 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from kvindex_adapters.evaluate.tasks.haystack import paragraphs
 
 VOCABULARY = 101
 LAYERS = 4
@@ -109,6 +118,20 @@ def build(family: str, **options: Any) -> PreTrainedModel:
     dense = "eager" if getattr(config, "attn_logit_softcapping", None) else None
     model = AutoModelForCausalLM.from_config(config, attn_implementation=dense)
     return model.float().eval()
+
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>\n{{ message['content'] }}<end>\n"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>\n{% endif %}"
+)
+
+
+def byte_pairs() -> PreTrainedTokenizerFast:
+    """Make a tokenizer of 2,000 byte pairs, learned from the filler text of tasks, with a chat
+    template."""
+    made = ByteLevelBPETokenizer()
+    made.train_from_iterator(paragraphs()[:300], vocab_size=2000, show_progress=False)
+    return PreTrainedTokenizerFast(tokenizer_object=made._tokenizer, chat_template=TEMPLATE)
 
 
 def prompt(batch: int, length: int, *, padded: bool = False) -> dict[str, Tensor]:

@@ -12,9 +12,9 @@ Read `layers.py` first, then `session.py`, then `decoder.py`.
 
 from importlib.util import find_spec
 
-from kvindex.core.extras import how_to_install
-
 if find_spec("transformers") is None:
+    from kvindex.core.extras import how_to_install
+
     raise ImportError(
         "kvindex_adapters.decoder needs transformers, which is not installed; "
         f"install it with {how_to_install('hf')}"

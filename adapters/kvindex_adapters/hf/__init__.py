@@ -8,9 +8,9 @@ print(cache.report())
 
 from importlib.util import find_spec
 
-from kvindex.core.extras import how_to_install
-
 if find_spec("transformers") is None:
+    from kvindex.core.extras import how_to_install
+
     raise ImportError(
         "kvindex_adapters.hf needs transformers, which is not installed; "
         f"install it with {how_to_install('hf')}"
