@@ -34,16 +34,25 @@ USUAL: dict[str, Any] = dict(tokens="4K", tries=10, steps=256) | dict(
 )
 """Default values of the options without `--quick`."""
 
-QUICK: dict[str, Any] = dict(tokens="2K", tries=2, steps=64, tasks="needle,needle-multikey,chain")
-"""Default values of the options with `--quick`, with which the command ends within minutes."""
+QUICK: dict[str, Any] = USUAL | dict(tries=2, tasks="none")
+"""Default values of the options with `--quick`.
+
+A few answers could not tell indexes apart, but a few hundred steps along a text can. Before these
+steps, all tokens except for the 256 newest ones are in the index: 4096 - 256 = 256 + 14 * 256.
+"""
+
+QUICK_MINUTES = 4
+"""CPU minutes that `--quick` takes with the default model and indexes, and nothing else given."""
 
 _DEFAULTS = {
-    name: f"Default {usual}; with --quick {QUICK[name]}.".replace(",", ", ")
+    name: f"Default {usual}{f'; with --quick {QUICK[name]}' * (QUICK[name] != usual)}.".replace(
+        ",", ", "
+    )
     for name, usual in USUAL.items()
 }
 """Name of an option -> the sentence of its help text that states its defaults."""
 
-SHOWN = ("index", "k", "accuracy", "KL, nats", "rows read", "ms per step")
+SHOWN = ("index", "k", "accuracy", "KL, nats", "coverage", "recall", "rows read", "ms per step")
 """Columns of the table that the command prints. The report shows more columns."""
 
 
@@ -77,7 +86,7 @@ def compare(
     tasks: Annotated[
         str | None,
         typer.Option(
-            help=f"Names of the tasks that the model answers, separated by commas. "
+            help="Names of the tasks that the model answers, separated by commas, or none. "
             f"{_DEFAULTS['tasks']}"
         ),
     ] = None,
@@ -108,7 +117,11 @@ def compare(
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option(help="Use a few short prompts, so that the command ends within minutes.")
+        bool,
+        typer.Option(
+            help="Compare next-token predictions and recall on one text only, which takes about "
+            f"{QUICK_MINUTES} minutes of CPU time."
+        ),
     ] = False,
     jobs: Annotated[
         int,
@@ -135,10 +148,10 @@ def compare(
 ) -> None:
     """Compare indexes on one model, and write an HTML report.
 
-    The report shows the accuracy of answers, the divergence from full attention, the fraction of
-    keys and values that attention reads, time and memory. To continue an interrupted run, run the
-    same command again. If you add indexes, lengths or tasks, only the missing measurements are
-    made.
+    The report shows the accuracy of answers, the divergence from full attention, the recall of
+    searches, the fraction of keys and values that attention reads, time and memory. To continue an
+    interrupted run, run the same command again. If you add indexes, lengths or tasks, only the
+    missing measurements are made.
     """
     check_stdout()
     announce_imports()
@@ -174,8 +187,28 @@ def compare(
     options: Any = dict(gguf_file=gguf_file, lora=lora, dtype=number, device=device)
     for line in plan.indexes:
         common.wait_for_compiler(line, device)  # `check_search` has started it
+    _announce(plan, settings, quick)
     _compare(functools.partial(load, model, content, **options), settings, plan, out, jobs)
     _report(out, settings)
+
+
+def _announce(plan: Plan, settings: Settings, quick: bool) -> None:
+    """Print how much is going to be measured."""
+    from kvindex_adapters.cli.progress import console
+
+    count = len(plan.tasks) * plan.tries
+    what = [f"{settings.steps} steps along a text"] if settings.steps else []
+    what += [f"{count} prompts"] if count else []
+    console.print(
+        f"measuring full attention and {', '.join(plan.indexes)} with k = "
+        f"{', '.join(map(str, plan.ks))}: {' and '.join(what)}, at "
+        f"{', '.join(f'{tokens:,}' for tokens in plan.tokens)} tokens"
+    )
+    if quick:
+        console.print(
+            f"--quick takes about {QUICK_MINUTES} minutes of CPU time with SmolLM2-135M and three "
+            "indexes, and longer while other programs use the processor"
+        )
 
 
 def _compare(load: Load, settings: Settings, plan: Plan, out: Path, jobs: int) -> None:
@@ -223,10 +256,29 @@ def _report(out: Path, settings: Settings) -> None:
     for row in overview.rows:
         table.add_row(*(row[i].text for i in shown))
     Console().print(table)
+    for line in _rows_in_words(summary):
+        print(line)
     for row in summary["failures"]:
         what = f"{row['index'] or 'all'} at {row['task'] or 'text'}, {row['tokens']} tokens"
         print(f"not measured: {what}: {row['words']}", file=sys.stderr)
     print(out / "report.html")
+
+
+def _rows_in_words(summary: dict[str, Any]) -> Iterator[str]:
+    """Yield a sentence about the rows that a step reads, for each `k` and length of the text."""
+    from kvindex_adapters.evaluate.compare.records import FULL
+
+    seen = set()
+    for row in summary["text"]:
+        place = row["tokens"], row["k"]
+        if row["index"] != FULL and place not in seen:
+            seen.add(place)
+            others = row["rows_read"] - row["rows_found"]
+            yield (
+                f"{row['tokens']:,} tokens, {row['index']}: a step reads {row['rows_read']:.0f} of "
+                f"{row['rows_full']:,.0f} rows per KV head, {row['rows_found']:.0f} from the index "
+                f"and {others:.0f} of the first and newest tokens"
+            )
 
 
 def _plan(index: str, k: str, chosen: dict[str, Any]) -> Plan:
@@ -238,7 +290,9 @@ def _plan(index: str, k: str, chosen: dict[str, Any]) -> Plan:
     from kvindex_adapters.evaluate.compare.settings import Plan
     from kvindex_adapters.evaluate.tasks import available
 
-    tasks = tuple(_parts("tasks", chosen["tasks"]))
+    tasks = () if chosen["tasks"] == "none" else tuple(_parts("tasks", chosen["tasks"]))
+    if not tasks and not chosen["steps"]:
+        raise ValueError("tasks, steps: got none and 0, which measures nothing; pass one of both")
     for name in tasks:
         if (missing := available(name)) is not None:
             raise ValueError(f"tasks: got {name!r}, {missing}")

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 import kvindex
 from kvindex_adapters.cli import app, main
 from kvindex_adapters.evaluate import tasks
+from kvindex_adapters.evaluate.compare.pictures import narrow_pictures
 from kvindex_adapters.evaluate.tasks import Instance, Question
 from tests.adapters.hf.generation.test_generation import Words
 from tests.adapters.tiny import VOCABULARY, build
@@ -34,6 +35,7 @@ REGIONS = ("--sink", 4, "--local-window", 8, "--update-every", 8)
         (("-k", "32,x"), "k: got 'x', allowed is a number, for example 4096"),
         (("-k", 2**40), "k: got 1099511627776, allowed is 1 to 16777216"),
         (("--tasks", "needles"), "did you mean 'needle'"),
+        (("--tasks", "none", "--steps", "0"), "tasks, steps: got none and 0, which measures"),
         (("--tokens", "4M"), "tokens: got '4M', allowed is a number"),
         (("--tokens", "4K,4096"), "tokens: got [4096, 4096], allowed is each value once"),
         (("--tries", "0"), "tries: got 0"),
@@ -117,6 +119,30 @@ def test_it_writes_a_report_and_goes_on_with_the_same_settings(run, tmp_path):
     refused = run("--index", "exact", "--sink", "5")
     assert "regions: got {'sink': 5" in str(refused.exception)
     assert "or another --out" in str(refused.exception)
+
+
+def test_no_tasks_are_steps_along_a_text(run, tmp_path):
+    result = run("--index", "exact", "-k", "5", "--tasks", "none")
+    assert result.exit_code == 0, result.output
+    assert "measuring full attention and exact with k = 5: 6 steps along a text, at 60" in (
+        result.stderr.replace("\n", " ")
+    )
+    assert "coverage" in result.stdout
+    assert "recall" in result.stdout
+    assert "accuracy" not in result.stdout
+    (row,) = [
+        row
+        for row in json.loads((tmp_path / "out" / "results.json").read_text())["text"]
+        if row["index"] == "exact"
+    ]
+    assert row["rows_found"] == 5
+    assert 0 < row["recall"] <= 1
+    assert (
+        f"a step reads {row['rows_read']:.0f} of {row['rows_full']:.0f} rows per KV head, 5 from"
+        in result.stdout
+    )
+    (figure,) = narrow_pictures(json.loads((tmp_path / "out" / "results.json").read_text()))
+    assert [text.get_text().partition(":")[0] for text in figure.axes[0].texts] == ["exact"]
 
 
 PLANES = """

@@ -11,7 +11,15 @@ from html.parser import HTMLParser
 import pytest
 
 from kvindex_adapters.evaluate.compare.lines import NAMED, named, panels
-from kvindex_adapters.evaluate.compare.pictures import DARK, GAP, LIGHT, _apart, picture
+from kvindex_adapters.evaluate.compare.pictures import (
+    DARK,
+    GAP,
+    LIGHT,
+    NARROW,
+    _apart,
+    narrow_pictures,
+    picture,
+)
 from kvindex_adapters.evaluate.compare.records import ANSWERS, FAILURE, FULL, TEXT, Key, Records
 from kvindex_adapters.evaluate.compare.report import write_report
 from kvindex_adapters.evaluate.compare.settings import Settings
@@ -27,7 +35,8 @@ const heads = document.querySelectorAll("#overview ~ .scroll thead button");
 heads[2].click(); heads[2].click();
 const filter = document.getElementById("filter");
 filter.value = "index-3"; filter.dispatchEvent(new Event("input"));
-console.log("sorted and filtered");
+const about = document.querySelector("#overview ~ .hidden-columns").textContent;
+console.log("sorted and filtered;", about);
 }</script>"""
 
 
@@ -35,6 +44,7 @@ def steps(rng, scale, seed_rows):
     kl = [scale * rng.random() for _ in range(64)]
     about = dict(kl=kl, same=[int(value < 0.5) for value in kl], step_s=0.01, rows_read=seed_rows)
     sizes = dict(nbytes={"codes": 5, "rows": 2**20}, peak_bytes={"host": 2**30})
+    about |= dict(rows_found=100.0, recall=0.5, coverage=0.8)
     return {**about, "rows_full": 4096.0, "step_bytes": 2.0**20, **sizes}
 
 
@@ -64,18 +74,20 @@ class Page(HTMLParser):
     def __init__(self, text):
         super().__init__()
         self.tags, self.open, self.words = [], [], []
+        self.broken = False  # a line may be broken here, within a word
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
         self.tags.append((tag, dict(attributes)))
-        if tag not in ("meta", "link", "img", "source", "input"):
+        if tag not in ("meta", "link", "img", "source", "input", "wbr"):
             self.open.append(tag)
+        self.broken = tag == "wbr"
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        self.words.append(data.strip())
+        self.words.append(data.strip() if not self.broken else self.words.pop() + data.strip())
 
 
 def test_the_page_asks_for_nothing_and_is_well_formed(folder):
@@ -97,6 +109,13 @@ def test_the_page_holds_every_index_and_says_what_failed(folder):
     assert "head_dim: got <7>, allowed is a multiple" in page.words
     assert "Indexes compared: <model>" in page.words
     assert "processor a & b" in page.words
+
+
+def test_the_page_is_printed_without_boxes_that_scroll(folder):
+    text = (folder / "report.html").read_text()
+    assert "size: A4 landscape" in text
+    printed = text[text.index("@media print") : text.index("</style>")]
+    assert ".scroll { overflow: visible; max-height: none;" in printed
 
 
 def test_the_page_can_be_used_by_keyboard(folder):
@@ -131,6 +150,8 @@ def test_it_opens_in_chromium_without_an_error(shown):
     dom, console = shown
     assert len(console) == 1
     assert "sorted and filtered" in console[0]
+    assert "Scroll right for" in console[0]  # the window has 800 pixels
+    assert "peak MiB" in console[0]
     assert {FULL, *INDEXES} <= set(Page(dom.split("<script>")[0]).words)
 
 
@@ -270,6 +291,19 @@ def test_pictures_name_few_lines_by_color_and_mark(folder):
             assert {text.get_text() for text in axes.texts} <= set(named(drawn))
         colors = [line.get_color() for line in panes[0].lines]
         assert colors.count(theme.gray) > 40
+
+
+def test_pictures_for_phones_have_names_below(folder):
+    found = json.loads((folder / "results.json").read_text())
+    figures = narrow_pictures(found)
+    assert len(figures) == len(panels(found)) == 2
+    for figure, panel in zip(figures, panels(found), strict=True):
+        (legend,) = figure.legends
+        names = {text.get_text() for text in legend.get_texts()}
+        assert names == {*named(panels(found))} & {*panel.lines}
+        assert figure.get_figwidth() <= NARROW[0]
+    page = Page((folder / "report.html").read_text())
+    assert [tag for tag, _ in page.tags].count("img") == 2
 
 
 def test_names_stand_apart():

@@ -1,19 +1,22 @@
 """Measure decode steps that read a given text, with full attention and with an index.
 
-Measured are the KL divergence from full attention, the keys and values that a step reads, time, and
-memory.
+Measured are the KL divergence from full attention, recall, the keys and values that a step reads,
+time, and memory.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 import torch
 from torch import Tensor
 
+from kvindex.layer import AttentionLayer
+from kvindex.layer.retrieval import row_bytes
 from kvindex_adapters.evaluate.compare.answers import Steps
+from kvindex_adapters.evaluate.compare.found import Found, watched
 from kvindex_adapters.evaluate.compare.memory import forget_peak, peak
 from kvindex_adapters.evaluate.compare.replay import FullAttention, Indexed
 from kvindex_adapters.evaluate.fidelity import BLOCK
@@ -33,6 +36,7 @@ class Steady:
         step_s: Median time of a step in seconds.
         rows_read: Number of tokens per KV head whose keys and values a step reads.
         rows_full: Number of tokens per KV head that full attention would read.
+        rows_found: How many of the tokens in `rows_read` the index has retrieved.
         step_bytes: Bytes of keys and values that a step copies from memory, in all layers.
         nbytes: Bytes of the KV cache, by memory tier.
         peak_bytes: Peak memory of the process in bytes, by "host" and "device".
@@ -41,6 +45,7 @@ class Steady:
     step_s: float
     rows_read: float
     rows_full: float
+    rows_found: float
     step_bytes: float
     nbytes: dict[str, int]
     peak_bytes: dict[str, int]
@@ -53,7 +58,7 @@ def dense_cost(full: FullAttention, ids: Tensor) -> Steady:
     step_s = _timed(full, ids)
     rows, nbytes = float(full.cache.get_seq_length()), full.nbytes()
     full.rollback(before)
-    return Steady(step_s, rows, rows, nbytes, {"rows": nbytes}, peak())
+    return Steady(step_s, rows, rows, 0.0, nbytes, {"rows": nbytes}, peak())
 
 
 def cost(indexed: Indexed, ids: Tensor, *, k: int) -> Steady:
@@ -68,6 +73,7 @@ def cost(indexed: Indexed, ids: Tensor, *, k: int) -> Steady:
             step_s=step_s,
             rows_read=report.rows_read,
             rows_full=report.rows_full,
+            rows_found=fmean(map(_rows_found, indexed.layers)),
             step_bytes=report.bytes_fetched / max(report.steps, 1),
             nbytes=report.nbytes,
             peak_bytes=peak(),
@@ -85,7 +91,9 @@ def dense_logits(full: FullAttention, ids: Tensor) -> Tensor:
     return logits
 
 
-def divergence(indexed: Indexed, ids: Tensor, full: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
+def divergence(
+    indexed: Indexed, ids: Tensor, full: Tensor, *, k: int
+) -> tuple[Tensor, Tensor, Found]:
     """Compare the predictions of a model with an index and with full attention on a text.
 
     The index is restored afterwards.
@@ -98,22 +106,30 @@ def divergence(indexed: Indexed, ids: Tensor, full: Tensor, *, k: int) -> tuple[
 
     Returns:
         KL divergence of the prediction with the index from that of full attention, in nats, float64
-        `[T]`; and bool `[T]`, True where both have the same most likely token.
+        `[T]`; bool `[T]`, True where both have the same most likely token; and what the searches
+        have found.
     """
-    found = []
-    with indexed.branch(k):
+    parts = []
+    with indexed.branch(k), watched(indexed.layers) as found:
         indexed.begin()
         size = BLOCK if indexed.parallel else 1
         for block, want in zip(torch.split(ids, size), torch.split(full, size), strict=True):
-            found.append(_differ(want, indexed.step(block)))
-    kl, same = zip(*found, strict=True)
-    return torch.cat(kl), torch.cat(same)
+            parts.append(_differ(want, indexed.step(block)))
+    kl, same = zip(*parts, strict=True)
+    return torch.cat(kl), torch.cat(same), found
 
 
 def _differ(full: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     p, q = full.double().log_softmax(-1), other.double().log_softmax(-1)
     kl = (p.exp() * (p - q)).sum(-1)
     return kl.cpu(), (full.argmax(-1) == other.argmax(-1)).cpu()
+
+
+def _rows_found(layer: AttentionLayer) -> float:
+    """Return the mean number of rows per KV head that the searches of a layer have retrieved."""
+    traffic, index = layer.traffic, layer.index
+    size = row_bytes(index) * index.geometry.kv_heads * max(traffic.steps, 1)
+    return float(traffic.bytes_fetched) / size
 
 
 def _timed(steps: Steps, ids: Tensor) -> float:

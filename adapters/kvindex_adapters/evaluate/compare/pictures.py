@@ -1,8 +1,9 @@
-"""Draw the line plots of a comparison's report.
+"""Draw the plots of a comparison's report.
 
-A few lines have a name at their right end; the others are gray. Named lines differ in color and in
-the shape of their markers. People with color blindness can tell the colors apart (Okabe and Ito,
-2008).
+With several prompt lengths or several `k`, an index is a line. A few lines have a name; the others
+are gray. Named lines differ in color and in the shape of their markers. People with color blindness
+can tell the colors apart (Okabe and Ito, 2008). With one prompt length and one `k`, an index is a
+dot with its name.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from kvindex_adapters.evaluate.compare.lines import Panel, Point, named, panels
 
@@ -26,6 +28,13 @@ SIZE, GAP = (5.8, 4.2), 0.055
 
 `GAP`: smallest vertical distance between two names, as a fraction of the plot's height.
 """
+NARROW, ENTRY = (4.2, 3.4), 0.22
+"""`NARROW`: width and height in inches of a plot that can be read on a phone.
+
+`ENTRY`: height of a name below such a plot.
+"""
+DOT = 0.42
+"""Height of a dot and its name in inches."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +60,33 @@ DARK = Theme(
 def picture(summary: dict[str, Any], theme: Theme = LIGHT) -> Figure:
     """Draw the plots of accuracy and of divergence side by side in one figure."""
     drawn = panels(summary)
-    look: Any = {name: theme.ink for name in ("text.color", "axes.labelcolor", "axes.edgecolor")}
-    look |= {"xtick.color": theme.ink, "ytick.color": theme.ink, "svg.hashsalt": "kvindex"}
-    look |= {"figure.facecolor": theme.paper, "axes.facecolor": theme.paper}
-    with rc_context(look):
-        figure = Figure(figsize=(SIZE[0] * len(drawn), SIZE[1]), layout="constrained")
+    with _colors(theme):
+        height = max([SIZE[1], *map(_height_of_dots, drawn)])
+        figure = Figure(figsize=(SIZE[0] * len(drawn), height), layout="constrained")
         for i, panel in enumerate(drawn):
             _draw(figure.add_subplot(1, len(drawn), i + 1), panel, named(drawn), theme)
     return figure
+
+
+def narrow_pictures(summary: dict[str, Any], theme: Theme = LIGHT) -> list[Figure]:
+    """Draw each plot in a figure of its own, with the names of the lines below it."""
+    drawn, figures = panels(summary), []
+    for panel in drawn:
+        shown = [name for name in named(drawn) if name in panel.lines]
+        height = _height_of_dots(panel) or NARROW[1] + ENTRY * len(shown)
+        with _colors(theme):
+            figure = Figure(figsize=(NARROW[0], height), layout="constrained")
+            _draw(figure.add_subplot(), panel, named(drawn), theme, below=True)
+        figures.append(figure)
+    return figures
+
+
+def _colors(theme: Theme) -> AbstractContextManager[None]:
+    """Set the colors with which matplotlib draws in a `with` block."""
+    look: Any = {name: theme.ink for name in ("text.color", "axes.labelcolor", "axes.edgecolor")}
+    look |= {"xtick.color": theme.ink, "ytick.color": theme.ink, "svg.hashsalt": "kvindex"}
+    look |= {"figure.facecolor": theme.paper, "axes.facecolor": theme.paper}
+    return rc_context(look)
 
 
 def as_address(figure: Figure) -> str:
@@ -68,18 +96,59 @@ def as_address(figure: Figure) -> str:
     return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def _draw(ax: Axes, panel: Panel, names: Sequence[str], theme: Theme) -> None:
+def _draw(
+    ax: Axes, panel: Panel, names: Sequence[str], theme: Theme, *, below: bool = False
+) -> None:
+    """Draw a plot, with the names of the lines at their ends, or below the plot."""
+    if _height_of_dots(panel):
+        _dots(ax, panel, theme)
+        return
     for name, line in panel.lines.items():
         if name not in names:
             ax.plot([p.x for p in line], [p.y for p in line], ".-", color=theme.gray, lw=0.8, ms=3)
     shown = [name for name in names if name in panel.lines]
     for place, name in enumerate(shown):
         look = {"color": theme.colors[names.index(name)], "marker": MARKS[names.index(name)]}
+        look["label"] = name
         _line(ax, panel.lines[name], look, place - (len(shown) - 1) / 2)
     _axes(ax, panel)
+    if below:
+        legend = ax.figure.legend(loc="outside lower left", fontsize=9, frameon=False)
+        legend.set_in_layout(True)
+        return
     ends = [panel.lines[name][-1] for name in shown]
     colors = [theme.colors[names.index(name)] for name in shown]
     _names(ax, ends, shown, colors)
+
+
+def _height_of_dots(panel: Panel) -> float:
+    """Return the height in inches of a plot with a dot for each index.
+
+    Return 0 if the plot has lines, because it has several prompt lengths or several `k`.
+    """
+    xs = {point.x for line in panel.lines.values() for point in line}
+    return 0.0 if len(xs) > 1 else DOT * len(panel.lines) + 1.1
+
+
+def _dots(ax: Axes, panel: Panel, theme: Theme) -> None:
+    """Draw a dot with its interval for each index, the best on top, and its name above the dot."""
+    lines = sorted(panel.lines.items(), key=lambda line: line[1][0].y, reverse=panel.logarithmic)
+    for place, (name, (point, *_)) in enumerate(lines):
+        reach = [[max(point.y - point.low, 0)], [max(point.high - point.y, 0)]]
+        ax.errorbar(point.y, place, xerr=reach, fmt="o", color=theme.colors[2], capsize=3)
+        place_of_name: Any = dict(xy=(0, place + 0.22), xycoords=ax.get_yaxis_transform())
+        ax.annotate(f"{name}: {point.y:.2g}", **place_of_name, fontsize=10, va="bottom")
+    ax.set_title(panel.title, loc="left", fontsize=11)
+    ax.set_ylim(-0.5, len(lines) - 0.1)
+    ax.set_yticks([])
+    if panel.logarithmic:
+        ax.set_xscale("log")
+        ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.xaxis.set_minor_formatter(NullFormatter())
+    else:
+        ax.set_xlim(-0.03, 1.03)
+    ax.spines[["top", "right", "left"]].set_visible(False)
 
 
 def _line(ax: Axes, line: Sequence[Point], look: Any, place: float) -> None:

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup
 
-from kvindex_adapters.evaluate.compare.pictures import DARK, LIGHT, as_address, picture
+from kvindex_adapters.evaluate.compare.pictures import (
+    DARK,
+    LIGHT,
+    Theme,
+    as_address,
+    narrow_pictures,
+    picture,
+)
 from kvindex_adapters.evaluate.compare.records import Records
 from kvindex_adapters.evaluate.compare.settings import Settings
-from kvindex_adapters.evaluate.compare.summary import COSTS, Row, summarize
+from kvindex_adapters.evaluate.compare.summary import COSTS, FOUND, Row, summarize
 from kvindex_adapters.evaluate.compare.tables import tables
 from kvindex_adapters.evaluate.output_files import save_figure, write_json, write_text
 
@@ -24,9 +33,9 @@ ABOUT = (
     "head that the index retrieves. Answers are greedy. Full attention is the reference."
 )
 ALT = (
-    "Accuracy over all tasks, and divergence from full attention on a text, with 95% intervals. "
-    "The names of full attention, exact search, the first index and the best other indexes are at "
-    "the ends of their lines. Other indexes are gray. All figures are in the tables."
+    "Accuracy over all tasks, and divergence from full attention on a text, as far as measured, "
+    "with 95% intervals. Of many lines, those of full attention, exact search, the first index and "
+    "the best other indexes have a name, and the others are gray. All figures are in the tables."
 )
 
 COLUMNS = (
@@ -55,15 +64,24 @@ def write_report(folder: Path, settings: Settings, records: Records) -> Row:
 
 def _page(summary: Row) -> str:
     environment = Environment(loader=FileSystemLoader(PAGE), autoescape=True, trim_blocks=True)
+    environment.filters["breakable"] = _breakable
     return environment.get_template("report.html").render(
         title=f"Indexes compared: {Path(summary['settings']['model']).name}",
         about=ABOUT,
         alt=ALT,
-        light=as_address(picture(summary, LIGHT)),
-        dark=as_address(picture(summary, DARK)),
+        charts=list(zip(_addresses(summary, LIGHT), _addresses(summary, DARK), strict=True)),
         tables=tables(summary),
         facts=list(_facts(summary)),
     )
+
+
+def _addresses(summary: Row, theme: Theme) -> list[str]:
+    return [as_address(figure) for figure in narrow_pictures(summary, theme)]
+
+
+def _breakable(name: str) -> Markup:
+    """Return a name as HTML in which a line may be broken after each colon and plus sign."""
+    return Markup("<wbr>").join(re.split("(?<=[:+])", name))
 
 
 def _facts(summary: Row) -> Iterator[tuple[str, str]]:
@@ -118,7 +136,7 @@ def _figures(summary: Row) -> Iterator[Row]:
                 ends = {end: row[f"{measure}_{end}"] for end in ("low", "high")}
                 figure = {"measure": measure, "value": row[measure], **ends}
                 yield {**about, **figure, "count": row["steps"]}
-        for measure in COSTS:
+        for measure in (*FOUND, *COSTS):
             value = row[measure]
             value = sum(value.values()) if isinstance(value, dict) else value
             yield {**about, "measure": measure, "value": value}

@@ -188,12 +188,15 @@ def _texts(records: Records) -> list[Row]:
     for (tokens, index, k), record in texts.items():
         exact = texts.get((tokens, "exact", k))
         about = {**_of((str(index), k)), "tokens": tokens, **_divergence(record, exact)}
-        rows.append(about | {name: record[name] for name in COSTS})
+        rows.append(about | {name: record[name] for name in (*FOUND, *COSTS)})
     return rows
 
 
-COSTS = ("step_s", "rows_read", "rows_full", "step_bytes", "nbytes", "peak_bytes")
-"""Fields that the summary copies from each result on a text."""
+FOUND = ("coverage", "recall")
+"""Fields with what searches have found. The summary copies them from each result on a text."""
+
+COSTS = ("step_s", "rows_read", "rows_full", "rows_found", "step_bytes", "nbytes", "peak_bytes")
+"""Fields with the costs of a decode step, which the summary copies as well."""
 
 
 def _divergence(record: Record, exact: Record | None) -> Row:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvindex_adapters.evaluate.compare.records import FULL
+from kvindex_adapters.evaluate.compare.summary import FOUND
 
 Row = dict[str, Any]
 
@@ -67,16 +68,23 @@ def _overview(summary: dict[str, Any]) -> Table:
     ]
     about = (
         "Means over all tasks and lengths, with 95% intervals. Differences are in percentage "
-        "points of accuracy, over the answers that both gave. Divergence, rows, bytes and time "
-        "are measured in steps along the text, as means over lengths."
+        "points of accuracy, over the answers that both gave. Divergence, coverage, recall, rows, "
+        "bytes and time are measured in steps along the text, as means over lengths."
     )
     columns = ["index", "k", "accuracy", *(f"minus {_short(base)}" for base in bases), *COSTS]
-    return Table("Overview", about, columns, rows)
+    return _without_empty_columns(Table("Overview", about, columns, rows))
+
+
+def _without_empty_columns(table: Table) -> Table:
+    """Remove the columns in which all cells are empty, for example if no task was measured."""
+    kept = [i for i in range(len(table.columns)) if any(row[i] != EMPTY for row in table.rows)]
+    rows = [[row[i] for i in kept] for row in table.rows]
+    return Table(table.title, table.about, [table.columns[i] for i in kept], rows)
 
 
 COSTS = (
-    *("KL, nats", "KL over exact's", "same token", "rows read"),
-    *("ms per step", "MiB per step", "MiB cached", "peak MiB"),
+    *("KL, nats", "KL over exact's", "same token", "coverage", "recall"),
+    *("rows read", "ms per step", "MiB per step", "MiB cached", "peak MiB"),
 )
 
 
@@ -93,12 +101,31 @@ def _means(rows: Sequence[Row]) -> list[Cell]:
         _number(mean(*(row["kl"] for row in rows)), "{:.4f}"),
         _number(mean(*ratios), "{:.2f}") if ratios else EMPTY,
         _percent(mean(*(row["agreement"] for row in rows))),
-        _percent(mean(*(row["rows_read"] / (row["rows_full"] or 1) for row in rows))),
+        *(_mean_percent([row[name] for row in rows]) for name in FOUND),
+        _percent(
+            mean(*(row["rows_read"] / (row["rows_full"] or 1) for row in rows)), _rows_of(rows)
+        ),
         _number(mean(*(1000 * row["step_s"] for row in rows)), "{:.1f}"),
         _mib(mean(*(row["step_bytes"] for row in rows))),
         _mib(mean(*(sum(row["nbytes"].values()) for row in rows))),
         _mib(max(sum(row["peak_bytes"].values()) for row in rows)),
     ]
+
+
+def _mean_percent(values: Sequence[float | None]) -> Cell:
+    known = [value for value in values if value is not None]
+    return _percent(sum(known) / len(known)) if known else EMPTY
+
+
+def _rows_of(rows: Sequence[Row]) -> str:
+    """Return how many rows per KV head a step reads, and how many of them the index retrieves.
+
+    Return an empty text for full attention, and for several lengths.
+    """
+    if len(rows) > 1 or rows[0]["index"] == FULL:
+        return ""
+    read, full, found = (rows[0][name] for name in ("rows_read", "rows_full", "rows_found"))
+    return f"{read:.0f} of {full:.0f}, {found:.0f} by index"
 
 
 def _by_task(summary: dict[str, Any], tokens: int) -> Table:
@@ -191,7 +218,8 @@ def _texts(summary: dict[str, Any]) -> Table:
             if "over_exact" in row
             else EMPTY,
             _percent(row["agreement"], _range(row, "agreement_", "{:.1%}")),
-            _number(row["rows_read"], "{:.0f}", f"of {row['rows_full']:.0f}"),
+            *(_mean_percent([row[name]]) for name in FOUND),
+            _number(row["rows_read"], "{:.0f}", _rows_of([row]).partition(" ")[2]),
             _number(1000 * row["step_s"], "{:.1f}"),
             _mib(row["step_bytes"]),
             _mib(sum(row["nbytes"].values()), _tiers(row["nbytes"])),
@@ -203,9 +231,13 @@ def _texts(summary: dict[str, Any]) -> Table:
         "Full attention and the index read the same text, step by step. The columns are: KL "
         "divergence of the index's next-token distribution from full attention's, with 95% "
         "intervals of a bootstrap over blocks of neighboring steps; the same relative to exact "
-        "search; how often the most likely token is the same; rows that a step attends to per KV "
-        "head; the median time of a step that runs alone; the bytes that a step copies out of the "
-        "stores; the size of the cache; and the peak memory of the process."
+        "search; how often the most likely token is the same; coverage, the fraction of the "
+        "attention weight of all rows in the index that the retrieved rows have; recall, the "
+        "fraction of the k rows with the largest logits of a query head that its KV head "
+        "retrieved; rows that a step attends to per KV head, and how many of them the index "
+        "retrieved (the others are the first and newest tokens); the median time of a step that "
+        "runs alone; the bytes that a step copies out of the stores; the size of the cache; and "
+        "the peak memory of the process."
     )
     return Table("Text", about, ["index", "k", "tokens", *COSTS], rows)
 

@@ -30,6 +30,22 @@ document.querySelectorAll("table").forEach((table) => {
   });
 });
 
+// name the columns that are hidden until the reader scrolls sideways
+const nameHidden = (box) => {
+  const heads = [...box.querySelectorAll("thead th")];
+  const end = box.getBoundingClientRect().right + 1;
+  const hidden = heads.filter((head) => head.getBoundingClientRect().right > end);
+  box.previousElementSibling.textContent = hidden.length
+    ? `Scroll right for ${hidden.map((head) => head.textContent).join(", ")} \u2192`
+    : "";
+};
+document.querySelectorAll(".scroll").forEach((box) => {
+  const update = () => nameHidden(box);
+  box.addEventListener("scroll", update);
+  window.addEventListener("resize", update);
+  update();
+});
+
 const filter = document.getElementById("filter");
 filter.addEventListener("input", () => {
   const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
