@@ -17,6 +17,9 @@ LINK = re.compile(r"\[([^]]*)\]\((\.\./[^)\s]+)\)")
 OUTSIDE = ("CONTRIBUTING.md", "CHANGELOG.md")
 """Pages in the root folder of the repository that are added to the site."""
 
+HISTORY = ("decisions/", "lab/", "CHANGELOG.md", "CONTRIBUTING.md")
+"""Pages and folders that few readers search for."""
+
 
 def title(page: Path) -> str:
     """Return the first heading of a page, without the number that pages in decisions/ have."""
@@ -76,8 +79,11 @@ def inside_docs(text: str) -> str:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Replace links to files outside the site with the names of the files. MkDocs calls this hook.
 
-    A list of all pages in decisions/ and lab/ is appended to the page contributors.md.
+    The list of decisions and lab pages is added to the page for contributors. In search results,
+    pages for contributors come after the others.
     """
+    if page.file.src_uri.startswith(HISTORY):
+        page.meta["search"] = {"boost": 0.3}
     folder = DOCS / PurePosixPath(page.file.src_uri).parent
 
     def name(link: re.Match[str]) -> str:

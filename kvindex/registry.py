@@ -103,6 +103,14 @@ def create(index: str, **options: Any) -> KVIndex:
     Raises:
         ValueError: A name or an option is unknown, or a value is not allowed.
         ImportError: See `get`.
+
+    Examples:
+        ```python
+        index = kvindex.create("pariskv:preset=fast", q_heads=32, kv_heads=8, head_dim=128)
+        index.append(keys, values)  # [B, G, N, D] and [B, G, N, Dv]
+        hits = index.search(queries, k=100)  # [B, H, D]
+        rows = index.fetch(hits)  # keys [B, G, K, D], values [B, G, K, Dv]
+        ```
     """
     first, *around = check.text("index", index).split("+")
     name, written = split_spec(first)
@@ -134,10 +142,9 @@ def class_of(source: str) -> type[BaseIndex] | type[Wrapper]:
     for name in folder or installed():
         if class_name(get(name)) == source:
             return get(name)
-    for name in wrapper_options():
-        if class_name(wrapper := _only(_module_of(wrappers, name), Wrapper)) == source:
-            found: type[Wrapper] = wrapper
-            return found
+    for wrapper in wrapper_classes().values():
+        if class_name(wrapper) == source:
+            return wrapper
     raise ValueError(
         f"index: got the class {source!r}, which is not registered under a name (kvindex.names()); "
         "create an empty index of this class and call kvindex.load(folder, into=index)"
@@ -161,18 +168,27 @@ def option_names(name: str) -> list[str]:
 def wrapper_options() -> dict[str, dict[str, Any]]:
     """Return the available wrappers and their options, as name -> option -> default."""
     found = {}
-    for name in sorted(module.name for module in pkgutil.iter_modules(wrappers.__path__)):
-        if not name.endswith("base"):
-            options = inspect.signature(_only(_module_of(wrappers, name), Wrapper)).parameters
-            found[name] = {o: p.default for o, p in options.items() if o != "inner"}
+    for name, wrapper in wrapper_classes().items():
+        options = inspect.signature(wrapper).parameters
+        found[name] = {o: p.default for o, p in options.items() if o != "inner"}
     return found
+
+
+def wrapper_classes() -> dict[str, type[Wrapper]]:
+    """Return the classes of the wrappers: name -> class."""
+    names = sorted(module.name for module in pkgutil.iter_modules(wrappers.__path__))
+    return {
+        name: _only(_module_of(wrappers, name), Wrapper)
+        for name in names
+        if not name.endswith("base")
+    }
 
 
 def _wrapped(inner: KVIndex, name: str, written: dict[str, str]) -> KVIndex:
     known = wrapper_options()
     if name not in known:
         raise ValueError(unknown("wrapper", name, known))
-    wrapper, allowed = _only(_module_of(wrappers, name), Wrapper), known[name]
+    wrapper, allowed = wrapper_classes()[name], known[name]
     for option in written:
         if option not in allowed:
             raise ValueError(unknown("option", option, allowed))

@@ -64,6 +64,15 @@ class BaseIndex(ReadingIndex):
 
     Attributes:
         row_bytes: Bytes of one token's key and value for one head, as stored and fetched.
+
+    Examples:
+        ```python
+        index = kvindex.create("exact", q_heads=32, kv_heads=8, head_dim=128)
+        index.append(keys, values)  # [B, G, N, D] and [B, G, N, Dv]
+        rows = index.fetch(index.search(queries, k=100))  # queries [B, H, D]
+        index.truncate(len(index) - 1)
+        index.save("folder")  # kvindex.load("folder") loads it
+        ```
     """
 
     parts_are_its_own = True

@@ -14,7 +14,9 @@ from kvindex.bases.faiss import FaissConfig, FaissIndex
 
 
 class FaissFlat(FaissIndex):
-    """Searches by brute force with one FAISS `IndexFlatIP` for each sequence and KV head.
+    """Scores every key with FAISS.
+
+    There is one `IndexFlatIP` per sequence and KV head, with a float32 copy of the keys.
 
     FAISS stores a float32 copy of the keys. `Hits.scores` contains the scores that the group policy
     computes from the candidates' `q·k`.

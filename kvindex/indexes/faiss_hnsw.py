@@ -43,7 +43,9 @@ class FaissHNSWConfig(FaissConfig):
 
 
 class FaissHNSW(FaissIndex):
-    """Searches a graph of keys with one FAISS `IndexHNSWFlat` for each sequence and KV head.
+    """Searches a graph over the keys, with FAISS.
+
+    There is one `IndexHNSWFlat` per sequence and KV head, with a float32 copy of the keys.
 
     FAISS stores a float32 copy of the keys. Keys are added one at a time, so that the graph does
     not depend on how they were divided into appends. `Hits.scores` contains the scores that the

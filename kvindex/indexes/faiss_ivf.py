@@ -50,7 +50,9 @@ class FaissIVFConfig(FaissConfig):
 
 
 class FaissIVF(FaissIndex):
-    """Searches an inverted file with one FAISS `IndexIVFFlat` for each sequence and KV head.
+    """Scores the keys in the lists of the nearest centroids, with FAISS.
+
+    There is one `IndexIVFFlat` per sequence and KV head, with a float32 copy of the keys.
 
     FAISS stores a float32 copy of the keys. `Hits.scores` contains the scores that the group policy
     computes from the candidates' `q·k`.

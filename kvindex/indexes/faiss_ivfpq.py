@@ -49,7 +49,9 @@ class FaissIVFPQConfig(FaissIVFConfig):
 
 
 class FaissIVFPQ(FaissIVF):
-    """Searches quantized keys with one FAISS `IndexIVFPQ` for each sequence and KV head.
+    """Scores product-quantized keys in the lists of the nearest centroids, with FAISS.
+
+    There is one `IndexIVFPQ` per sequence and KV head, on residuals.
 
     `Hits.scores` contains the scores that the group policy computes from the inner products of the
     query with the decoded keys of the candidates.

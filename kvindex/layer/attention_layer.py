@@ -105,6 +105,13 @@ class AttentionLayer(Transactional):
         ValueError: A size is out of range, the index is not empty, or `coverage` is given and the
             index cannot estimate it.
 
+    Examples:
+        ```python
+        index = kvindex.create("pariskv", q_heads=32, kv_heads=8, head_dim=128)
+        layer = AttentionLayer(index, k=100)
+        output = layer.step(queries, keys, values)  # [B, H, T, Dv], from [B, H, T, D] and so on
+        ```
+
     Source: Qi et al., ParisKV (ICML 2026), section 4.2.1.
     """
 

@@ -33,7 +33,9 @@ _Statistics = tuple[Tensor, tuple[int, _Fit] | None]
 
 
 class ParisKV(ExecutedIndex):
-    """Index that stores a few bits per coordinate of each key and needs no training on the keys.
+    """Finds candidates by votes of sign bits, reranks them with small codes, and samples the rows.
+
+    The codes take a few bits per coordinate, and need no training on the keys.
 
     Tokens are encoded in blocks. A block is encoded once, when it is full. The last block is called
     open while it is not full; its codes are computed from its keys when a search needs them

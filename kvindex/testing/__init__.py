@@ -18,3 +18,7 @@ __all__ = [
     "operations_of",
     "outcomes",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,15 +1,30 @@
-"""`kvindex indexes`: list the indexes with their options, presets and wrappers."""
+"""`kvindex indexes`: list the indexes and wrappers with their meanings, or with their options."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import inspect
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from kvindex_adapters.cli.options import check_stdout
 
+if TYPE_CHECKING:
+    from rich.console import Console
 
-def indexes() -> None:
-    """List all indexes with their options and presets, and the wrappers that extend any index."""
+HINT = "kvindex indexes NAME prints options and presets; --options prints those of all"
+
+
+def indexes(
+    name: Annotated[
+        str | None, typer.Argument(help="Print the options and presets of this index or wrapper.")
+    ] = None,
+    options: Annotated[
+        bool, typer.Option("--options", help="Print the options and presets of all.")
+    ] = False,
+) -> None:
+    """List all indexes, and the wrappers around indexes, with their meanings."""
     check_stdout()
     import warnings
 
@@ -18,34 +33,26 @@ def indexes() -> None:
     from rich.text import Text
 
     import kvindex
-    from kvindex.core.backend import BACKENDS
-    from kvindex.registry import installed, refused, wrapper_options
-    from kvindex.storage.codecs import NAMES
-    from kvindex.storage.store import PLACES
+    from kvindex.registry import refused, wrapper_classes
 
-    table = Table("index", "options (defaults)", "presets, and the options that they change")
-    brought, left_out = installed(), refused()
-    with warnings.catch_warnings(action="ignore"):  # `left_out` is printed below
-        names = kvindex.names()
-    for name in names:
-        owner = brought[name].dist if name in brought else None
-        called = name if owner is None else f"{name}\nof {owner.name} {owner.version}"
-        try:
-            given, others = _written(defaults(name)), presets(name)
-        except ImportError as error:
-            table.add_row(called, Text(str(error)), "-")
-            continue
-        lines = [f"{preset}: {_written(changed, 'nothing')}" for preset, changed in others.items()]
-        table.add_row(called, given, "\n".join(lines) or "-")
-    shared = {"backend": BACKENDS, "store": PLACES, "row_codec": NAMES}
-    common = [f"{option}: {' or '.join(allowed)}" for option, allowed in shared.items()]
-    common.append("device_fraction: fraction of the device's memory for rows, with store=auto")
-    table.add_row("every index", "; ".join(common), "-")
-    for name, options in wrapper_options().items():
-        table.add_row(f"…+{name}", _written(options), "-")
     console = Console()
-    console.print(table)
-    for reason in left_out.values():
+    if name is not None:
+        _describe(console, name.removeprefix("+"))
+        _describe_shared(console)
+        return
+    with warnings.catch_warnings(action="ignore"):  # the reasons are printed below
+        names = [*kvindex.names(), *wrapper_classes()]
+    if options:
+        for each in names:
+            _describe(console, each)
+        _describe_shared(console)
+    else:
+        table = Table("index", "meaning")
+        for each in names:
+            table.add_row(_called(each), Text(_meaning(each)))
+        console.print(table)
+        console.print(HINT, markup=False)
+    for reason in refused().values():
         console.print(reason, markup=False)
 
 
@@ -71,6 +78,72 @@ def _options(name: str, preset: str | None) -> dict[str, Any]:
 
     config = make_config(kvindex.get(name), preset, {})
     return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+
+
+def _called(name: str) -> str:
+    """Return a name as it is written, with the package if that is not kvindex."""
+    from kvindex.registry import installed, wrapper_classes
+
+    if name in wrapper_classes():
+        return f"…+{name}"
+    brought = installed()
+    owner = brought[name].dist if name in brought else None
+    return name if owner is None else f"{name}\nof {owner.name} {owner.version}"
+
+
+def _class_of(name: str) -> type:
+    import kvindex
+    from kvindex.registry import wrapper_classes
+
+    return wrapper_classes().get(name) or kvindex.get(name)
+
+
+def _meaning(name: str) -> str:
+    """Return the first sentence of the docstring of an index or a wrapper."""
+    try:
+        paragraph = inspect.cleandoc(_class_of(name).__doc__ or "-").partition("\n\n")[0]
+    except ImportError as error:
+        return str(error)
+    return " ".join(paragraph.split()).partition(". ")[0].rstrip(".")
+
+
+def _describe(console: Console, name: str) -> None:
+    """Print the meaning, the options and the presets of an index or a wrapper."""
+    from kvindex.registry import wrapper_options
+
+    meaning, wrapper = _meaning(name), wrapper_options().get(name)
+    title = _called(name).replace("\n", " ")
+    console.print(f"{title}: {meaning}", markup=False, highlight=False)
+    try:
+        given = defaults(name) if wrapper is None else wrapper
+        others = presets(name) if wrapper is None else {}
+    except ImportError:
+        return  # the meaning is the error
+    _print_line(console, f"options: {_written(given)}")
+    for preset, changed in others.items():
+        _print_line(console, f"preset={preset}: {_written(changed, 'the defaults')}")
+
+
+def _describe_shared(console: Console) -> None:
+    """Print the options that every index has."""
+    from kvindex.core.backend import BACKENDS
+    from kvindex.storage.codecs import NAMES
+    from kvindex.storage.store import PLACES
+
+    shared = {"backend": BACKENDS, "store": PLACES, "row_codec": NAMES}
+    console.print("Every index has these options:", highlight=False)
+    for option, allowed in shared.items():
+        _print_line(console, f"{option}: {' or '.join(allowed)}")
+    _print_line(
+        console, "device_fraction: fraction of the device's memory for rows, with store=auto"
+    )
+
+
+def _print_line(console: Console, text: str) -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    console.print(Padding(Text(text), (0, 0, 0, 2)))
 
 
 def _written(options: dict[str, Any], none: str = "-") -> str:

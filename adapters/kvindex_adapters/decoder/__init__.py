@@ -27,3 +27,7 @@ from kvindex_adapters.decoder.open_session import OpenSession
 from kvindex_adapters.decoder.sampling import Sampling, sampling_like
 
 __all__ = ["Chat", "Decoder", "OpenSession", "Sampling", "sampling_like", "supports"]
+
+
+def __dir__() -> list[str]:
+    return __all__

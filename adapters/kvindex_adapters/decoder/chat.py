@@ -34,6 +34,12 @@ class Chat(BaseChat):
 
     Raises:
         ValueError: The tokenizer has no chat template; also what `Decoder.session` raises.
+
+    Examples:
+        ```python
+        chat = Chat(decoder, index="pariskv", max_new_tokens=200)
+        print(chat.send("Who wrote Faust?").text)
+        ```
     """
 
     def __init__(

@@ -64,6 +64,13 @@ class Decoder:
     model has changed. If so, the decoder reads the model again, or raises an error if it cannot run
     the changed model. With `weights="fp8"` or `ranks` the
     matrices are copies, and a call raises ValueError if the model has changed.
+
+    Examples:
+        ```python
+        decoder = Decoder.of(model, tokenizer)
+        answer = decoder.generate(text, index="pariskv", k=100, max_new_tokens=64)
+        print(answer.text, answer.report)
+        ```
     """
 
     def __init__(self, reading: Reading, tokenizer: Any, ends: Collection[int]) -> None:

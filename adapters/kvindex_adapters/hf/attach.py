@@ -101,6 +101,13 @@ def attach(
         UnsupportedError: The model is not supported. (UnsupportedError is a ValueError.)
         ValueError: An argument is wrong, or the model is already attached. The model is unchanged.
         TypeError: `model` is not a transformers model, or an argument is unknown.
+
+    Examples:
+        ```python
+        with kvhf.attach(model, index="pariskv", k=100) as cache:
+            out = model.generate(**inputs, past_key_values=cache, max_new_tokens=64)
+            print(cache.report())
+        ```
     """
     model = unwrapped(model)
     config = check_model(model)

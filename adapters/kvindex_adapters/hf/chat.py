@@ -289,10 +289,6 @@ def with_documents(messages: Messages, documents: Sequence[str]) -> Messages:
 class Chat(BaseChat):
     """A conversation with a model of transformers, whose KV cache stays between turns.
 
-        with kvhf.Chat(model, tokenizer, index="pariskv", system="Answer briefly.") as chat:
-            print(chat.send("Who wrote Faust?").text)
-            print(chat.send("When?").text)
-
     Each turn reads only the tokens that the cache does not store yet. The model stays attached
     until the context ends or `close` is called. For several conversations with one model, call
     `attach`, and pass `cache=cache` to one chat and `cache=cache.fork()` to the others.
@@ -313,6 +309,13 @@ class Chat(BaseChat):
 
     Raises:
         ValueError: The tokenizer has no chat template; also what `attach` raises.
+
+    Examples:
+        ```python
+        with kvhf.Chat(model, tokenizer, index="pariskv", system="Answer briefly.") as chat:
+            print(chat.send("Who wrote Faust?").text)
+            print(chat.send("When?").text)
+        ```
     """
 
     def __init__(

@@ -135,6 +135,13 @@ def generate(
             or its options.
         TypeError: The prompt is neither text, messages nor ids. Or an option of `attach` or of the
             index was passed as an option of `model.generate`.
+
+    Examples:
+        ```python
+        question = [{"role": "user", "content": text + "Who is the author?"}]
+        answer = kvhf.generate(model, tokenizer, question, index="pariskv", max_new_tokens=64)
+        print(answer.text, answer.report)
+        ```
     """
     model = unwrapped(model)
     check_attach_options(attach_options)

@@ -53,15 +53,22 @@ def shown_options(line):
     return re.findall(r"(\w+) \(((?:[^()]|\(\))*)\)", line)
 
 
+def described(output):
+    """Return what `kvindex indexes` prints of each index: name -> (options, lines of presets)."""
+    found, name = {}, ""
+    for line in output.splitlines():
+        if line.startswith("  options: "):
+            found[name] = line, []
+        elif line.startswith("  preset="):
+            found[name][1].append(line.strip().removeprefix("preset="))
+        else:
+            name = line.partition(":")[0]
+    return found
+
+
 def test_indexes_prints_what_create_gives(monkeypatch):
     monkeypatch.setenv("COLUMNS", "4000")
-    lines = iter(run("indexes").output.splitlines())
-    rows = {}
-    for line in (line for line in lines if "│" in line):
-        cells = [cell.strip() for cell in line.split("│")[1:-1]]
-        if cells[0]:
-            rows[name := cells[0]] = (cells[1], [])
-        rows[name][1].append(cells[2])
+    rows = described(run("indexes", "--options").output)
     geometry = dict(q_heads=1, kv_heads=1, head_dim=8, rope=torch.ones(4))
     for name in kvindex.names():
         told, others = rows[name]
@@ -90,13 +97,32 @@ def test_indexes_tells_what_of_installed_packages_cannot_be_used(monkeypatch):
     assert "'exact' from an unknown package (theirs:Exact), allowed is a name" in result.output
 
 
-def test_indexes_lists_all():
+def test_indexes_lists_all_with_their_meanings(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     result = run("indexes")
     assert result.exit_code == 0
-    assert all(name in result.output for name in kvindex.names())
-    assert "+sample" in result.output
-    assert "share" in result.output
-    assert "int8" in result.output
+    lines = [line.split("│") for line in result.output.splitlines() if line.startswith("│")]
+    meanings = {name.strip(): meaning.strip() for _, name, meaning, _ in lines}
+    assert {*kvindex.names(), "…+sample"} <= meanings.keys()
+    assert meanings["exact"] == "Scores every key in float32"
+    assert all(10 < len(meaning) < 110 for meaning in meanings.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "option"), [("pariskv", "preset=fast"), ("sample", "share (0.5)"), ("+reuse", "tau (")]
+)
+def test_indexes_prints_the_options_of_one(monkeypatch, name, option):
+    monkeypatch.setenv("COLUMNS", "400")
+    result = run("indexes", name)
+    assert result.exit_code == 0
+    assert option in result.output
+    assert "row_codec: plain or int8" in result.output
+    assert "quest" not in result.output
+
+
+def test_indexes_names_similar_ones():
+    with pytest.raises(ValueError, match="did you mean 'pariskv'"):
+        CliRunner().invoke(app, ["indexes", "parsikv"], catch_exceptions=False)
 
 
 @pytest.mark.parametrize(

@@ -18,3 +18,7 @@ __all__ = [
     "make",
     "names",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
