@@ -31,6 +31,9 @@ from kvindex.core.protocol import (
 )
 from kvindex.core.resident import ResidentRows
 
+CHECKED = torch.zeros((), dtype=torch.int32)
+"""Passed as `wrong` to an executor that raises errors itself (`Executor.checks_tokens`)."""
+
 
 @runtime_checkable
 class CapturingExecutor(Protocol):
@@ -180,13 +183,19 @@ class ExecutedIndex(BaseIndex):
         k: int,
         graphs: bool = True,
     ) -> Attended:
-        """Run the decode step of a layer, for an index with at least one token.
+        """Run one decode step of a non-empty index, as `protocol.DecodesStep.decode_step`."""
+        if not self.checks_tokens:
+            executor, wrong = self._checked_step(queries, k)
+            some = queries.detach(), token, resident, window
+            return executor.decode_step(*some, k, wrong, graphs)
+        executor = self._checked_shapes(queries, k)
+        return executor.decode_step(queries, token, resident, window, k, CHECKED, graphs)
 
-        See `protocol.DecodesStep.decode_step`.
-        """
-        executor, wrong = self._checked_step(queries, k)
-        some = queries.detach(), token, resident, window
-        return executor.decode_step(*some, k, wrong, graphs)
+    @property
+    def checks_tokens(self) -> bool:
+        """True if `decode_step` raises ValueError for a key that is out of range."""
+        executor = self._executor
+        return executor is not None and executor.checks_tokens and self._check is not False
 
     def prepare_replay(self, resident: ResidentRows, *, k: int) -> object:
         """Prepare the capture or a replay of a decode step in a CUDA graph.
@@ -247,6 +256,13 @@ class ExecutedIndex(BaseIndex):
         Kernels set the flag to 1 if a query is not finite. The flag is None if kernels need not
         check.
         """
+        executor, wrong = self._checked_shapes(queries, k), self._flagged_queries()
+        if wrong is None:
+            self._check_finite("queries", queries)
+        return executor, wrong
+
+    def _checked_shapes(self, queries: Tensor, k: int) -> Executor:
+        """Like `_checked_step`, without a check of the numbers in the queries."""
         executor, usual = self._attending(), (check.kind(queries), self._batch)
         check.at_least("k", k, 1)
         check.at_least("len(index)", len(self), 1)
@@ -255,10 +271,7 @@ class ExecutedIndex(BaseIndex):
             shape = {"B": self._batch, "H": g.q_heads, "D": g.head_dim}
             self._check_tensor("queries", queries, shape)
             self._usual = usual
-        wrong = self._flagged_queries()
-        if wrong is None:
-            self._check_finite("queries", queries)
-        return executor, wrong
+        return executor
 
     def _flagged_queries(self) -> Tensor | None:
         """Return the flag that kernels set if a query is not finite, or None if kernels need not

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeAlias
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,6 +16,52 @@ from kvindex.cpu.kernels.numbers import KINDS
 from kvindex.cpu.kernels.step import attend_groups
 from kvindex.cpu.kernels.vectors import FOUR
 from kvindex.cpu.state import ResidentState
+
+Arguments: TypeAlias = tuple[tuple[Any, ...], tuple[Any, ...]]
+"""Arguments of the kernel `attend_groups` from `queries` on, before and after `count`."""
+
+
+def arguments(
+    geometry: Geometry,
+    rows: np.ndarray,
+    row_bytes: int,
+    parts: int,
+    queries: np.ndarray,
+    ids: np.ndarray,
+    weights: np.ndarray | None,
+    most: int,
+    resident_state: ResidentState,
+) -> Arguments:
+    """Return the arguments of `attend_groups` except results, with buffers of this thread.
+
+    Args:
+        geometry: Sizes of heads and vectors.
+        rows: Addresses of each group's rows, int64 `[B·G]`.
+        row_bytes: Bytes of a row.
+        parts: Number of parts into which the groups are divided, one part per thread.
+        queries: Float32 `[B·G, g, D]`.
+        ids: Int64 `[B·G, K]`.
+        weights: Log weights, float32 `[B·G, g, K]`, or None.
+        most: Largest number of resident rows.
+        resident_state: Addresses of resident rows.
+    """
+    g, array, (groups, heads, _) = geometry, BUFFERS.array, queries.shape
+    if weights is None:
+        weights = array("none", np.float32, groups, heads, 0)
+    R = ids.shape[1] + most
+    fours = -(-R // FOUR) * FOUR
+    others_read = 1 if g.dtype == torch.float32 else R + 1
+    room = (
+        array("addresses", np.int64, parts, R),
+        array("places", np.int64, parts, fours),
+        array("keys", np.float32, parts, others_read, g.head_dim),
+        array("values", np.float32, parts, others_read, g.value_dim),
+        array("logits", np.float32, parts, heads * fours),
+    )
+    resident = resident_state.rows, resident_state.row_bytes, resident_state.mask
+    value_bytes = g.value_start * g.dtype.itemsize  # the same for resident rows
+    policy = KINDS[g.dtype], value_bytes, g.scale, g.softcap or 0.0
+    return (queries, ids, rows, row_bytes, weights, *resident), (*policy, *room)
 
 
 def attending(
@@ -47,30 +95,17 @@ def attending(
         Output float32 `[B·G, g, Dv]`, log-sum-exp float32 `[B·G, g]`, and the function that writes
         both.
     """
-    g, array, count = geometry, BUFFERS.array, len(resident)
-    (groups, heads, _), K = queries.shape, ids.shape[1]
-    weights = array("none", np.float32, groups, heads, 0)
+    g, (groups, heads, _), K = geometry, queries.shape, ids.shape[1]
+    weights = None
     if log_weight is not None:
         weights = log_weight.contiguous().view(groups, heads, K).numpy()
-    stored = rows, row_bytes, weights
-    others = resident_state.rows, resident_state.row_bytes, resident_state.mask, count
-    R, parts = K + count, threads.parts_of(most)
-    fours = -(-R // FOUR) * FOUR
-    others_read = 1 if g.dtype == torch.float32 else R + 1
-    room = (
-        array("addresses", np.int64, parts, R),
-        array("places", np.int64, parts, fours),
-        array("keys", np.float32, parts, others_read, g.head_dim),
-        array("values", np.float32, parts, others_read, g.value_dim),
-        array("logits", np.float32, parts, heads, fours),
-    )
-    room[2][:, -1], room[3][:, -1] = 0, 0
-    value_bytes = g.value_start * g.dtype.itemsize  # the same for resident rows
+    count, parts = len(resident), threads.parts_of(most)
+    asked = queries, ids, weights, count, resident_state
+    before, after = arguments(g, rows, row_bytes, parts, *asked)
     output = np.empty((groups, heads, g.value_dim), np.float32)
     lse = np.empty((groups, heads), np.float32)
 
     def part(i: int, parts: int) -> None:
-        policy = KINDS[g.dtype], value_bytes, g.scale, g.softcap or 0.0
-        attend_groups(i, parts, queries, ids, *stored, *others, *policy, *room, output, lse)
+        attend_groups(i, parts, *before, count, *after, output, lse)
 
     return output, lse, part

@@ -29,6 +29,11 @@ class Buffers(threading.local):
         self._last: dict[str, np.ndarray] = {}
         self._rooms: dict[Any, Any] = {}
 
+    @property
+    def owner(self) -> object:
+        """An object of this thread, to find out later whether arrays belong to it."""
+        return self._memory
+
     def array(self, name: str, dtype: Any, *shape: int) -> np.ndarray:
         """Return the array `name` in the given shape, with undefined contents.
 

@@ -277,9 +277,11 @@ class AttentionLayer(Transactional):
                 or infinite (on a CUDA device a later call raises this).
             TypeError: An argument is not a tensor.
         """
-        keys, values, valid = self._checked(queries, keys, values, valid)
+        self._check_shapes(queries, keys, values)
+        keys, values, valid = self._checked_rows(keys, values, valid)
         before, T = len(self), queries.shape[2]
-        self._check_options(queries, bias, ids, visible)
+        if bias is not None or visible is not None:
+            self._check_options(queries, bias, ids, visible)
         sinks = checked_sinks(sink_logits, queries)
         if ids is not None:
             ids = check_ids(ids, queries, self.index, before)
@@ -295,7 +297,9 @@ class AttentionLayer(Transactional):
         # 2. Keys and values of the new tokens enter the window, and their queries attend.
         long_enough = before + 1 >= self.dense_below and len(self.index) > 0
         searches = decoded and long_enough and ids is None
-        if searches:  # one token after the other enters the window, searches and attends
+        if not (searches and self._retrieval.checks_keys(valid, bias, self.coverage)):
+            check_finite("keys", keys)
+        if searches:  # tokens enter the window, search, and attend one after the other
             how: Any = dict(k=self.k, coverage=self.coverage, graphs=self.graphs)
             output = self._retrieval.decode(queries, keys, values, valid, bias, sinks, **how)
         else:
@@ -336,6 +340,7 @@ class AttentionLayer(Transactional):
             )
         check_new_rows(self.index.geometry, self.batch_size, keys, values)
         keys, values, valid = self._checked_rows(keys, values, valid)
+        check_finite("keys", keys)
         if not keys.shape[2]:
             return
         self._updates.catch_up()
@@ -418,7 +423,9 @@ class AttentionLayer(Transactional):
         The returned `valid` is None if no token is padded.
         """
         self._check_shapes(queries, keys, values)
-        return self._checked_rows(keys, values, valid)
+        keys, values, valid = self._checked_rows(keys, values, valid)
+        check_finite("keys", keys)
+        return keys, values, valid
 
     def _check_shapes(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
         """Check shapes, dtypes and devices, unless the last call had the same ones."""
@@ -431,17 +438,13 @@ class AttentionLayer(Transactional):
     def _checked_rows(
         self, keys: Tensor, values: Tensor, valid: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Replace padding by zeros, and check `valid` and the values of the keys, not the shapes.
-
-        The returned `valid` is None if no token is padded.
-        """
+        """Like `_checked`, for tensors of checked shapes, and without a check of the numbers."""
         if valid is not None:
             check_valid(valid, keys)
             valid = None if bool(valid.all()) else valid
         if valid is not None:
             padded = ~valid[:, None, :, None]
             keys, values = keys.masked_fill(padded, 0), values.masked_fill(padded, 0)
-        check_finite("keys", keys)
         if keys.requires_grad or values.requires_grad:
             keys, values = keys.detach(), values.detach()
         return keys, values, valid

@@ -213,6 +213,24 @@ class Retrieval(Restorable):
         self._contents, self._tally = contents, tally
         self.row_bytes = row_bytes(contents.index)
 
+    def checks_keys(
+        self, valid: Tensor | None, bias: Tensor | None, coverage: float | None
+    ) -> bool:
+        """Return whether `decode` with these arguments raises ValueError for a key out of range.
+
+        The index checks the key (`bases.executed.ExecutedIndex.checks_tokens`).
+        """
+        return self._decodes(valid, bias, coverage) is not None and getattr(
+            self._contents.index, "checks_tokens", False
+        )
+
+    def _decodes(
+        self, valid: Tensor | None, bias: Tensor | None, coverage: float | None
+    ) -> DecodesStep | None:
+        """Return the index if it can compute the whole step, otherwise None."""
+        plain = valid is None and bias is None and coverage is None
+        return capability(self._contents.index, DecodesStep) if plain else None
+
     def decode(
         self,
         queries: Tensor,
@@ -264,8 +282,7 @@ class Retrieval(Restorable):
         index, window = self._contents.index, self._contents.window
         indexed = len(index)
         sinks = None if sinks is None else sinks[..., 0]
-        plain = valid is None and bias is None and coverage is None
-        decodes = capability(index, DecodesStep) if plain else None
+        decodes = self._decodes(valid, bias, coverage)
         if decodes is None or capability(index, ObservesQueries) is not None:
             # check the queries here, because the index checks them only after it has appended the
             # token

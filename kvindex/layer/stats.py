@@ -151,6 +151,8 @@ class Tally(Restorable):
     def checkpoint(self) -> Any:
         """Return the counts so far for `rollback`, with copies of the counters on the device."""
         state = self._state
+        if not state.watched:  # no step was captured
+            return state, []
         captured = any(step.found is None for step in state.new)
         return state, [one.found.clone() for one in state.watched] if captured else []
 

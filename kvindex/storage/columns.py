@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, Self
 
@@ -11,6 +11,12 @@ from torch import Tensor
 
 from kvindex.core.restore import Restorable
 from kvindex.storage.sharing import Sharing
+
+_Views = dict[str, tuple[Tensor | None, int, Sequence[Tensor]]]
+"""Name -> a column, a position, and views of its entries from there on."""
+
+VIEWS = 16
+"""Number of views of single entries that are made at a time."""
 
 
 class Columns(Restorable):
@@ -33,9 +39,10 @@ class Columns(Restorable):
         self._axis, self._fill = axis, fill
         self._data: dict[str, Tensor] = {}  # tensors whose token axis has the size of the capacity
         self._length = 0
-        self._most = 0  # largest length so far, because a checkpoint may refer to those tokens
-        self._sharing = Sharing()  # which of this object and its deep copies may write where
-        self._lent = False  # True for a read-only view of another object's memory
+        self._most = 0  # the longest length so far: a checkpoint may still need those tokens
+        self._views: _Views = {}
+        self._sharing = Sharing()  # users of this memory: this object and its deep copies
+        self._lent = False  # whether this is a view of another object's memory
 
     def __len__(self) -> int:
         return self._length
@@ -81,8 +88,9 @@ class Columns(Restorable):
             )
         if self._sharing.shared and not self._claimed(new):
             self._data, self._sharing = self._room(new, anew=True), Sharing()
+            self._views = {}
         elif not self._fits(new):
-            self._data = self._room(new)
+            self._data, self._views = self._room(new), {}
 
     def write(self, new: Mapping[str, Tensor]) -> None:
         """Do nothing, because `append` copies the tensors.
@@ -105,12 +113,29 @@ class Columns(Restorable):
         """
         self.reserve(new)
         axis, start = self._axis, self._length
-        self._length += max(tensor.size(axis) for tensor in new.values())
+        sizes = {name: tensor.size(axis) for name, tensor in new.items()}
+        self._length += max(sizes.values())
         self._most = max(self._most, self._length)
         return {
-            name: self._data[name].narrow(axis, self._entries(name, start), tensor.size(axis))
-            for name, tensor in new.items()
+            name: self._places(name, self._entries(name, start), size)
+            for name, size in sizes.items()
         }
+
+    def _places(self, name: str, start: int, size: int) -> Tensor:
+        """Return a view of `size` entries of a column from `start` on.
+
+        For one entry, the views of the next entries are made at the same time, because that takes
+        less time per view.
+        """
+        column = self._data[name]
+        if size != 1:
+            return column.narrow(self._axis, start, size)
+        own, first, views = self._views.get(name, (None, 0, ()))
+        if own is not column or not first <= start < first + len(views):
+            first, count = start, min(VIEWS, column.size(self._axis) - start)
+            views = column.narrow(self._axis, start, count).split(1, self._axis)
+            self._views[name] = column, first, views
+        return views[start - first]
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens of every column."""
@@ -122,7 +147,7 @@ class Columns(Restorable):
         An old checkpoint may still refer to this object. Without this call, the checkpoint would
         keep the memory alive.
         """
-        self._data, self._length = {}, 0
+        self._data, self._views, self._length = {}, {}, 0
 
     def after(self, count: int, room: int = 0) -> Columns:
         """Return a copy without the first `count` tokens, and with capacity for `room` tokens."""
@@ -165,6 +190,7 @@ class Columns(Restorable):
     def rollback(self, checkpoint: Any) -> None:
         """Restore the state that `checkpoint` returned."""
         self._data, self._length, self._sharing = checkpoint
+        self._views = {}  # they may keep other memory
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a copy that shares memory until one of the two must write where the other one
@@ -176,7 +202,7 @@ class Columns(Restorable):
             return self.reordered(torch.arange(self.batch))
         self._sharing.join(self, max(self._most, self._length))
         twin = self._shallow()
-        twin._most = twin._length
+        twin._most, twin._views = twin._length, {}
         twin._sharing.join(twin, twin._length)
         return twin
 

@@ -291,14 +291,16 @@ print(len(ids()), type(scan._cache).__name__)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", ["pariskv", "pariskv:preset=sampled"])
-def test_a_machine_without_vectors_of_512_bits_finds_the_same(line):
+@pytest.mark.parametrize("line", ["pariskv", "pariskv:preset=fast"])
+@pytest.mark.parametrize(("features", "looks_up"), [("", "False"), ("+avx2,+fma", "True")])
+def test_a_machine_without_vectors_of_512_bits_finds_the_same(line, features, looks_up):
     code = f"""
 from kvindex.cpu.kernels import lookup
 print(lookup.SERVED, ids(made({line!r})).flatten().tolist())
 """
-    plain = said(code, before="import os; os.environ['NUMBA_CPU_NAME'] = 'generic'")
-    assert plain.split(" ", 1) == ["False", said(code).split(" ", 1)[1]]
+    machine = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features}
+    plain = said(code, before=f"import os; os.environ.update({machine!r})")
+    assert plain.split(" ", 1) == [looks_up, said(code).split(" ", 1)[1]]
 
 
 @pytest.mark.parametrize("kind", [CodeFiles, IndexDataCacheFile])

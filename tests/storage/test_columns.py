@@ -1,6 +1,7 @@
 """Growable tensors per token: capacity, truncation, reordering, and flags of valid tokens."""
 
 from copy import deepcopy
+from weakref import ref
 
 import pytest
 import torch
@@ -35,6 +36,31 @@ def test_growth_keeps_what_was_appended(counts):
         columns.append(rows(count, start))
         start += count
     assert_holds(columns, rows(start))
+
+
+def test_single_entries_are_written_to_the_present_memory():
+    columns = Columns()
+    for i in range(40):
+        columns.append(rows(1, i))
+        if i in (5, 20):  # write other entries to the same places, and to new memory
+            before = columns.checkpoint()
+            for extra in range(1, 100):
+                columns.append(rows(1, i + 7 + extra))
+            columns.rollback(before)
+        if i == 30:
+            columns.truncate(25)
+            columns.append(rows(6, 25))
+    assert_holds(columns, rows(40))
+
+
+@pytest.mark.parametrize("replace", [lambda c: c.append(rows(99)), lambda c: c.let_go()])
+def test_replaced_memory_is_freed_after_an_append_of_one_entry(replace):
+    columns = Columns()
+    columns.append(rows(1))
+    columns.append(rows(1, 1))
+    memory = ref(columns._data["wide"])
+    replace(columns)
+    assert memory() is None
 
 
 def test_appending_one_by_one_copies_amortised_rows(monkeypatch):

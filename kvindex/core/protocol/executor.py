@@ -74,6 +74,14 @@ class Executor(Protocol):
         ...
 
     @property
+    def checks_tokens(self) -> bool:
+        """Whether `decode_step` raises ValueError for a query or key that is out of range.
+
+        It checks them if `wrong` is not None.
+        """
+        ...
+
+    @property
     def attends(self) -> bool:
         """True if kernels can compute attention directly on the stored rows."""
         ...

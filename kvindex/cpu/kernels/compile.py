@@ -24,6 +24,7 @@ try:
     from numba.core import cgutils, types
     from numba.core.caching import FunctionCache, IndexDataCacheFile
     from numba.core.compiler_lock import global_compiler_lock as global_compiler_lock
+    from numba.core.registry import cpu_target
     from numba.extending import intrinsic
 except ImportError as error:
     raise ImportError(
@@ -35,6 +36,9 @@ Number: TypeAlias = Any
 
 REORDERED = {"reassoc", "contract", "nsz"}
 """LLVM's fast-math flags that allow it to vectorize sums. Infinities and NaN still work."""
+
+FEATURES = frozenset(cpu_target.target_context.codegen().magic_tuple()[2].split(","))
+"""Names of the instruction sets of this machine, each with + or - before it."""
 
 _here = Path(__file__).parent
 

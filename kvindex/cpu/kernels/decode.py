@@ -6,17 +6,24 @@ absolute values of a coordinate, are looked up in vector registers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from kvindex.cpu.kernels.compile import inlined
-from kvindex.cpu.kernels.vectors import FLOATS, LANES, broadcast, chunk, shuffle
+from kvindex.cpu.kernels.compile import FEATURES, inlined
+from kvindex.cpu.kernels.vectors import FLOAT, FLOATS, LANES, broadcast, chunk, shuffle
 
 WORD = 64
 """Number of coordinates whose bits are in one word."""
+
+PERMUTES = "+avx2" in FEATURES and "+avx512f" not in FEATURES
+"""True if registers have 8 levels, which AVX2 looks up (`vpermps`), and not 16 as with AVX-512."""
+
+ENTRIES = 8 if PERMUTES else LANES
+"""Levels in a register."""
 
 BIT, BYTE, INT32, INT64 = (ir.IntType(n) for n in (1, 8, 32, 64))
 BITS, BYTES, LANES_OF = (
@@ -24,6 +31,20 @@ BITS, BYTES, LANES_OF = (
     ir.VectorType(BYTE, WORD),
     ir.VectorType(INT32, LANES),
 )
+HALF_FLOATS, HALF_INTS = ir.VectorType(FLOAT, LANES // 2), ir.VectorType(INT32, LANES // 2)
+
+
+def repeat(builder: Any, start: int, stop: Any, step: Callable[[Any], None]) -> None:
+    """Build the code of `step(i)` for each `i` from `start` to `stop`, an int or a machine number.
+
+    An int gives code without a loop.
+    """
+    if isinstance(stop, int):
+        for i in range(start, stop):
+            step(INT64(i))
+        return
+    with cgutils.for_range(builder, stop, start=INT64(start)) as loop:
+        step(loop.index)
 
 
 def bits_at(builder: Any, address: Any) -> Any:
@@ -40,36 +61,94 @@ def level_indices(builder: Any, planes: Any, step: Any, bits: Any) -> Any:
     """
     stored = cgutils.alloca_once(builder, BYTES)
     builder.store(ir.Constant(BYTES, [0] * WORD), stored)
-    with cgutils.for_range(builder, bits) as loop:
-        ones = bits_at(builder, builder.add(planes, builder.mul(loop.index, step)))
-        up = broadcast(builder, builder.trunc(loop.index, BYTE), BYTES)
+
+    def add(plane: Any) -> None:
+        ones = bits_at(builder, builder.add(planes, builder.mul(plane, step)))
+        up = broadcast(builder, builder.trunc(plane, BYTE), BYTES)
         own = builder.shl(builder.zext(ones, BYTES), up)
         builder.store(builder.or_(builder.load(stored), own), stored)
+
+    repeat(builder, 0, bits, add)
     return builder.load(stored)
 
 
 def looked_up(builder: Any, table: Any, indices: Any) -> Any:
-    """Emit code that looks up entries of a vector: one permute instruction if the CPU has it."""
+    """Look up 16 entries of the table at an address, by the lowest bits of a vector of indices."""
+    if PERMUTES:
+        return _permuted(builder, table, indices)
+    entries = builder.load(builder.inttoptr(table, FLOATS.as_pointer()), align=4)
     low = builder.and_(indices, ir.Constant(LANES_OF, [LANES - 1] * LANES))
     found = ir.Constant(FLOATS, ir.Undefined)
-    for i in range(LANES):
-        entry = builder.extract_element(table, builder.extract_element(low, INT32(i)))
+    for i in range(LANES):  # LLVM uses one permute instruction if the machine has it
+        entry = builder.extract_element(entries, builder.extract_element(low, INT32(i)))
         found = builder.insert_element(found, entry, INT32(i))
     return found
 
 
+def _permuted(builder: Any, table: Any, indices: Any) -> Any:
+    entries = builder.load(builder.inttoptr(table, HALF_FLOATS.as_pointer()), align=4)
+    kind = ir.FunctionType(HALF_FLOATS, [HALF_FLOATS, HALF_INTS])
+    permute = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx2.permps")
+    lanes, found = list(range(LANES)), []
+    for half in (lanes[:ENTRIES], lanes[ENTRIES:]):
+        own = shuffle(builder, indices, indices, half)
+        found.append(builder.call(permute, [entries, own]))
+    return shuffle(builder, *found, lanes)
+
+
 def levels_of(builder: Any, levels: Any, tables: Any, indices: Any) -> Any:
-    """Emit code that looks up levels by their indices, where the levels fill several vectors."""
+    """Look up levels in tables of `ENTRIES` levels each, which begin at the address `levels`."""
     stored = cgutils.alloca_once(builder, FLOATS)
-    upper = builder.lshr(indices, ir.Constant(LANES_OF, [LANES.bit_length() - 1] * LANES))
-    with cgutils.for_range(builder, tables) as loop:
-        found = looked_up(
-            builder, builder.load(chunk(builder, levels, loop.index), align=4), indices
-        )
-        number = broadcast(builder, builder.trunc(loop.index, INT32), LANES_OF)
+    builder.store(looked_up(builder, levels, indices), stored)
+    low = builder.and_(indices, ir.Constant(LANES_OF, [MINUS - 1] * LANES))
+    upper = builder.lshr(low, ir.Constant(LANES_OF, [ENTRIES.bit_length() - 1] * LANES))
+
+    def select(table: Any) -> None:
+        number = broadcast(builder, builder.trunc(table, INT32), LANES_OF)
         own = builder.icmp_unsigned("==", upper, number)
+        at = builder.add(levels, builder.mul(table, INT64(4 * ENTRIES)))
+        found = looked_up(builder, at, indices)
         builder.store(builder.select(own, found, builder.load(stored)), stored)
+
+    repeat(builder, 1, tables, select)
     return builder.load(stored)
+
+
+MINUS = 128
+"""Added to the level index of a negative coordinate, where `PERMUTES` is True."""
+
+
+def marked(builder: Any, indices: Any, positive: Any) -> Any:
+    """Add `MINUS` to bytes of indices where the bit in `positive` is 0."""
+    minus = builder.zext(builder.not_(positive), BYTES)
+    return builder.or_(indices, builder.shl(minus, ir.Constant(BYTES, [7] * WORD)))
+
+
+def signed(builder: Any, levels: Any, indices: Any) -> Any:
+    """Negate the levels whose index contains `MINUS`, by setting the sign bits."""
+    up = builder.shl(indices, ir.Constant(LANES_OF, [24] * LANES))
+    signs = builder.and_(up, ir.Constant(LANES_OF, [1 << 31] * LANES))
+    return builder.bitcast(builder.xor(builder.bitcast(levels, LANES_OF), signs), FLOATS)
+
+
+def put_levels(
+    builder: Any, signs: Any, planes: Any, step: Any, bits: Any, levels: Any, tables: Any, out: Any
+) -> None:
+    """Build the code of `put_word`. `bits` and `tables` are ints or machine numbers."""
+    indices = level_indices(builder, planes, step, bits)
+    positive = bits_at(builder, signs)
+    if PERMUTES:  # without the masks of AVX-512, a selection by bits is slow
+        indices = marked(builder, indices, positive)
+    for c in range(WORD // LANES):
+        lanes = list(range(c * LANES, (c + 1) * LANES))
+        own = builder.zext(shuffle(builder, indices, indices, lanes), LANES_OF)
+        found = levels_of(builder, levels, tables, own)
+        if PERMUTES:
+            found = signed(builder, found, own)
+        else:
+            up = shuffle(builder, positive, positive, lanes)
+            found = builder.select(up, found, builder.fneg(found))
+        builder.store(found, chunk(builder, out, INT64(c)), align=4)
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba is not typed
@@ -77,18 +156,30 @@ def _put_word(
     _: Any, signs: Any, planes: Any, step: Any, bits: Any, levels: Any, tables: Any, out: Any
 ) -> Any:
     def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        signs, planes, step, bits, levels, tables, out = arguments
-        positive, indices = bits_at(builder, signs), level_indices(builder, planes, step, bits)
-        for c in range(WORD // LANES):
-            lanes = list(range(c * LANES, (c + 1) * LANES))
-            own = builder.zext(shuffle(builder, indices, indices, lanes), LANES_OF)
-            found = levels_of(builder, levels, tables, own)
-            up = shuffle(builder, positive, positive, lanes)
-            value = builder.select(up, found, builder.fneg(found))
-            builder.store(value, chunk(builder, out, INT64(c)), align=4)
+        put_levels(builder, *arguments)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 7), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # as above
+def _put_word_of_3(_: Any, signs: Any, planes: Any, step: Any, levels: Any, out: Any) -> Any:
+    def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        signs, planes, step, levels, out = arguments
+        put_levels(builder, signs, planes, step, 3, levels, 1, out)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # as above
+def _put_word_of_5(_: Any, signs: Any, planes: Any, step: Any, levels: Any, out: Any) -> Any:
+    def code(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        signs, planes, step, levels, out = arguments
+        put_levels(builder, signs, planes, step, 5, levels, 2**5 // ENTRIES, out)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), code
 
 
 @inlined
@@ -103,9 +194,9 @@ def put_word(signs: int, planes: int, step: int, bits: int, levels: int, out: in
         levels: Address of the levels, float32 `[2^bits]`, padded to at least 16.
         out: Address of the result, float32 `[64]`.
     """
-    if bits == 3:  # a constant number of planes, so that LLVM unrolls the loop
-        _put_word(signs, planes, step, 3, levels, 1, out)
+    if bits == 3:  # unrolled
+        _put_word_of_3(signs, planes, step, levels, out)
     elif bits == 5:
-        _put_word(signs, planes, step, 5, levels, 2, out)
+        _put_word_of_5(signs, planes, step, levels, out)
     else:
-        _put_word(signs, planes, step, bits, levels, max(1, (1 << bits) // LANES), out)
+        _put_word(signs, planes, step, bits, levels, max(1, (1 << bits) // ENTRIES), out)

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
-from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-from kvindex.cpu.kernels.compile import inlined, kernel
+from kvindex.cpu.kernels.compile import FEATURES, inlined, kernel
 from kvindex.cpu.kernels.vectors import broadcast, shuffle
 
 KEYS = 64
@@ -31,12 +30,16 @@ LARGEST = 31
 BIAS = 4 * LARGEST
 """Constant that is added to each table entry, so that no entry is negative."""
 
-SERVED = "+avx512bw" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-"""True if the CPU has `pshufb` for vectors of 512 bits (AVX-512BW)."""
+WIDE = "+avx512bw" in FEATURES
+"""True if this machine has `pshufb` for vectors of 512 bits (AVX-512BW)."""
+
+SERVED = WIDE or {"+avx2", "+fma"} <= FEATURES
+"""True if this machine has `pshufb` for vectors of 256 bits at least, and fused multiply-add."""
 
 INT16, INT32, INT64 = (ir.IntType(n) for n in (16, 32, 64))
 BYTES = ir.VectorType(ir.IntType(8), KEYS)
 HALF = ir.VectorType(ir.IntType(8), KEYS // 2)
+QUARTER = ir.VectorType(ir.IntType(8), KEYS // 4)
 SHORTS = ir.VectorType(INT16, KEYS // 2)
 WORDS = ir.VectorType(INT64, 8)
 SUMS = ir.VectorType(INT32, KEYS // 2)
@@ -50,10 +53,11 @@ def loaded(builder: Any, address: Any, offset: int, kind: Any) -> Any:
 
 
 def transposed(builder: Any, words: Any) -> list[Any]:
-    """Emit code that transposes the sign words of 64 keys into 8 vectors of 64 bytes.
+    """Transpose 64 words into bytes `[8, 64]`, in which keys `j` and `32 + j` are adjacent."""
+    return _permuted_rows(builder, words) if WIDE else _interleaved(builder, words)
 
-    Vector `b` contains byte `b` of each key's word, in the order of keys 0, 32, 1, 33, 2, 34, ...
-    """
+
+def _permuted_rows(builder: Any, words: Any) -> list[Any]:
     rows = []
     order = [(u * 4 + t) * 8 + b for b in range(8) for t in range(4) for u in range(2)]
     for i in range(8):
@@ -71,6 +75,40 @@ def transposed(builder: Any, words: Any) -> list[Any]:
     return [builder.bitcast(row, BYTES) for row in rows]
 
 
+def _interleaved(builder: Any, words: Any) -> list[Any]:
+    """Like `transposed`, with instructions of AVX2 that interleave halves of 16 bytes."""
+    halves = []
+    for first in (0, 16):
+        # Row j has keys `j` and `32 + j` in its first 16 bytes, and `8 + j`, `40 + j` in the rest.
+        rows = []
+        for j in range(first, first + 8, 2):
+            pair = [_four_keys(builder, words, start + j) for start in (0, 32)]
+            rows += [_merged(builder, *pair, 1, upper) for upper in (False, True)]
+        groups = [[row] for row in rows]
+        for size in (2, 4, 8):
+            groups = [
+                [_merged(builder, *two, size, upper) for two in pairs for upper in (False, True)]
+                for pairs in map(list, map(zip, groups[::2], groups[1::2]))
+            ]
+        halves.append(groups[0])
+    return [shuffle(builder, *two, list(range(KEYS))) for two in zip(*halves, strict=True)]
+
+
+def _four_keys(builder: Any, words: Any, key: int) -> Any:
+    """Load the words of keys `key`, `key + 1`, `key + 8` and `key + 9` as bytes."""
+    two = [loaded(builder, words, 8 * (key + more), QUARTER) for more in (0, 8)]
+    return shuffle(builder, *two, list(range(HALF.count)))
+
+
+def _merged(builder: Any, a: Any, b: Any, size: int, upper: bool) -> Any:
+    """Interleave runs of `size` bytes from the lower or the upper 8 of each 16 bytes."""
+    order = []
+    for start in range(0, HALF.count, 16):
+        for run in range(start + 8 * upper, start + 8 * upper + 8, size):
+            order += [*range(run, run + size), *range(HALF.count + run, HALF.count + run + size)]
+    return shuffle(builder, a, b, order)
+
+
 def nibbles_of(builder: Any, row: Any) -> list[Any]:
     """Emit code that splits each byte of a vector into its lower and its upper four bits."""
     low = ir.Constant(BYTES, [15] * KEYS)
@@ -82,10 +120,26 @@ def looked_up(builder: Any, table: Any, offset: int, indices: Any) -> Any:
     """Emit code that looks up 64 entries of a table of 16 bytes, as 32 pairs of bytes."""
     sixteen = loaded(builder, table, offset, ir.VectorType(ir.IntType(8), 16))
     wide = shuffle(builder, sixteen, sixteen, list(range(16)) * 4)
-    kind = ir.FunctionType(BYTES, [BYTES, BYTES])
-    name = "llvm.x86.avx512.pshuf.b.512"
+    if WIDE:
+        return builder.bitcast(permuted(builder, "avx512.pshuf.b.512", wide, indices), SHORTS)
+    lanes = list(range(KEYS))
+    halves = (
+        permuted(
+            builder,
+            "avx2.pshuf.b",
+            *(shuffle(builder, part, part, half) for part in (wide, indices)),
+        )
+        for half in (lanes[: KEYS // 2], lanes[KEYS // 2 :])
+    )
+    return builder.bitcast(shuffle(builder, *halves, lanes), SHORTS)
+
+
+def permuted(builder: Any, instruction: str, table: Any, indices: Any) -> Any:
+    """Call an instruction of x86 that looks up bytes in a table of 16 bytes, repeated."""
+    kind = ir.FunctionType(table.type, [table.type, table.type])
+    name = f"llvm.x86.{instruction}"
     function = cgutils.get_or_insert_function(builder.module, kind, name)
-    return builder.bitcast(builder.call(function, [wide, indices]), SHORTS)
+    return builder.call(function, [table, indices])
 
 
 def sums_of(builder: Any, nibbles: Any, words: Any, table: Any) -> list[Any]:

@@ -12,6 +12,7 @@ from kvindex.cpu.kernels.attend import attend, put_resident
 from kvindex.cpu.kernels.compile import kernel
 from kvindex.cpu.kernels.rerank import agree, estimate
 from kvindex.cpu.kernels.select import candidates, position_of, score_of, top_k
+from kvindex.cpu.kernels.vectors import FOUR
 
 
 @kernel
@@ -160,15 +161,18 @@ def attend_groups(
         value_bytes: Distance in bytes from a key's address to its value.
         scale: Factor of the logits.
         softcap: Bound of the logits; 0 for none.
-        addresses: Buffer, int64 `[parts, K + count]`.
-        places: For each thread the buffer `places` of `attend`.
-        keys: For each thread the buffer `keys` of `attend`.
-        values: For each thread the buffer `values` of `attend`.
-        logits: For each thread the buffer `logits` of `attend`.
+        addresses: Buffer, int64 `[parts, R]`, `R` at least `K + W`.
+        places: Buffer, int64 `[parts, R]`, where `R` is rounded up to a multiple of 4.
+        keys: Buffer for each part, as for `attend`. Its last row may contain anything.
+        values: Buffer for each part, as for `attend`. Its last row may contain anything.
+        logits: Buffer, float32 `[parts, g · R]`, with the `R` of `places`.
         output: Result, float32 `[B·G, g, Dv]`.
         lse: Result, log-sum-exp of the logits, float32 `[B·G, g]`.
     """
-    groups, K = ids.shape
+    (groups, K), g = ids.shape, queries.shape[1]
+    fours = -(-(K + count) // FOUR) * FOUR
+    keys[part, -1], values[part, -1] = 0, 0
+    own_logits = logits[part, : g * fours].reshape((g, fours))
     for group in range(groups * part // parts, groups * (part + 1) // parts):
         rows = addresses[part, : K + count]
         for i in range(K):
@@ -183,10 +187,10 @@ def attend_groups(
             value_bytes,
             scale,
             softcap,
-            places[part],
+            places[part, :fours],
             keys[part],
             values[part],
-            logits[part],
+            own_logits,
             output[group],
             lse[group],
         )

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvindex.core import check
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Attended, Codes, Contents, Hits, Rows
 from kvindex.core.resident import ResidentRows
@@ -16,6 +17,7 @@ from kvindex.cpu.pariskv.constants import Constants
 from kvindex.cpu.pariskv.sampling import SampledStages, seeds_of
 from kvindex.cpu.pariskv.sign_votes import Found, Stages
 from kvindex.cpu.pariskv.supported import unreadable
+from kvindex.cpu.pariskv.whole_step import WholeStep
 from kvindex.cpu.state import ResidentState, State
 from kvindex.pariskv.block_layout import BLOCK
 from kvindex.pariskv.config import ParisKVConfig
@@ -26,7 +28,10 @@ class ParisKVExecutor:
     """Implementation of `kvindex.core.protocol.Executor`, which runs `ParisKV` on a CPU."""
 
     encodes, appends_async, searches_at_once = True, False, True
+    checks_tokens = True
     length = None
+
+    _has_tables = True  # whether `WholeStep` can run the stages
 
     _contents: Contents  # set by `update`
     _most: int  # largest number of valid tokens of a sequence
@@ -38,6 +43,7 @@ class ParisKVExecutor:
         self.codes = codes
         self._ready: Stages | None = None
         self._resident: ResidentState | None = None
+        self._step: WholeStep | None = None
 
     @classmethod
     def of(
@@ -78,7 +84,7 @@ class ParisKVExecutor:
                 raise TypeError(f"codes: got {name}, allowed is BlockColumns")
             other = type(self)(self._geometry, self._config, self._constants, contents.codes)
             return other.update(contents)
-        self._contents, self._ready = contents, None
+        self._contents, self._ready, self._step = contents, None, None
         self._most = int(contents.counts.max()) if len(contents.counts) else 0
         return self
 
@@ -153,9 +159,40 @@ class ParisKVExecutor:
         wrong: Tensor | None,
         graphs: bool,
     ) -> Attended:
-        """Add a token to the resident rows and the window, then search and attend."""
+        """Add a token and attend, as `Executor.decode_step`."""
+        check_token(token, resident, window)
+        step = self._whole_step(k, resident)
+        if step is not None:
+            attended = step.run(queries, token, resident, window, wrong is not None)
+            if attended is not None:
+                return attended
+        if wrong is not None:
+            check.finite("queries", queries)
+            check.finite("keys", token.keys)
         stage_token(token, resident, window)
-        return self.attend(queries, resident, k, wrong)
+        return self.attend(queries.detach(), resident, k)
+
+    def _whole_step(self, k: int, resident: ResidentRows) -> WholeStep | None:
+        """Return the tables of a step on one thread; None if the stages have no such tables."""
+        stages, k = self._stages, max(1, min(k, self._most))
+        state = self._resident_state(resident)
+        if self._step is None or not self._step.serves(stages, k, state):
+            limits = self._limits(stages, k)
+            self._check_resident(resident)
+            if not self._has_tables or stages.most_parts(len(limits)) > 1:
+                return None
+            self._step = WholeStep.of(stages, k, limits, resident, state)
+        return self._step
+
+    def _check_resident(self, resident: ResidentRows) -> None:
+        """Raise ValueError for resident rows of another batch or geometry."""
+        g, rows = self._geometry, resident.rows
+        shape = len(self._contents.counts), g.kv_heads, resident.room, g.head_dim + g.value_dim
+        if rows.shape != shape or rows.dtype != g.dtype or not rows.is_cpu:
+            raise ValueError(
+                f"resident: got {rows.dtype} {tuple(rows.shape)} on {rows.device}, allowed is "
+                f"{g.dtype} {shape} on cpu"
+            )
 
     def _folded(self, queries: Tensor) -> np.ndarray:
         """Convert queries `[B, H, D]` to a float32 array `[B·G, g, D]`, grouped by KV head."""
@@ -220,28 +257,36 @@ class ParisKVExecutor:
         )
 
 
-def stage_token(token: Rows, resident: ResidentRows, window: Rows) -> None:
-    """Add a token's key and value to the resident rows, and copy them into `window`.
+def check_token(token: Rows, resident: ResidentRows, window: Rows) -> None:
+    """Check a token before its rows are written.
 
     Raises:
-        ValueError: A shape or dtype does not fit, or the buffer of resident rows is full. Nothing
-            is written.
+        ValueError: A shape, dtype or device does not fit, or there is no room.
     """
     batch, heads, room, wide = resident.rows.shape
-    D = token.keys.shape[-1]
+    D, dtype = token.keys.shape[-1], resident.rows.dtype
     key, value = (batch, heads, 1, D), (batch, heads, 1, wide - D)
-    shapes = {"keys": key, "values": value, "window.keys": key, "window.values": value}
     given = token.keys, token.values, window.keys, window.values
-    for (name, shape), tensor in zip(shapes.items(), given, strict=True):
-        if tensor.shape != shape or tensor.dtype != resident.rows.dtype:
+    for tensor, shape in zip(given, (key, value, key, value), strict=True):
+        if tensor.shape != shape or tensor.dtype is not dtype or not tensor.is_cpu:
+            names = "keys", "values", "window.keys", "window.values"
+            name = next(name for name, one in zip(names, given, strict=True) if one is tensor)
             raise ValueError(
-                f"{name}: got {tensor.dtype} {tuple(tensor.shape)}, allowed is "
-                f"{resident.rows.dtype} {shape}"
+                f"{name}: got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, allowed is "
+                f"{dtype} {shape} on cpu"
             )
     if len(resident) >= room:
         raise ValueError(
             f"resident: got {len(resident)} rows, allowed is below {room}, the size of its buffer"
         )
+
+
+def stage_token(token: Rows, resident: ResidentRows, window: Rows) -> None:
+    """Add a token's keys and values to the resident rows, at their places in the window.
+
+    Raises the errors of `check_token`; then nothing is written.
+    """
+    check_token(token, resident, window)
     resident.add(token.keys, token.values, None)
     window.keys.copy_(token.keys)
     window.values.copy_(token.values)

@@ -15,6 +15,7 @@ from threading import Lock, Thread
 
 import torch
 
+from kvindex.core.protocol import Rows
 from kvindex.core.resident import ResidentRows
 from kvindex.cpu.kernels.compile import global_compiler_lock
 from kvindex.pariskv.config import ParisKVConfig
@@ -52,7 +53,10 @@ def take_step(config: ParisKVConfig) -> None:
     index.append(rows, rows)
     index.search(rows[:, :, 0], k=1)
     if index.attends:
-        index.attend(rows[:, :, 0], ResidentRows(index.geometry, 1, 1), k=1)
+        token = Rows(rows[:, :, :1], rows[:, :, :1])
+        window = Rows(*(torch.empty_like(part) for part in (token.keys, token.values)))
+        resident = ResidentRows(index.geometry, 1, 1)
+        index.decode_step(rows[:, :, 0], token, resident, window, k=1)
 
 
 def _quietly(work: Callable[[], None]) -> Callable[[], None]:

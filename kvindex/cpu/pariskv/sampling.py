@@ -14,7 +14,7 @@ from kvindex.cpu.buffers import BUFFERS
 from kvindex.cpu.kernels.priority import put_scales
 from kvindex.cpu.kernels.sampled_rows import sample_rows
 from kvindex.cpu.kernels.select import SAMPLED
-from kvindex.cpu.pariskv.sign_votes import Found, Prepared, Scanned, Stages
+from kvindex.cpu.pariskv.sign_votes import Call, Found, Prepared, Scanned, Stages
 from kvindex.ops import priority
 from kvindex.pariskv.block_layout import BLOCK
 from kvindex.storage.columns import BlockColumns
@@ -62,39 +62,34 @@ class SampledStages(Stages):
 
     seeds: np.ndarray
 
-    def prepare_query(self, queries: np.ndarray) -> Prepared:
-        """Rotate and round the queries, and compute the terms that convert votes to sizes.
-
-        A size is an estimate of the logarithm of a key's attention weight.
-        """
-        asked, state = super().prepare_query(queries), self.state
+    def room_of(self, queries: np.ndarray) -> Prepared:
+        """Return queries, and buffers that include gains, totals and inner products."""
         scales = BUFFERS.array("scales", np.float32, *queries.shape[:2], 2)
-        sizes = state.length, state.full, self.config.center or BLOCK
-        codes, scale = (state.centers, *sizes), self.geometry.scale
-        put_scales(queries, asked.units, *codes, scale, asked.products, scales)
-        return replace(asked, scales=scales, seeds=self.seeds)
+        return replace(super().room_of(queries), scales=scales, seeds=self.seeds)
 
-    def find(
-        self, asked: Prepared, scanned: Scanned, k: int, limits: np.ndarray
-    ) -> tuple[Found, threads.Part]:
-        """Allocate the result of a search, and return a function that samples the rows into it.
+    def preparing(self, asked: Prepared) -> list[Call]:
+        """Return the calls of kernels that compute `Prepared`."""
+        state = self.state
+        codes = state.centers, state.length, state.full, self.config.center or BLOCK
+        made = self.geometry.scale, asked.products, asked.scales
+        return [
+            *super().preparing(asked),
+            (put_scales, (asked.queries, asked.units, *codes, *made)),
+        ]
 
-        Each thread calls the returned function for some of the groups (`threads.run`).
-        """
-        (groups, heads, _), codes = asked.queries.shape, self._ranked_codes
+    def room_of_hits(self, asked: Prepared, k: int) -> Found:
+        """Return new arrays for `k` rows with log weights."""
+        groups, heads, _ = asked.queries.shape
+        weights = np.empty((groups, heads, k), np.float32)
+        return replace(super().room_of_hits(asked, k), log_weight=weights)
+
+    def finding(self, asked: Prepared, scanned: Scanned, limits: np.ndarray, hits: Found) -> Call:
+        """Return the kernel that samples rows, and its arguments after the part."""
+        groups, k = hits.ids.shape
         sizes = threads.parts_of(self.most_parts(groups)), self.state.length + 2 * SAMPLED
         room = [BUFFERS.array(name, np.int32, *sizes) for name in ("listed", "numbers")]
-        ids, scores = np.empty((groups, k), np.int64), np.empty((groups, k), np.float32)
-        weights = np.empty((groups, heads, k), np.float32)
-        hits = Found(ids, scores, np.empty(groups, np.int32), weights)
-        by = (
-            *self._ranked_by[:-1],
-            priority.temper(k) if self.config.sampling == "tempered" else 1.0,
-        )
-
-        def part(i: int, parts: int) -> None:
-            bounds, of = (scanned.votes, limits, self.seeds), (asked.rotated, asked.products)
-            made = ids, scores, hits.found, weights
-            sample_rows(i, parts, *bounds, *codes, *of, *by, *room, *made)
-
-        return hits, part
+        power = priority.temper(k) if self.config.sampling == "tempered" else 1.0
+        bounds, of = (scanned.votes, limits, self.seeds), (asked.rotated, asked.products)
+        by = *self._ranked_by[:-1], power
+        made = hits.ids, hits.scores, hits.found, hits.log_weight
+        return sample_rows, (*bounds, *self._ranked_codes, *of, *by, *room, *made)

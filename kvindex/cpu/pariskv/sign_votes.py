@@ -8,8 +8,9 @@ arrays.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -37,6 +38,10 @@ FEW_KEYS = 2**19
 Waking another thread takes about 0.1 ms. A thread that selects rows also reads votes faster if it
 has computed them itself, because they are in its CPU cache.
 """
+
+
+Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A kernel and its arguments."""
 
 
 @dataclass(frozen=True)
@@ -148,16 +153,27 @@ class Stages:
         return groups if groups * self.state.length > FEW_KEYS else 1
 
     def prepare_query(self, queries: np.ndarray) -> Prepared:
-        """Rotate the queries, float32 `[B·G, g, D]`, and round them to integers."""
-        constants = self.constants
-        query_max, shape = constants.query_max, queries.shape
+        """Rotate and round queries float32 `[B·G, g, D]`."""
+        asked = self.room_of(queries)
+        for kernel, arguments in self.preparing(asked):
+            kernel(*arguments)
+        return asked
+
+    def room_of(self, queries: np.ndarray) -> Prepared:
+        """Return queries float32 `[B·G, g, D]`, and buffers for their other forms."""
+        query_max, shape = self.constants.query_max, queries.shape
         made = BUFFERS.room(("asked", shape, query_max), lambda: room_of_queries(shape, query_max))
-        by = constants.rotation, self.state.regression, query_max
-        prepare(queries, *by, self.state.scales, constants.level, *made)
         groups, heads, _ = shape
         none = np.empty((groups, 0, 2), np.float32), np.empty(groups, np.uint32)
         products = BUFFERS.array("products", np.float32, groups, self._blocks, heads)
         return Prepared(queries, *(*made, *none, products))
+
+    def preparing(self, asked: Prepared) -> list[Call]:
+        """Return the calls of kernels that compute `Prepared` in buffers of `room_of`."""
+        constants, state = self.constants, self.state
+        by = constants.rotation, state.regression, constants.query_max, state.scales
+        made = asked.rotated, asked.units, asked.planes, asked.tables, asked.totals
+        return [(prepare, (asked.queries, *by, constants.level, *made))]
 
     @lazy
     def _blocks(self) -> int:
@@ -170,18 +186,28 @@ class Stages:
         return *codes, state.length, state.full, block, state.factors
 
     def scan(self, asked: Prepared) -> Scanned:
-        """Compute the votes (coarse scores) of all keys for the queries `asked`."""
-        groups, codes = len(asked.queries), self._scanned_codes
-        votes = BUFFERS.array("votes", np.int32, groups, self.state.length)
+        """Compute the votes of all keys."""
+        groups, scanned = len(asked.queries), self.room_of_votes(asked)
+        arguments = self.scanning(asked, scanned)
         if not self.config.center:
             asked.products.fill(0)
 
         def part(i: int, parts: int) -> None:
-            of = asked.queries, asked.units, asked.planes, asked.tables, asked.totals
-            scan(i, parts, *codes, *of, asked.scales, asked.seeds, asked.products, votes)
+            scan(i, parts, *arguments)
 
         threads.run(part, 1 if self.most_parts(groups) == 1 else groups * self._blocks)
-        return Scanned(votes)
+        return scanned
+
+    def room_of_votes(self, asked: Prepared) -> Scanned:
+        """Return a buffer for the votes."""
+        shape = len(asked.queries), self.state.length
+        return Scanned(BUFFERS.array("votes", np.int32, *shape))
+
+    def scanning(self, asked: Prepared, scanned: Scanned) -> tuple[Any, ...]:
+        """Return the arguments of the kernel `scan` after the part."""
+        of = asked.queries, asked.units, asked.planes, asked.tables, asked.totals
+        own = asked.scales, asked.seeds, asked.products
+        return *self._scanned_codes, *of, *own, scanned.votes
 
     @lazy
     def _ranked_codes(self) -> tuple[Any, ...]:
@@ -204,18 +230,29 @@ class Stages:
         Each thread calls the returned function for some of the groups (`threads.run`). `limits` is
         the number of candidates of each group, int64 `[B·G]`.
         """
-        (groups, heads, _), codes, by = asked.queries.shape, self._ranked_codes, self._ranked_by
-        parts = threads.parts_of(self.most_parts(groups))
-        sizes = parts, heads, max(limits.tolist()), self.state.length, k
-        room = BUFFERS.room(("found", sizes), lambda: room_of_candidates(*sizes))
-        ids, scores = np.empty((groups, k), np.int64), np.empty((groups, k), np.float32)
-        hits = Found(ids, scores, np.empty(groups, np.int32))
+        hits = self.room_of_hits(asked, k)
+        kernel, arguments = self.finding(asked, scanned, limits, hits)
 
         def part(i: int, parts: int) -> None:
-            votes, of = (scanned.votes, limits), (asked.rotated, asked.products)
-            find_rows(i, parts, *votes, *codes, *of, *by, *room, ids, scores, hits.found)
+            kernel(i, parts, *arguments)
 
         return hits, part
+
+    def room_of_hits(self, asked: Prepared, k: int) -> Found:
+        """Return new arrays for `k` rows."""
+        groups = len(asked.queries)
+        ids, scores = np.empty((groups, k), np.int64), np.empty((groups, k), np.float32)
+        return Found(ids, scores, np.empty(groups, np.int32))
+
+    def finding(self, asked: Prepared, scanned: Scanned, limits: np.ndarray, hits: Found) -> Call:
+        """Return the kernel that selects rows, and its arguments after the part."""
+        (groups, heads, _), codes, by = asked.queries.shape, self._ranked_codes, self._ranked_by
+        parts, k = threads.parts_of(self.most_parts(groups)), hits.ids.shape[1]
+        sizes = parts, heads, max(limits.tolist()), self.state.length, k
+        room = BUFFERS.room(("found", sizes), lambda: room_of_candidates(*sizes))
+        of = asked.rotated, asked.products
+        made = hits.ids, hits.scores, hits.found
+        return find_rows, (scanned.votes, limits, *codes, *of, *by, *room, *made)
 
     def attend(
         self,

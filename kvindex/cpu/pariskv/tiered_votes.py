@@ -151,6 +151,7 @@ class TieredVotesExecutor(ParisKVExecutor):
     """Runs `ParisKV` with tiered votes on a CPU. Keys are encoded in plain torch."""
 
     encodes = False
+    _has_tables = False
 
     def encoded(self, keys: Tensor, valid: Tensor | None) -> None:
         """Return None: there is no kernel that encodes keys, so the caller encodes them."""

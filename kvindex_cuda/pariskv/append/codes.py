@@ -41,6 +41,11 @@ class AppendedCodes:
         return False
 
     @property
+    def checks_tokens(self) -> bool:
+        """See `Executor.checks_tokens`. False, because kernels set a flag instead."""
+        return False
+
+    @property
     def appends_async(self) -> bool:
         """True if searches may run on another stream while `prepare` encodes new tokens."""
         return self.encodes

@@ -76,7 +76,7 @@ def asked(D, heads, looked_up):
 @pytest.mark.parametrize("looked_up", [False, True])
 def test_sizes_are_the_reference_ones_of_the_same_votes(D, n, looked_up):
     if looked_up and not lookup.SERVED:
-        pytest.skip("needs AVX-512")
+        pytest.skip("needs AVX2")
     rng, heads, W = np.random.default_rng(n), 3, -(-D // 64)
     planes, tables, totals = asked(D, heads, looked_up)
     words = rng.integers(0, 2**63, (W, sign_votes.CHUNK), np.uint64)

@@ -80,7 +80,7 @@ def test_dots_of_signs_are_sums_of_table_entries(D, query_max):
 
 @pytest.mark.parametrize("D", [8, 64, 80, 128])
 @pytest.mark.parametrize("query_max", [1, 21, 31])
-@pytest.mark.skipif(not lookup.SERVED, reason="needs AVX-512")
+@pytest.mark.skipif(not lookup.SERVED, reason="needs AVX2")
 def test_votes_by_tables_in_registers_are_those_by_planes(D, query_max):
     rng, heads, W, n = np.random.default_rng(D), 3, -(-D // 64), 128
     integers = rng.integers(-query_max, query_max + 1, (heads, D))
