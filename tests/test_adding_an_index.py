@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 import kvindex
-from kvindex.testing import check_index, run
+import kvindex_adapters.hf as kvhf
+from kvindex.testing import run
 from kvindex.testing.__main__ import main
 from tests.adapters.tiny import build
 
@@ -98,7 +98,7 @@ def test_the_commands_print_it_in_every_case(installed, capsys):
 
 def test_the_python_runs_in_order(installed, capsys, monkeypatch):
     monkeypatch.setattr(run, "CASES", run.CASES[:1])
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: build("llama"))
+    monkeypatch.setattr(kvhf, "load_model", lambda name: (build("llama"), None), raising=False)
     torch.manual_seed(0)
     names, count = {"__name__": "page"}, 0
     monkeypatch.setitem(sys.modules, "page", type(sys)("page"))  # dataclasses look modules up here

@@ -37,8 +37,9 @@ CODE = {
 }
 """Extra -> code that runs in its environment. "" is the environment without extras."""
 
-COMMANDS = {"cli": (["--help"], ["--version"], ["indexes"])}
-"""Extra -> arguments of `kvindex` that must succeed. Elsewhere the command names the extra."""
+COMMANDS = {"hf": (["--version"],), "cli": (["--help"], ["--version"], ["indexes"])}
+"""Extra -> arguments of `kvindex` that must succeed (transformers brings typer). In the other
+environments, the command must print one line that names the extra."""
 
 
 def example() -> tuple[str, str]:
