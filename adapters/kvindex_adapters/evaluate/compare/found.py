@@ -59,10 +59,10 @@ class Found:
         keys = keys[:, :, valid].float()
         count = keys.shape[2]
         step, most = max(AT_ONCE // (H * count), 1), min(k, count)
-        for ids, part in zip(hits.ids.split(step), queries.split(step), strict=True):
+        for ids, part in zip(torch.split(hits.ids, step), torch.split(queries, step), strict=True):
             retrieved = torch.zeros(*ids.shape[:2], N + 1, dtype=torch.bool, device=ids.device)
             retrieved.scatter_(-1, torch.where(ids < 0, N, ids), True)
-            logits = part.float().unflatten(1, (g.kv_heads, g.group_size)) @ keys.mT
+            logits = part.float().reshape(len(part), g.kv_heads, g.group_size, -1) @ keys.mT
             flags = retrieved[:, :, None, :N][..., valid].expand_as(logits)  # [b, G, H / G, count]
             best = logits.topk(most, sorted=False).indices
             self.recall = self.recall + flags.gather(-1, best).sum().double() / most
