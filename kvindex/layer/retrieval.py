@@ -252,11 +252,10 @@ class Retrieval(Restorable):
         Returns:
             Attention outputs `[B, H, T, Dv]`.
         """
-        before, T = len(self._contents), queries.shape[2]
-        how: Any = dict(k=k, coverage=coverage, graphs=graphs)
+        T, how = queries.shape[2], dict[str, Any](k=k, coverage=coverage, graphs=graphs)
         if T == 1:
             return self._decode_one(queries, keys, values, valid, bias, sinks, **how)
-        outputs = []
+        before, outputs = len(self._contents), []
         for t in range(T):
             one = slice(t, t + 1)
             real = None if valid is None else valid[:, one]
@@ -280,19 +279,20 @@ class Retrieval(Restorable):
         graphs: bool,
     ) -> Tensor:
         index, window = self._contents.index, self._contents.window
-        indexed = len(index)
+        indexed, observer = len(index), capability(index, ObservesQueries)
         sinks = None if sinks is None else sinks[..., 0]
         decodes = self._decodes(valid, bias, coverage)
-        if decodes is None or capability(index, ObservesQueries) is not None:
-            # check the queries here, because the index checks them only after it has appended the
-            # token
-            check_finite("queries", queries)
+        if decodes is None or observer is not None:
+            check_finite(
+                "queries", queries
+            )  # raise before the token is appended; the index would check only afterwards
         if decodes is None:
             window.append(indexed, keys, values, valid)
             self.observe(queries, valid)
             some = None if bias is None else bias[:, :, 0]
             return self.attend(queries[:, :, 0], some, sinks, k=k, coverage=coverage)[:, :, None]
-        self.observe(queries, new=1)
+        if observer is not None:
+            self.observe(queries, new=1)
         one, token, k = queries.select(2, 0), Rows(keys, values), rows_to_ask(index, k)
         read = decode_step(decodes, one, token, window, indexed, k, graphs)
         return output_of(self.counted(read, len(self._contents)), sinks).unsqueeze(2)

@@ -133,7 +133,7 @@ class Columns(Restorable):
         own, first, views = self._views.get(name, (None, 0, ()))
         if own is not column or not first <= start < first + len(views):
             first, count = start, min(VIEWS, column.size(self._axis) - start)
-            views = column.narrow(self._axis, start, count).split(1, self._axis)
+            views = torch.split(column.narrow(self._axis, start, count), 1, dim=self._axis)
             self._views[name] = column, first, views
         return views[start - first]
 

@@ -93,7 +93,7 @@ def _permuted(builder: Any, table: Any, indices: Any) -> Any:
     for half in (lanes[:ENTRIES], lanes[ENTRIES:]):
         own = shuffle(builder, indices, indices, half)
         found.append(builder.call(permute, [entries, own]))
-    return shuffle(builder, *found, lanes)
+    return shuffle(builder, found[0], found[1], lanes)
 
 
 def levels_of(builder: Any, levels: Any, tables: Any, indices: Any) -> Any:

@@ -80,24 +80,28 @@ def _interleaved(builder: Any, words: Any) -> list[Any]:
     halves = []
     for first in (0, 16):
         # Row j has keys `j` and `32 + j` in its first 16 bytes, and `8 + j`, `40 + j` in the rest.
-        rows = []
+        groups = []
         for j in range(first, first + 8, 2):
-            pair = [_four_keys(builder, words, start + j) for start in (0, 32)]
-            rows += [_merged(builder, *pair, 1, upper) for upper in (False, True)]
-        groups = [[row] for row in rows]
+            a, b = (_four_keys(builder, words, start + j) for start in (0, 32))
+            groups += [[_merged(builder, a, b, 1, upper)] for upper in (False, True)]
         for size in (2, 4, 8):
-            groups = [
-                [_merged(builder, *two, size, upper) for two in pairs for upper in (False, True)]
-                for pairs in map(list, map(zip, groups[::2], groups[1::2]))
-            ]
+            pairs = zip(groups[::2], groups[1::2], strict=True)
+            groups = [_all_merged(builder, one, other, size) for one, other in pairs]
         halves.append(groups[0])
-    return [shuffle(builder, *two, list(range(KEYS))) for two in zip(*halves, strict=True)]
+    lanes = list(range(KEYS))
+    return [shuffle(builder, a, b, lanes) for a, b in zip(*halves, strict=True)]
 
 
 def _four_keys(builder: Any, words: Any, key: int) -> Any:
     """Load the words of keys `key`, `key + 1`, `key + 8` and `key + 9` as bytes."""
-    two = [loaded(builder, words, 8 * (key + more), QUARTER) for more in (0, 8)]
-    return shuffle(builder, *two, list(range(HALF.count)))
+    a, b = (loaded(builder, words, 8 * (key + more), QUARTER) for more in (0, 8))
+    return shuffle(builder, a, b, list(range(HALF.count)))
+
+
+def _all_merged(builder: Any, some: list[Any], others: list[Any], size: int) -> list[Any]:
+    """Merge each of `some` with one of `others`, first the lower and then the upper halves."""
+    pairs = zip(some, others, strict=True)
+    return [_merged(builder, a, b, size, upper) for a, b in pairs for upper in (False, True)]
 
 
 def _merged(builder: Any, a: Any, b: Any, size: int, upper: bool) -> Any:
@@ -122,16 +126,11 @@ def looked_up(builder: Any, table: Any, offset: int, indices: Any) -> Any:
     wide = shuffle(builder, sixteen, sixteen, list(range(16)) * 4)
     if WIDE:
         return builder.bitcast(permuted(builder, "avx512.pshuf.b.512", wide, indices), SHORTS)
-    lanes = list(range(KEYS))
-    halves = (
-        permuted(
-            builder,
-            "avx2.pshuf.b",
-            *(shuffle(builder, part, part, half) for part in (wide, indices)),
-        )
-        for half in (lanes[: KEYS // 2], lanes[KEYS // 2 :])
-    )
-    return builder.bitcast(shuffle(builder, *halves, lanes), SHORTS)
+    lanes, found = list(range(KEYS)), []
+    for half in (lanes[: KEYS // 2], lanes[KEYS // 2 :]):
+        parts = [shuffle(builder, part, part, half) for part in (wide, indices)]
+        found.append(permuted(builder, "avx2.pshuf.b", parts[0], parts[1]))
+    return builder.bitcast(shuffle(builder, found[0], found[1], lanes), SHORTS)
 
 
 def permuted(builder: Any, instruction: str, table: Any, indices: Any) -> Any:

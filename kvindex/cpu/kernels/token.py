@@ -14,7 +14,7 @@ def in_range(numbers: np.ndarray, limit: float) -> bool:
     outside, most = np.int32(0), np.float32(limit)
     for i in range(len(numbers)):
         outside += np.int32(not abs(numbers[i]) <= most)
-    return outside == 0
+    return bool(outside == 0)
 
 
 @kernel
