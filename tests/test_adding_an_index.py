@@ -11,7 +11,7 @@ import torch
 
 import kvindex
 import kvindex_adapters.hf as kvhf
-from kvindex.testing import run
+from kvindex.testing import check_index, run
 from kvindex.testing.__main__ import main
 from tests.adapters.tiny import build
 

@@ -208,7 +208,7 @@ def test_a_users_mistake_is_one_line_and_status_2(
         (("--json", "/dev/full"), "json: got '/dev/full'"),
         (("--sink", "-1"), "sink: got -1"),
         (("--tokens", "100"), "tokens: got 100, allowed is an integer of at least 500"),
-        (("--tokens", "9000"), "tokens: got 9000, allowed is 500 to 8000"),
+        (("--tokens", "40000"), "tokens: got 40000, allowed is 500 to 32000"),
     ],
 )
 def test_the_demo_refuses_the_same(arguments, message, monkeypatch, capsys):
