@@ -265,9 +265,18 @@ def _report(out: Path, settings: Settings) -> None:
 
 
 def _rows_in_words(summary: dict[str, Any]) -> Iterator[str]:
-    """Yield a sentence about the rows that a step reads, for each `k` and length of the text."""
+    """Yield a sentence about the rows that a step reads, for each `k` and length of the text.
+
+    A sentence before these names the indexes that sample rows.
+    """
     from kvindex_adapters.evaluate.compare.records import FULL
 
+    sampled = dict.fromkeys(row["index"] for row in summary["text"] if row["weighted"])
+    if sampled:
+        yield (
+            f"{', '.join(sampled)}: samples rows and weighs them, which lowers coverage and recall "
+            "by design; compare its KL divergence"
+        )
     seen = set()
     for row in summary["text"]:
         place = row["tokens"], row["k"]

@@ -44,7 +44,7 @@ def steps(rng, scale, seed_rows):
     kl = [scale * rng.random() for _ in range(64)]
     about = dict(kl=kl, same=[int(value < 0.5) for value in kl], step_s=0.01, rows_read=seed_rows)
     sizes = dict(nbytes={"codes": 5, "rows": 2**20}, peak_bytes={"host": 2**30})
-    about |= dict(rows_found=100.0, recall=0.5, coverage=0.8)
+    about |= dict(rows_found=100.0, recall=0.5, coverage=0.8, weighted=False)
     return {**about, "rows_full": 4096.0, "step_bytes": 2.0**20, **sizes}
 
 

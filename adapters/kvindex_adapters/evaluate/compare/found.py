@@ -28,11 +28,14 @@ class Found:
         recall: Sum of the fractions of the `k` rows with the largest `q·k` that were retrieved.
         coverage: Sum of the attention weights of the retrieved rows. The weights of all rows in the
             index add up to 1.
+        weighted: Whether a search returned log weights, because the index samples rows. Recall and
+            coverage of such an index are low by design.
     """
 
     searches: int = 0
     recall: Tensor | float = 0.0
     coverage: Tensor | float = 0.0
+    weighted: bool = False
 
     def means(self) -> dict[str, float | None]:
         """Return the means of `recall` and `coverage` by name, or None if nothing has searched."""
@@ -72,6 +75,7 @@ class Found:
             weights = logits.softmax(-1).masked_fill(~flags, 0)
             self.coverage = self.coverage + weights.sum(-1).double().sum()
         self.searches += B * H
+        self.weighted = self.weighted or hits.log_weight is not None
 
 
 class Watching(Wrapper):

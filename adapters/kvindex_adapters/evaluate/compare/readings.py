@@ -68,14 +68,14 @@ class TextReading:
         self._steps = ids[-steps:]
         cost = continuation.dense_cost(full, self._steps)
         self._logits = continuation.dense_logits(full, self._steps)
-        everything = {"recall": 1.0, "coverage": 1.0}
+        everything = {"recall": 1.0, "coverage": 1.0, "weighted": False}
         self.own = self._record(torch.zeros(steps), torch.ones(steps), everything, cost)
 
     def through(self, indexed: Indexed, k: int) -> Record:
         """Compare a model with an index, which has read the text before the last `steps` tokens."""
         cost = continuation.cost(indexed, self._steps, k=k)
         kl, same, found = continuation.divergence(indexed, self._steps, self._logits, k=k)
-        return self._record(kl, same, found.means(), cost)
+        return self._record(kl, same, {**found.means(), "weighted": found.weighted}, cost)
 
     def _record(self, kl: Tensor, same: Tensor, found: Record, cost: continuation.Steady) -> Record:
         rounded = [float(f"{value:.{DIGITS}g}") for value in kl.tolist()]

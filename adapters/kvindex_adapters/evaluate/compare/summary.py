@@ -188,7 +188,7 @@ def _texts(records: Records) -> list[Row]:
     for (tokens, index, k), record in texts.items():
         exact = texts.get((tokens, "exact", k))
         about = {**_of((str(index), k)), "tokens": tokens, **_divergence(record, exact)}
-        rows.append(about | {name: record[name] for name in (*FOUND, *COSTS)})
+        rows.append(about | {name: record[name] for name in (*FOUND, "weighted", *COSTS)})
     return rows
 
 

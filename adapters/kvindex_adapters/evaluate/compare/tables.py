@@ -101,7 +101,7 @@ def _means(rows: Sequence[Row]) -> list[Cell]:
         _number(mean(*(row["kl"] for row in rows)), "{:.4f}"),
         _number(mean(*ratios), "{:.2f}") if ratios else EMPTY,
         _percent(mean(*(row["agreement"] for row in rows))),
-        *(_mean_percent([row[name] for row in rows]) for name in FOUND),
+        *(_found(rows, name) for name in FOUND),
         _percent(
             mean(*(row["rows_read"] / (row["rows_full"] or 1) for row in rows)), _rows_of(rows)
         ),
@@ -112,9 +112,11 @@ def _means(rows: Sequence[Row]) -> list[Cell]:
     ]
 
 
-def _mean_percent(values: Sequence[float | None]) -> Cell:
-    known = [value for value in values if value is not None]
-    return _percent(sum(known) / len(known)) if known else EMPTY
+def _found(rows: Sequence[Row], name: str) -> Cell:
+    """Return a cell with the mean coverage or recall over the text lengths."""
+    known = [row[name] for row in rows if row[name] is not None]
+    note = "sampled" if rows[0]["weighted"] else ""
+    return _percent(sum(known) / len(known), note) if known else EMPTY
 
 
 def _rows_of(rows: Sequence[Row]) -> str:
@@ -218,7 +220,7 @@ def _texts(summary: dict[str, Any]) -> Table:
             if "over_exact" in row
             else EMPTY,
             _percent(row["agreement"], _range(row, "agreement_", "{:.1%}")),
-            *(_mean_percent([row[name]]) for name in FOUND),
+            *(_found([row], name) for name in FOUND),
             _number(row["rows_read"], "{:.0f}", _rows_of([row]).partition(" ")[2]),
             _number(1000 * row["step_s"], "{:.1f}"),
             _mib(row["step_bytes"]),
@@ -234,10 +236,11 @@ def _texts(summary: dict[str, Any]) -> Table:
         "search; how often the most likely token is the same; coverage, the fraction of the "
         "attention weight of all rows in the index that the retrieved rows have; recall, the "
         "fraction of the k rows with the largest logits of a query head that its KV head "
-        "retrieved; rows that a step attends to per KV head, and how many of them the index "
-        "retrieved (the others are the first and newest tokens); the median time of a step that "
-        "runs alone; the bytes that a step copies out of the stores; the size of the cache; and "
-        "the peak memory of the process."
+        "retrieved, both low by design where an index samples rows and weighs them, for which KL "
+        "divergence is the measure; rows that a step attends to per KV head, and how many of them "
+        "the index retrieved (the others are the first and newest tokens); the median time of a "
+        "step that runs alone; the bytes that a step copies out of the stores; the size of the "
+        "cache; and the peak memory of the process."
     )
     return Table("Text", about, ["index", "k", "tokens", *COSTS], rows)
 
