@@ -296,8 +296,8 @@ class Chat(BaseChat):
     Args:
         model: As in `attach`.
         tokenizer: The model's tokenizer, with a chat template.
-        index: As in `attach`.
-        k: As in `attach`.
+        index: As in `attach`, by default "pariskv".
+        k: As in `attach`, by default 100.
         cache: A cache that the caller's `attach` yielded, instead of `index`, `k` and
             `attach_options`. Tokens in it that the conversation does not begin with are removed.
         system: Text of the system message, or None.

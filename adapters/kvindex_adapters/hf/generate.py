@@ -107,19 +107,20 @@ def generate(
         model: A transformers model, or a `PeftModel` around one.
         tokenizer: The model's tokenizer.
         prompt: Plain text, messages for the tokenizer's chat template, or token ids int64 `[N]`.
-        index: Name of an index, possibly with options, or a function that makes an index. None
-            means full attention with transformers' own cache. For an index with the option
-            `punctuation`, the option is set to the tokenizer's sentence-ending tokens.
-        k: Number of rows that a decode step retrieves per KV head.
-        cache: A cache that `attach` yielded. Pass it instead of `index`, `k` and `attach_options`.
-        used: What to do if the cache already contains tokens. "refuse" raises ValueError.
-            "continue" appends prompt and answer to the cache. "branch" also continues the sequence,
-            but restores the cache afterwards.
-        max_new_tokens: Maximum number of tokens in the answer, at least 1.
-        chunk: Number of prompt tokens per forward pass, at least 2. None means 1024 on a CPU. On a
-            GPU it means the largest power of two from 1024 to 4096 for which a layer's activations
-            fit in half a GiB.
-        streamer: A transformers streamer, which receives each token.
+        index: As in `attach`, by default "pariskv"; None for full attention with transformers' own
+            cache. If an index has the option `punctuation`, it is set from the tokenizer.
+        k: As in `attach`, by default 100.
+        cache: A cache that the caller's `attach` yielded, instead of `index`, `k` and
+            `attach_options`.
+        used: How to treat a cache that already stores tokens. "refuse" raises ValueError.
+            "continue" reads the prompt after the stored tokens, and keeps prompt and answer in the
+            cache. "branch" reads the prompt after the stored tokens, and restores the cache
+            afterwards.
+        max_new_tokens: Maximum number of tokens of the answer, at least 1.
+        chunk: Number of tokens of the prompt that are read at a time, at least 2. None means 1024
+            on a CPU, and on a GPU the largest power of two from 1024 to 4096 for which a layer's
+            activations fit in half a GiB.
+        streamer: A streamer of transformers, which receives each token.
         on_progress: Function that is called with the phase ("prefill" or "decode"), the number of
             tokens done, and the number of tokens in total.
         attach_options: Further keyword arguments of `attach`.
