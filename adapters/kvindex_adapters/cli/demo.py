@@ -157,6 +157,7 @@ def _compared(
 
     from transformers import DynamicCache
 
+    from kvindex.core.config import split_spec
     from kvindex_adapters.cli.progress import Answer, Times
     from kvindex_adapters.hf.attach import attach
     from kvindex_adapters.hf.generation.prefill import default_chunk, prefill
@@ -182,7 +183,7 @@ def _compared(
         fill_s = time.perf_counter() - start
         nbytes = cache.report().nbytes
         for number, ids in enumerate(hidden.prompts, start=1):
-            name = f"{index.partition(':')[0]} {number}"
+            name = f"{split_spec(index.partition('+')[0])[0]} {number}"
             generation = _search(progress, name, model, tokenizer, cache, ids, attached)
     past.crop(hidden.shared // 4 - hidden.shared)  # minus the number of tokens to remove
     short = Asked()
