@@ -22,6 +22,7 @@ from kvindex.core.protocol import (
     UNUSED,
     Attended,
     Attends,
+    ChecksTokens,
     DecodesStep,
     Hits,
     KVIndex,
@@ -220,9 +221,10 @@ class Retrieval(Restorable):
 
         The index checks the key (`bases.executed.ExecutedIndex.checks_tokens`).
         """
-        return self._decodes(valid, bias, coverage) is not None and getattr(
-            self._contents.index, "checks_tokens", False
-        )
+        if self._decodes(valid, bias, coverage) is None:
+            return False
+        index = capability(self._contents.index, ChecksTokens)
+        return index is not None and index.checks_tokens
 
     def _decodes(
         self, valid: Tensor | None, bias: Tensor | None, coverage: float | None

@@ -41,7 +41,7 @@ def test_tables_and_pictures_have_every_index_and_the_figures_of_the_comparison(
         assert {"| full attention", "| `exact`", "| `pariskv`", "| `quest`"} <= lines
         # this comparison has one length and one k
         assert ("| `short`" in lines) == (name == "field")
-    assert "1 to 1 in a cell" in report.TABLES["answers_depth"](answered)
+    assert "Each cell of the picture has 1 to 1" in report.TABLES["answers_depth"](answered)
     for index, cell in ((FULL, 1), ("pariskv", -0.5), ("quest", -1)):
         assert reporting.depth_cells(answered, index) == {(4096, 0.2): cell}
     pictures = importlib.import_module("benchmarks.reporting.pictures")

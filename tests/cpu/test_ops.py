@@ -144,4 +144,5 @@ def test_kernels_are_named_after_every_file_that_they_have_a_part_of():
         for module, names in imports.findall(path.read_text()):
             files |= {f"{module}.{names}"} if module == "kvindex.ops" else {module}
     outer = {name for name in files if not name.startswith("kvindex.cpu.kernels")}
+    outer.discard("kvindex.core.extras")  # for the error if Numba is missing
     assert outer == {f"kvindex.ops.{name}" for name in compile.NUMBERS}

@@ -28,7 +28,7 @@ def assert_same(mine, theirs, queries=QUERIES):
         snapshot(index, queries) for index in (mine, theirs)
     )
     torch.testing.assert_close(my_scores, scores, rtol=ROUNDING, atol=0)
-    assert_same_snapshot((*got, my_keys, my_values), (*want, keys, values))
+    assert_same_snapshot((*got, scores, my_keys, my_values), (*want, scores, keys, values))
     hits = mine.search(queries, k=9)
     rows = [index.fetch(hits) for index in (mine, theirs)]
     assert torch.equal(rows[0].keys, rows[1].keys)

@@ -360,18 +360,18 @@ def _show(result: dict[str, Any]) -> None:
     )
 
 
-def _rows(index: dict[str, Any]) -> tuple[str, str]:
+def _rows(found: dict[str, Any]) -> tuple[str, str]:
     """Describe how many rows (keys and values of tokens) a decode step reads, for both engines."""
-    if not index["rows_full"]:
-        return "all", f"all ({index['read']})"
-    fraction = index["rows_read"] / index["rows_full"]
-    return f"{index['rows_full']:.0f}", f"{index['rows_read']:.0f} ({fraction:.1%})"
+    if not found["rows_full"]:
+        return "all", f"all ({found['read']})"
+    fraction = found["rows_read"] / found["rows_full"]
+    return f"{found['rows_full']:.0f}", f"{found['rows_read']:.0f} ({fraction:.1%})"
 
 
-def _reading(index: dict[str, Any]) -> str:
-    if index["fill_s"] is None:
-        return f"{index['read_s']:.1f} s"
-    return f"the same, and {index['fill_s']:.1f} s to fill the index"
+def _reading(found: dict[str, Any]) -> str:
+    if found["fill_s"] is None:
+        return f"{found['read_s']:.1f} s"
+    return f"the same, and {found['fill_s']:.1f} s to fill the index"
 
 
 def _mib(size: float) -> str:

@@ -43,7 +43,14 @@ from kvindex.core.protocol.capabilities import (
     ReservesAhead,
     WarmsUp,
 )
-from kvindex.core.protocol.steps import Attends, DecodesStep, CapturesStep, IndexBatch, JoinsBatch
+from kvindex.core.protocol.steps import (
+    Attends,
+    CapturesStep,
+    ChecksTokens,
+    DecodesStep,
+    IndexBatch,
+    JoinsBatch,
+)
 from kvindex.core.protocol.executor import Contents, Executor
 
 __all__ = [
@@ -76,6 +83,7 @@ __all__ = [
     "Attends",
     "DecodesStep",
     "CapturesStep",
+    "ChecksTokens",
     "IndexBatch",
     "JoinsBatch",
     "Contents",

@@ -88,6 +88,16 @@ class DecodesStep(Attends, Protocol):
 
 
 @runtime_checkable
+class ChecksTokens(Protocol):
+    """An index whose `decode_step` checks the numbers of the new key, so that no caller must."""
+
+    @property
+    def checks_tokens(self) -> bool:
+        """True if `decode_step` raises ValueError for a key that is out of range."""
+        ...
+
+
+@runtime_checkable
 class CapturesStep(Protocol):
     """An index whose decode step a caller can capture in a CUDA graph, to replay it for each token.
 

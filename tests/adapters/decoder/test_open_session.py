@@ -171,7 +171,7 @@ def test_folders_of_others_are_refused_and_the_session_stays_empty(decoder, tmp_
         assert other.length == 0
     (folder / "layer-001.safetensors").write_bytes(b"")
     empty = decoder.session(**FEW)
-    with pytest.raises(ValueError, match="got 0 bytes"):
+    with pytest.raises(ValueError, match="got a file of 0 bytes"):
         empty.load(folder)
     want = decoder.generate(ids_of(60), max_new_tokens=12, chunk=16, **FEW).answer_ids.tolist()
     assert asked(decoder, empty, ids_of(60)) == want

@@ -114,7 +114,7 @@ REFUSED = {
     "dynamic": (lambda: build("llama", **rotation("dynamic")), "rope_type: got 'dynamic'"),
     "longrope": (
         lambda: build("llama", **rotation("longrope", **FACTORS)),
-        "rope_type: got 'longrope', whose frequencies depend on the length",
+        "rope_type: got 'longrope', whose frequencies depend on the sequence length",
     ),
     "two dtypes": (lambda: changed(two_dtypes), "got weights of torch.float32, torch.float64"),
     "no numbers": (lambda: model_of("llama").to("meta"), "got weights on meta, allowed is one"),
@@ -234,5 +234,5 @@ def test_from_a_folder(tmp_path, monkeypatch):
     half = Decoder.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert half.weights.embedding.dtype is torch.bfloat16
     assert len(half.generate("10 11 12", max_new_tokens=9).answer_ids) == 9
-    with pytest.raises(FileNotFoundError, match="allowed is a folder that exists"):
+    with pytest.raises(FileNotFoundError, match="which does not exist"):
         Decoder.from_pretrained(tmp_path / "none")

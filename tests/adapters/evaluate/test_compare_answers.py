@@ -117,7 +117,7 @@ def test_divergences_are_those_of_a_model_that_reads_the_text(model, read, index
     with indexed(model, ids, index=index, **REGIONS) as cache:
         cache.read(context)
         for _ in range(2):  # the first run changes nothing
-            got, _ = divergence(cache, ids[CONTEXT:], logits, k=K)
+            got, *_ = divergence(cache, ids[CONTEXT:], logits, k=K)
             assert torch.allclose(got, want, rtol=1e-3, atol=1e-6)
 
 

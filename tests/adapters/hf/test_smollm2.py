@@ -142,7 +142,11 @@ def test_demo(loaded, tmp_path, monkeypatch):
     assert 500 <= written["prompt_tokens"] <= 600  # past the threshold
     assert full["found"] == index["found"] == [True]
     assert written["questions"][0]["value"] in full["answers"][0]
-    assert (index["name"], index["config"], index["k"]) == ("exact", {"group": "union"}, 50)
+    assert (index["name"], index["config"], index["k"]) == (
+        "exact:group=union",
+        {"group": "union"},
+        50,
+    )
     assert index["backend"] in ("cpu", "torch")
     assert 0 < index["rows_read"] < 0.5 * index["rows_full"]
     assert full["token_s"] > 0

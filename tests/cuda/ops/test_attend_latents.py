@@ -126,7 +126,7 @@ def test_a_block_of_threads_takes_rows_in_turns(name, device, monkeypatch):
 )
 def test_heads_come_in_parts(name, heads, device, monkeypatch):
     """If rows are on the host, each thread block serves all heads."""
-    monkeypatch.setattr(attend_latents, "NEAR_HEADS", heads)
+    monkeypatch.setattr(attend_latents, "DEVICE_HEADS", heads)
     one = Attending(CASES[name], "plain", device, True)
     poisoned(monkeypatch)
     with on(device):

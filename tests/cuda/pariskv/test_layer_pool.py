@@ -133,7 +133,7 @@ def test_what_is_wrong_is_refused_and_changes_nothing(device):
         pool.step(some, queries, keys.half(), values)
     with pytest.raises(ValueError, match=r"queries.shape\[2\] \(tokens\): got 0"):
         pool.step(some, queries[:, :, :0], keys[:, :, :0], values[:, :, :0])
-    with pytest.raises(ValueError, match="each once"):
+    with pytest.raises(ValueError, match="without duplicates"):
         pool.step(some[:1] * 2, queries, keys, values)
     if device == "cpu":
         wrong = keys.clone()

@@ -168,7 +168,7 @@ def test_a_damaged_folder_changes_nothing(model, folder):
             lambda: path.write_bytes(content[:-1] + b"?"),
             "layer 1 cannot be loaded: .*got bytes with SHA-256",
         ),
-        (path.unlink, "has no 'layer-001.safetensors'"),
+        (path.unlink, "which lacks the saved file 'layer-001.safetensors'"),
     ]:
         damage()
         with kvhf.attach(model, **REGIONS) as cache:
