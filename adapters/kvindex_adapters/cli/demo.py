@@ -381,20 +381,23 @@ def _mib(size: float) -> str:
 def _conclusion(result: dict[str, Any]) -> str:
     """Say in one sentence what the table shows."""
     full, index, speedup = result["full"], result["index"], result["speedup"]
-    pairs = zip(full["answers"], index["answers"], strict=True)
-    same = sum(one == other for one, other in pairs)
-    count = len(full["answers"])
-    answers = "The same answers" if same == count else f"{same} of {count} answers are the same"
+    count, (ours, theirs) = len(full["found"]), (sum(one["found"]) for one in (full, index))
+    found = (
+        f"Both find {ours} of {count} numbers"
+        if ours == theirs
+        else f"Full attention finds {ours} of {count} numbers and the index {theirs}"
+    )
     if not index["rows_full"]:
-        return f"{answers}. The index was not searched ({index['read']})."
+        return f"{found}. The index was not searched ({index['read']})."
     if result["gain_from"] is None:
         return (
-            f"{answers}, but the index is not faster here: {1 / speedup:.2f} times the time per "
+            f"{found}, but the index is not faster here: {1 / speedup:.2f} times the time per "
             "token. It pays for longer texts."
         )
     return (
-        f"{answers}, {speedup:.1f} times as fast per token. On this machine the gain starts at "
-        f"about {result['gain_from']} tokens, and grows with the length of the text."
+        f"{found}, and a token takes {full['token_s'] / index['token_s']:.2f} times as long with "
+        f"full attention. On this machine the gain starts at about {result['gain_from']} tokens, "
+        "and grows with the length of the text."
     )
 
 
