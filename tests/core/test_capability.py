@@ -11,6 +11,7 @@ from kvindex.core.protocol import (
     AppendsAsync,
     Attends,
     CapturesStep,
+    ChecksTokens,
     CountsTokens,
     DecodesStep,
     ExpandsBatch,
@@ -47,7 +48,7 @@ ONLY_ITS_OWN = {
 """Capabilities of a wrapper that do not depend on the inner index."""
 NOT_PASSED_ON = {
     # a fused step of the inner index would bypass the wrapper's search
-    *((name, step) for name in CLASSES for step in (DecodesStep, CapturesStep)),
+    *((name, step) for name in CLASSES for step in (DecodesStep, ChecksTokens, CapturesStep)),
     *((name, step) for name in CLASSES for step in (JoinsBatch, SearchesShard)),
     ("recall", AppendsAsync),  # the exact copy's append is part of the same change
     ("recall", ExpandsBatch),  # hits of a view would not be counted
