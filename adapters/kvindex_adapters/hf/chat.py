@@ -215,10 +215,10 @@ class BaseChat(ABC):
         try:
             found = json.loads((path / CHAT).read_text(encoding="utf-8"))
             messages, documents = found["messages"], found["documents"]
-            if messages:
+            if messages != []:
                 check_messages(messages)
-            if not all(isinstance(text, str) for text in documents):
-                raise TypeError("a document that is not text")
+            if not isinstance(documents, list) or not all(isinstance(d, str) for d in documents):
+                raise TypeError("documents must be a list of texts")
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"folder: got {str(folder)!r}, whose {CHAT} is not what save() writes: {error!r}"

@@ -181,7 +181,15 @@ def test_saved_chats_continue(chat_of, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage", ["{", "[]", '{"messages": 3, "documents": []}', '{"messages": [], "documents": [1]}']
+    "damage",
+    [
+        "{",
+        "[]",
+        '{"messages": 3, "documents": []}',
+        '{"messages": [], "documents": [1]}',
+        '{"messages": {}, "documents": []}',
+        '{"messages": [], "documents": "text"}',
+    ],
 )
 def test_damaged_files_change_nothing(chat_of, tmp_path, damage):
     chat = chat_of(Tokenizer())
