@@ -145,7 +145,7 @@ class Updates(Restorable):
         self.pending: AsyncAppend | None = None
         """The append that has begun and not ended; its tokens are still in the window."""
         self.prompt_ended = False
-        """Whether `end_prompt` of the index has been called."""
+        """True once `end_prompt` of the index has been called."""
         self._deferred_from: int | None = None
 
     @property

@@ -87,7 +87,7 @@ class Columns(Restorable):
                 "append: got a view of expand_batch(), which is read-only; append to a deep copy"
             )
         if self._sharing.shared and not self._claimed(new):
-            self._data, self._sharing = self._room(new, anew=True), Sharing()
+            self._data, self._sharing = self._room(new, fresh=True), Sharing()
             self._views = {}
         elif not self._fits(new):
             self._data, self._views = self._room(new), {}
@@ -252,13 +252,10 @@ class Columns(Restorable):
         count = max((tensor.size(self._axis) for tensor in new.values()), default=0)
         return self._sharing.claim(self, self._length, self._length + count)
 
-    def _room(self, new: Mapping[str, Tensor], anew: bool = False) -> dict[str, Tensor]:
-        """Return columns with capacity for `new`; anew:
-
-        True to allocate new memory for all columns.
-        """
+    def _room(self, new: Mapping[str, Tensor], fresh: bool = False) -> dict[str, Tensor]:
+        """Return columns with capacity for `new`. With `fresh`, all of them get new memory."""
         grown = dict(self._data)
-        for name in grown.keys() - new.keys() if anew else ():
+        for name in grown.keys() - new.keys() if fresh else ():
             grown[name] = grown[name].clone()
         for name, tensor in new.items():
             held_entries = self._entries(name, self._length)
@@ -267,11 +264,11 @@ class Columns(Restorable):
             if held is not None and not self._length and not _alike(held, tensor, self._axis):
                 held = None  # left by a first append that failed; its shapes need not fit
             capacity = 0 if held is None else held.shape[self._axis]
-            if held is not None and need <= capacity and not anew:
+            if held is not None and need <= capacity and not fresh:
                 continue
             shape = list(tensor.shape)
             cpu = tensor.device.type == "cpu"
-            shape[self._axis] = 2 * need if cpu else max(need, capacity if anew else 2 * capacity)
+            shape[self._axis] = 2 * need if cpu else max(need, capacity if fresh else 2 * capacity)
             grown[name] = self._new(tensor, shape)
             if held is not None:
                 grown[name].narrow(self._axis, 0, held_entries).copy_(self[name])

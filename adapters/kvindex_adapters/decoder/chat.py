@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class Chat(BaseChat):
     ) -> None:
         super().__init__(decoder.tokenizer, system, template_options, options)
         self._decoder = decoder
-        self._session_options = {"index": index, "k": k, "attach_options": attach_options}
+        self._opened = partial(decoder.session, index=index, k=k, attach_options=attach_options)
         self.session: OpenSession = self._opened()
         """The session of the conversation. Its tokens may be those of an earlier turn."""
 
@@ -67,9 +68,6 @@ class Chat(BaseChat):
     def report(self) -> Report:
         """Report how many rows decode steps have read, and the memory of the session."""
         return self.session.report()
-
-    def _opened(self) -> OpenSession:
-        return self._decoder.session(**self._session_options)  # type: ignore[arg-type]
 
     def _answer(self, rendered: RenderedChat, **options: Any) -> Generation:
         self._renew()

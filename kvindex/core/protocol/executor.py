@@ -75,7 +75,7 @@ class Executor(Protocol):
 
     @property
     def checks_tokens(self) -> bool:
-        """Whether `decode_step` raises ValueError for a query or key that is out of range.
+        """True if `decode_step` raises ValueError for a query or key that is out of range.
 
         It checks them if `wrong` is not None.
         """
