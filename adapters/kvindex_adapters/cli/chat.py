@@ -15,6 +15,7 @@ from kvindex_adapters.cli.options import (
     DenseBelow,
     Device,
     Dtype,
+    Engine,
     GgufFile,
     K,
     Local,
@@ -64,13 +65,7 @@ def chat(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
-    engine: Annotated[
-        str | None,
-        typer.Option(
-            help="Engine that runs the model: decoder or transformers (default: the decoder on a "
-            "GPU if it supports the model, otherwise transformers)."
-        ),
-    ] = None,
+    engine: Engine = None,
     dtype: Dtype = "float32",
     device: Device = "cpu",
 ) -> None:

@@ -12,6 +12,7 @@ from kvindex_adapters.cli.options import (
     DenseBelow,
     Device,
     Dtype,
+    Engine,
     GgufFile,
     JsonFile,
     K,
@@ -101,13 +102,7 @@ def generate(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed for sampling tokens.")] = 0,
-    engine: Annotated[
-        str | None,
-        typer.Option(
-            help="Engine that runs the model: decoder or transformers (default: the decoder on a "
-            "GPU if it supports the model, otherwise transformers)."
-        ),
-    ] = None,
+    engine: Engine = None,
     token_graph: Annotated[
         bool | None,
         typer.Option(

@@ -55,6 +55,13 @@ Lora = Annotated[
 GgufFile = Annotated[
     str | None, typer.Option(help="Name of the .gguf file inside the model's folder.")
 ]
+Engine = Annotated[
+    str | None,
+    typer.Option(
+        help="Engine that runs the model: decoder or transformers (default: the decoder on a "
+        "GPU if it supports the model, otherwise transformers)."
+    ),
+]
 Dtype = Annotated[
     str,
     typer.Option(help="Data type in which the model computes: float32, float16 or bfloat16."),
