@@ -20,8 +20,7 @@ from kvindex.layer import AttentionLayer
 from kvindex.storage.saved import check_new
 from kvindex_adapters.common.layer_options import check_spec
 from kvindex_adapters.hf.cache.saving import open_cache
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+from kvindex_adapters.hf.model.load_model import DTYPES
 
 PATIENCE_S = 2.0
 """Seconds after which a message says that kernels are being compiled.
@@ -39,7 +38,7 @@ def check_dtype(dtype: str) -> torch.dtype:
 
 
 def check_size(name: str, value: int, minimum: int, most: int = MOST) -> int:
-    """Return `value`. Raise ValueError unless `minimum <= value <= most`."""
+    """Check that `minimum <= value <= most`, and return `value`. Otherwise raise ValueError."""
     if check.at_least(name, value, minimum) > most:
         raise ValueError(f"{name}: got {value}, allowed is {minimum} to {most}")
     return value
@@ -71,10 +70,10 @@ def check_search(
 
 
 def _find_modules_here(index: str) -> None:
-    """If `index` is `module:Class`, let Python find modules in the current folder, too.
+    """If `index` has the form `module:Class`, let Python import modules from the current folder.
 
-    `python -m` does the same, but the `kvindex` command is a script in another folder. The current
-    folder is the last one that Python searches.
+    Python does this by itself for `python -m`, but not for a script in another folder such as the
+    command `kvindex`. The current folder is added at the end of `sys.path`.
     """
     if ":" in split_spec(index.partition("+")[0])[0] and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -162,7 +161,11 @@ def check_questions(questions: Sequence[str] | None) -> list[str]:
 
 
 def check_alone(save_cache: Path | None, load_cache: Path | None) -> None:
-    """Raise ValueError if a cache is to be saved or loaded. Runs under torchrun cannot do this."""
+    """Raise ValueError if `--save-cache` or `--load-cache` is given.
+
+    A command that torchrun has started in several processes calls this function, because it cannot
+    save or load a cache.
+    """
     if save_cache or load_cache:
         raise ValueError(
             "save-cache, load-cache: got one of them under torchrun, but several processes cannot "

@@ -43,13 +43,15 @@ DenseBelow = Annotated[
 ]
 Model = Annotated[
     str,
-    typer.Option(help="Folder, .gguf file or hub id of the model, or smollm2, or smollm2-long."),
+    typer.Option(
+        help="Folder, .gguf file or Hugging Face id of the model, or smollm2, or smollm2-long."
+    ),
 ]
 Lora = Annotated[
     Path | None,
     typer.Option(
-        help="Low-rank adapter (safetensors) to merge into the model's weights, as in "
-        "benchmarks/models."
+        help="File (safetensors) with a LoRA adapter to merge into the model's weights. The "
+        "repository has an adapter for smollm2 in the folder benchmarks/models."
     ),
 ]
 GgufFile = Annotated[
@@ -64,7 +66,10 @@ Engine = Annotated[
 ]
 Dtype = Annotated[
     str,
-    typer.Option(help="Data type in which the model computes: float32, float16 or bfloat16."),
+    typer.Option(
+        help="Data type of the model: float32, float16, bfloat16, or int8 (on a CPU: linear "
+        "layers with weights in int8, all other numbers in float32)."
+    ),
 ]
 Device = Annotated[str, typer.Option(help="Device on which the model runs: cpu or cuda.")]
 JsonFile = Annotated[

