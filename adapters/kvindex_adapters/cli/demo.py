@@ -15,7 +15,6 @@ from kvindex_adapters.cli.options import (
     INDEX,
     DenseBelow,
     Device,
-    Dtype,
     JsonFile,
     K,
     Local,
@@ -53,7 +52,7 @@ def demo(
         typer.Option(
             help=f"Approximate length of the document in tokens, from {SHORTEST} to {LONGEST}."
         ),
-    ] = 8000,
+    ] = 12_000,
     questions: Annotated[int, typer.Option(help="Number of questions, from 1 to 8.")] = 3,
     model: Annotated[
         str | None,
@@ -71,7 +70,7 @@ def demo(
     seed: Annotated[
         int,
         typer.Option(help="Seed for the hidden facts, their places and the order of the text."),
-    ] = 0,
+    ] = 2,
     prompt_file: Annotated[
         Path | None,
         typer.Option(
@@ -79,7 +78,13 @@ def demo(
             "language reference)."
         ),
     ] = None,
-    dtype: Dtype = "float32",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Data type of the model, as in kvindex generate (default: int8 on a CPU, where "
+            "reading the weights takes much of a decode step; float32 on a GPU)."
+        ),
+    ] = None,
     device: Device = "cpu",
     json_file: JsonFile = None,
 ) -> None:
@@ -97,12 +102,14 @@ def demo(
     from kvindex_adapters.evaluate.output_files import check_output, write_json
     from kvindex_adapters.evaluate.tasks import hide
     from kvindex_adapters.evaluate.texts import paragraphs, python_reference
-    from kvindex_adapters.hf.model import load_model
+    from kvindex_adapters.hf.model import int8, load_model
 
+    load_model.check_device(device)
+    on_cpu = device.startswith("cpu") and int8.supported()
+    dtype = dtype or ("int8" if on_cpu else "float32")
     number = common.check_dtype(dtype)
     common.check_size("tokens", tokens, SHORTEST, LONGEST)
     common.check_size("questions", questions, 1, 8)
-    load_model.check_device(device)
     regions = dict(
         sink=sink, local_window=local_window, update_every=update_every, dense_below=dense_below
     )
