@@ -35,6 +35,7 @@ from kvindex_adapters.hf.generate import (
     K,
     check_attach_options,
     check_cache,
+    check_generate_options,
     generate,
 )
 from kvindex_adapters.hf.generation.conversation import CannotForgetError, answered
@@ -55,8 +56,8 @@ class BaseChat(ABC):
 
     The attribute `messages` defines the conversation, and the cache only saves time. Each turn
     applies the chat template to all messages, keeps the longest prefix of the resulting ids that
-    the cache already stores, and reads the others. So messages may be edited between turns, and
-    templates may drop the reasoning of earlier answers.
+    the cache already stores, and lets the model read the other ids. So messages may be edited
+    between turns, and templates may drop the reasoning of earlier answers.
 
     Args:
         tokenizer: The model's tokenizer, with a chat template.
@@ -104,11 +105,12 @@ class BaseChat(ABC):
         A call that fails leaves the conversation unchanged.
 
         Args:
-            message: Text of the user, or messages. Messages are the whole conversation, which
-                replaces `self.messages`, if they begin with all of `self.messages`, if the first
-                one has the role `system` or `developer`, or if one before the last has the role
-                `assistant`. Otherwise they follow `self.messages`. If the last message has the role
-                `assistant`, it is the beginning of the answer, and the model continues it.
+            message: Text of the user, or a list of messages. A list is either new messages, which
+                follow `self.messages`, or a whole conversation, which replaces `self.messages`. It
+                is a whole conversation in three cases: it begins with all of `self.messages`; its
+                first message has the role `system` or `developer`; or a message before the last has
+                the role `assistant`. If the last message has the role `assistant`, it is the
+                beginning of the answer, and the model continues it.
             template_options: Further keyword arguments of `tokenizer.apply_chat_template` for this
                 turn alone.
             **options: Options of this answer (`max_new_tokens`, `streamer`, …), which take
@@ -143,11 +145,12 @@ class BaseChat(ABC):
             ValueError: The document is empty.
         """
         if not document.strip():
-            raise ValueError(f"document: got {document!r}, allowed is some text")
+            raise ValueError(f"document: got {document!r}, allowed is a text that is not blank")
         self.documents.append(document)
         try:
-            # Read only the ids that two different questions have in common, because the tokenizer
-            # may merge the end of the documents with the beginning of a question.
+            # The tokenizer may merge the end of the documents and the beginning of a question into
+            # one token. So render the conversation with two different questions, and read only the
+            # token ids with which both begin.
             asked = [self._conversation(question) for question in ("1", "7")]
             every = [self._render(messages).ids for messages in asked]
             ids = every[0][: common_length(every)]
@@ -227,7 +230,10 @@ class BaseChat(ABC):
         self.messages, self.documents = messages, documents
 
     def _conversation(self, message: str | Messages) -> Messages:
-        """Return the whole conversation with a new message."""
+        """Return the messages of the whole conversation after `message` was sent.
+
+        `message` may itself be a whole conversation (see `send`).
+        """
         if isinstance(message, str):
             return [*self.messages, {"role": "user", "content": message}]
         messages = deepcopy(check_messages(message))
@@ -240,7 +246,7 @@ class BaseChat(ABC):
     def _render(
         self, messages: Messages, template_options: Mapping[str, Any] | None = None
     ) -> RenderedChat:
-        """Apply the chat template to a conversation and the documents."""
+        """Apply the chat template to a conversation and to the documents of this chat."""
         options = {**self.template_options, **(template_options or {})}
         return render_chat(self.tokenizer, with_documents(messages, self.documents), options)
 
@@ -259,7 +265,7 @@ class BaseChat(ABC):
 
     @abstractmethod
     def _read(self, rendered: RenderedChat, on_progress: Progress | None) -> None:
-        """Read the ids of a rendered conversation into the cache, without answering."""
+        """Fill the cache with the tokens of a conversation, without generating an answer."""
 
     @abstractmethod
     def _save(self, folder: Path) -> None:
@@ -271,19 +277,22 @@ class BaseChat(ABC):
 
 
 def with_documents(messages: Messages, documents: Sequence[str]) -> Messages:
-    """Put documents before the text of the first message of the user."""
+    """Return the messages with the documents before the text of the first message of the user."""
     if not documents:
         return messages
     for number, one in enumerate(messages):
         if one.get("role") == "user":
             if not isinstance(text := one.get("content"), str):
                 raise ValueError(
-                    f"messages: got a first message of the user with {type(text).__name__} as "
-                    "content, allowed with documents is text"
+                    f"messages: got {type(text).__name__} as the content of the first message of "
+                    "the user, allowed is text, because the documents of the chat are put before it"
                 )
             whole = {**one, "content": "\n\n".join([*documents, text])}
             return [*messages[:number], whole, *messages[number + 1 :]]
-    raise ValueError("messages: got no message of the user; documents need at least one")
+    raise ValueError(
+        "messages: got no message of the user, allowed is at least one, because the documents of "
+        "the chat are put before it"
+    )
 
 
 class Chat(BaseChat):
@@ -308,7 +317,7 @@ class Chat(BaseChat):
             of `model.generate`.
 
     Raises:
-        ValueError: The tokenizer has no chat template; also what `attach` raises.
+        ValueError: The tokenizer has no chat template, or `attach` raises the error.
 
     Examples:
         ```python
@@ -332,6 +341,7 @@ class Chat(BaseChat):
         **options: Any,
     ) -> None:
         super().__init__(tokenizer, system, template_options, options)
+        check_generate_options(options, index)
         check_attach_options(attach_options)
         self._model, self._context = model, ExitStack()
         if cache is None:
@@ -380,11 +390,12 @@ class Chat(BaseChat):
         self._again_if_needed(call)
 
     def _again_if_needed(self, call: Callable[[], T]) -> T:
-        """Run a call.
+        """Run the function `call`.
 
-        If the cache cannot remove tokens as needed, empty the cache and run the call again.
+        If `call` needs to remove tokens from the cache and the cache cannot do this, empty the
+        cache and run `call` again.
         """
-        if self.tokens and self.cache.ids is None:  # another call has added unknown tokens
+        if self.tokens and self.cache.ids is None:  # another call has added tokens with unknown ids
             self.cache.reset()
         try:
             return call()

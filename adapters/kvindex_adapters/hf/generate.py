@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from kvindex.core import check
@@ -146,7 +148,7 @@ def generate(
     """
     model = unwrapped(model)
     check_attach_options(attach_options)
-    _check_options(generate_options, index)
+    check_generate_options(generate_options, index)
     chunk = default_chunk(model) if chunk is None else check.at_least("chunk", chunk, 2)
     check.at_least("max_new_tokens", max_new_tokens, 1)
     check_cache(cache, used, index, k, attach_options)
@@ -168,8 +170,8 @@ def generate(
         past = past_ids(holder)
         whole = _check_past(model, options, past_length, past)
         new = unread(model, holder, past, ids, more=max_new_tokens)
-        # Leave the last chunk to model.generate(). It has several tokens, so it uses full
-        # attention, and the first token of the answer is exact.
+        # model.generate() reads the last chunk of the prompt. This chunk has several tokens, so
+        # the model uses full attention for it, and the first token of the answer is exact.
         stop = 0 if whole else prefilled(model, len(new), chunk)
         length = past_length + len(ids)
         room = length + max_new_tokens
@@ -254,11 +256,17 @@ def _append_answer(
 def check_cache(
     cache: IndexCache | None, used: str, index: object, k: int, attach_options: object
 ) -> None:
-    """Raise ValueError if `used` does not suit the cache, or if `index`, `k` or `attach_options`
-    are given in addition to a cache."""
+    """Raise ValueError for arguments of `generate` that contradict each other.
+
+    `used` must fit the tokens in the cache. `index`, `k` and `attach_options` are allowed only
+    without a cache.
+    """
     if cache is None:
         if used != "refuse":
-            raise ValueError(f'used: got {used!r}, allowed without cache= is "refuse"')
+            raise ValueError(
+                f"used: got {used!r} without cache=, but used says what to do with the tokens of a "
+                "cache; pass cache= as well, or leave out used"
+            )
         return
     check_follows(cache, used)
     passed = {"index": index != INDEX, "k": k != K, "attach_options": attach_options is not None}
@@ -274,8 +282,15 @@ def check_attach_options(attach_options: Any) -> None:
         raise ValueError(f"attach_options: got {name}; pass {name} as a separate argument")
 
 
-def _check_options(generate_options: dict[str, Any], index: object) -> None:
-    """Raise an error for options that `generate` sets, and for those of `attach` and the index."""
+def check_generate_options(generate_options: Mapping[str, Any], index: object) -> None:
+    """Check the options that are passed on to `model.generate`.
+
+    Raise an error for an option that `kvhf.generate` sets itself, for an option of `attach` or of
+    the index, and for a name that resembles the name of an option of `model.generate`.
+    """
+    functions = generate, GenerationMixin.generate
+    known = {*vars(GenerationConfig()), *RESERVED}
+    known |= {name for each in functions for name in inspect.signature(each).parameters}
     for name, value in generate_options.items():
         if name in inspect.signature(attach).parameters:
             raise TypeError(
@@ -283,6 +298,9 @@ def _check_options(generate_options: dict[str, Any], index: object) -> None:
                 f"attach_options={{{name!r}: {value!r}}}"
             )
         check_not_of_index("generate", name, value, index)
+        near = get_close_matches(name, known, n=1, cutoff=0.8)
+        if near and name not in known:
+            raise TypeError(f"generate: got the argument {name!r}; did you mean {near[0]!r}?")
     for name in sorted(RESERVED & set(generate_options)):
         raise ValueError(f"{name}: got a value, but generate() sets {name} itself; leave it out")
     for name, fixed in ONE_ANSWER.items():

@@ -20,6 +20,7 @@ from tests.adapters.hf.generation.test_turns import (
     words,
 )
 from tests.adapters.tiny import build
+from tests.support.helpers import slow
 
 OPTIONS = dict(max_new_tokens=NEW, chunk=16)
 OPENED = dict(**INDEX, attach_options=SIZES)
@@ -184,11 +185,11 @@ def test_saved_chats_continue(chat_of, tmp_path):
     "damage",
     [
         "{",
-        "[]",
+        slow("[]"),
         '{"messages": 3, "documents": []}',
         '{"messages": [], "documents": [1]}',
-        '{"messages": {}, "documents": []}',
-        '{"messages": [], "documents": "text"}',
+        slow('{"messages": {}, "documents": []}'),
+        slow('{"messages": [], "documents": "text"}'),
     ],
 )
 def test_damaged_files_change_nothing(chat_of, tmp_path, damage):
@@ -271,6 +272,21 @@ def test_a_chat_needs_a_template_and_detaches(model):
         kvhf.Chat(model, Tokenizer(), **OPENED)
     chat.close()
     kvhf.Chat(model, Tokenizer(), **OPENED).close()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (dict(max_tokens=5), "got the argument 'max_tokens'; did you mean 'max_new_tokens'"),
+        (dict(local_window=8), "'local_window', which is an option of attach"),
+        (dict(temprature=0.5), "did you mean 'temperature'"),
+    ],
+)
+def test_wrong_options_are_found_before_anything_is_read(model, options, match):
+    with pytest.raises(TypeError, match=match):
+        kvhf.Chat(model, Tokenizer(), **options)
+    with kvhf.Chat(model, Tokenizer(), **OPENED) as chat, pytest.raises(TypeError, match=match):
+        chat.send("33", **options)
 
 
 def test_messages_of_the_template_are_those_of_the_roles():
