@@ -1,9 +1,9 @@
 """Registry of indexes: creates an index from its name.
 
-An index is a module in `kvindex/indexes/`, or a class in an installed package; there is no list of
-names in the code. A package adds an index with an entry point in the group `kvindex.indexes`, which
-has the name of the index and refers to a class derived from `BaseIndex` (docs/adding-an-index.md).
-`module:Class` names any other index class that Python can import.
+The name of an index is the name of a module in `kvindex/indexes/`, or of an entry point of an
+installed package. The entry point must be in the group `kvindex.indexes`, and refer to a class
+derived from `BaseIndex` (docs/adding-an-index.md). Any other index class that Python can import is
+written as `module:Class`.
 """
 
 from __future__ import annotations
@@ -33,22 +33,31 @@ GROUP = "kvindex.indexes"
 def names() -> list[str]:
     """Return the names of all available indexes, without importing them.
 
-    Installed packages are included. If a name from an installed package cannot be used, it is left
-    out with a warning. A hyphen in a name becomes an underscore in the file name.
+    Indexes of installed packages are included. If the name of such an index cannot be used, it is
+    left out with a warning. The file of an index has the index's name, with underscores in place
+    of hyphens.
     """
     for reason in refused().values():
         warnings.warn(reason, stacklevel=2)
+    return usable()
+
+
+def usable() -> list[str]:
+    """Return the names of all available indexes, as `names` does, but give no warnings."""
     return sorted([*_in_folder(), *installed()])
 
 
 def installed() -> dict[str, EntryPoint]:
-    """Return the indexes of installed packages as name -> entry point, without importing them."""
+    """Return the entry points of the indexes of installed packages, by the name of the index.
+
+    This does not import the packages.
+    """
     left_out = refused()
     return {name: points[0] for name, points in _brought().items() if name not in left_out}
 
 
 def refused() -> dict[str, str]:
-    """Return the names from installed packages that cannot be used, as name -> reason."""
+    """Return the names of installed packages' indexes that cannot be used, each with the reason."""
     reasons, folder = {}, _in_folder()
     for name, points in _brought().items():
         given = f"{GROUP}: got the name {name!r} from {' and '.join(map(_described, points))}"
@@ -166,7 +175,7 @@ def option_names(name: str) -> list[str]:
 
 
 def wrapper_options() -> dict[str, dict[str, Any]]:
-    """Return the available wrappers and their options, as name -> option -> default."""
+    """Return the options of each available wrapper, with their defaults."""
     found = {}
     for name, wrapper in wrapper_classes().items():
         options = inspect.signature(wrapper).parameters
@@ -175,7 +184,7 @@ def wrapper_options() -> dict[str, dict[str, Any]]:
 
 
 def wrapper_classes() -> dict[str, type[Wrapper]]:
-    """Return the classes of the wrappers: name -> class."""
+    """Return the classes of the wrappers, by name."""
     names = sorted(module.name for module in pkgutil.iter_modules(wrappers.__path__))
     return {
         name: _only(_module_of(wrappers, name), Wrapper)
@@ -205,7 +214,10 @@ def _in_folder() -> list[str]:
 
 
 def _brought() -> dict[str, list[EntryPoint]]:
-    """Return name -> entry points of installed packages. Several packages may use the same name."""
+    """Return the entry points of installed packages that add indexes, as a dict from index names.
+
+    Several packages may use the same name.
+    """
     brought: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=GROUP):
         brought.setdefault(point.name, []).append(point)
@@ -218,7 +230,7 @@ def _described(point: EntryPoint) -> str:
 
 
 def _imported(name: str) -> type[BaseIndex]:
-    """Return the class that `module:Class` names, after importing the module."""
+    """Import the index class with the name `name`, which has the form `module:Class`."""
     try:
         return _loaded(EntryPoint(name, name, GROUP), f"index: got {name!r}")
     except ImportError as error:
@@ -231,7 +243,10 @@ def _imported(name: str) -> type[BaseIndex]:
 
 
 def _loaded(point: EntryPoint, given: str) -> type[BaseIndex]:
-    """Import an index class. `given` is the beginning of error messages."""
+    """Import the index class to which an entry point refers.
+
+    given: text with which error messages begin: the name that the caller passed.
+    """
     try:
         found = point.load()
     except Exception as error:
@@ -243,7 +258,10 @@ def _loaded(point: EntryPoint, given: str) -> type[BaseIndex]:
 
 
 def _only(name: str, base: type) -> Any:
-    """Return the single class derived from `base` that a module defines or lists in `__all__`."""
+    """Return the only class derived from `base` that a module defines or lists in `__all__`.
+
+    Raise TypeError if there is no such class, or more than one.
+    """
     module = vars(importlib.import_module(name))
     exported = module.get("__all__", ())
     found = [

@@ -13,7 +13,7 @@ from kvindex_adapters.cli.options import check_stdout
 if TYPE_CHECKING:
     from rich.console import Console
 
-HINT = "kvindex indexes NAME prints options and presets; --options prints those of all"
+HINT = "kvindex indexes NAME prints options and presets; --options prints those of all indexes"
 
 
 def indexes(
@@ -21,27 +21,26 @@ def indexes(
         str | None, typer.Argument(help="Print the options and presets of this index or wrapper.")
     ] = None,
     options: Annotated[
-        bool, typer.Option("--options", help="Print the options and presets of all.")
+        bool,
+        typer.Option(
+            "--options", help="Print the options and presets of all indexes and wrappers."
+        ),
     ] = False,
 ) -> None:
     """List all indexes, and the wrappers around indexes, with their meanings."""
     check_stdout()
-    import warnings
-
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    import kvindex
-    from kvindex.registry import refused, wrapper_classes
+    from kvindex.registry import refused, usable, wrapper_classes
 
     console = Console()
     if name is not None:
         _describe(console, name.removeprefix("+"))
         _describe_shared(console)
         return
-    with warnings.catch_warnings(action="ignore"):  # the reasons are printed below
-        names = [*kvindex.names(), *wrapper_classes()]
+    names = [*usable(), *wrapper_classes()]
     if options:
         for each in names:
             _describe(console, each)
@@ -57,12 +56,15 @@ def indexes(
 
 
 def defaults(name: str) -> dict[str, Any]:
-    """Return the options of an index as name -> default value in `kvindex.create`."""
+    """Return a dict from the names of an index's options to their defaults in `kvindex.create`."""
     return _options(name, None)
 
 
 def presets(name: str) -> dict[str, dict[str, Any]]:
-    """Return the options that each preset of an index changes, as preset -> option -> value."""
+    """Return a dict from each preset of an index to the options that the preset changes.
+
+    These options are a dict from names to values.
+    """
     import kvindex
 
     usual = defaults(name)
@@ -81,7 +83,11 @@ def _options(name: str, preset: str | None) -> dict[str, Any]:
 
 
 def _called(name: str) -> str:
-    """Return a name as it is written, with the package if that is not kvindex."""
+    """Return the name of an index or wrapper as `kvindex indexes` prints it.
+
+    A wrapper gets "…+" before its name. If another package than kvindex provides the index, the
+    name and version of this package follow.
+    """
     from kvindex.registry import installed, wrapper_classes
 
     if name in wrapper_classes():
@@ -118,7 +124,7 @@ def _describe(console: Console, name: str) -> None:
         given = defaults(name) if wrapper is None else wrapper
         others = presets(name) if wrapper is None else {}
     except ImportError:
-        return  # the meaning is the error
+        return  # the line above already shows the error message
     _print_line(console, f"options: {_written(given)}")
     for preset, changed in others.items():
         _print_line(console, f"preset={preset}: {_written(changed, 'the defaults')}")
