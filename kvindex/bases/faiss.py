@@ -5,8 +5,8 @@ indexes. Building and searching therefore loop over sequences and KV heads. All 
 inner product.
 
 Trained parameters are learned once and stored as tensors (`_learned`). These parameters and the
-valid tokens in order determine a FAISS index, so it can be dropped and rebuilt from the row store
-at any time.
+keys of the valid tokens, in their order, determine a FAISS index. So it can be deleted at any time,
+and rebuilt from the keys in the row store.
 
 Source: Douze et al., The Faiss library (2024).
 """
@@ -48,8 +48,8 @@ class FaissConfig:
 
     Args:
         pool: Each query head retrieves `pool · k` candidates.
-        where: Device of the FAISS indexes: "cpu", or "gpu" for the GPU of the tensors, which needs
-            the package faiss-gpu.
+        where: Device of the FAISS indexes: "cpu", or "gpu" for the GPU that contains the keys.
+            "gpu" needs the package faiss-gpu.
         group: How the scores of the query heads that share a KV head are combined
             (`kvindex.ops.group`).
     """
@@ -92,7 +92,7 @@ class FaissIndex(BaseIndex):
 
     @abstractmethod
     def _token_bytes(self) -> float:
-        """Return how many bytes of the FAISS index each token takes."""
+        """Return the number of bytes per token in a FAISS index."""
 
     def _reconstructed(self, keys: Tensor, ids: Tensor) -> Tensor:
         """Return the float32 keys `[B, G, C, D]` as a FAISS index on a GPU would reconstruct them.
@@ -147,7 +147,7 @@ class FaissIndex(BaseIndex):
     def _synchronize(self) -> None:
         """Add new tokens to the FAISS indexes and remove truncated tokens.
 
-        Drop the indexes on failure.
+        If this fails, drop all FAISS indexes, so that they are rebuilt later.
         """
         if self._synchronized:
             return
@@ -168,8 +168,9 @@ class FaissIndex(BaseIndex):
         return [min(index.ntotal if index else 0 for index in rows) for rows in self._faiss_indexes]
 
     def _prepare(self) -> None:
-        """Create missing FAISS indexes, copy shared ones before a change, and remove truncated
-        tokens.
+        """Create missing FAISS indexes, and remove truncated tokens.
+
+        A FAISS index that several sequences share is copied before it is changed.
         """
         heads = self.geometry.kv_heads
         if not self._faiss_indexes:
@@ -189,8 +190,9 @@ class FaissIndex(BaseIndex):
                 rows[g] = index
 
     def _fill(self, counts: list[int]) -> None:
-        """Add the next `BLOCK` valid tokens of each sequence `b`, after the first `counts[b]`
-        tokens.
+        """Add up to `BLOCK` valid tokens of each sequence to the FAISS indexes.
+
+        For sequence `b`, the first `counts[b]` valid tokens are skipped.
         """
         g, B = self.geometry, len(counts)
         new = [self._tokens(b)[counts[b] : counts[b] + BLOCK] for b in range(B)]
@@ -223,7 +225,7 @@ class FaissIndex(BaseIndex):
         return self._faiss.clone_index(faiss_index) if self.config.where == "cpu" else None
 
     def _cut(self, faiss_index: Any, count: int) -> Any:
-        """Remove all but the first `count` tokens.
+        """Remove all but the first `count` tokens from a FAISS index, and return the index.
 
         Return None if the FAISS index must be rebuilt instead.
         """
@@ -312,9 +314,9 @@ class FaissIndex(BaseIndex):
     ) -> tuple[Tensor, Tensor | None]:
         """Search one FAISS index.
 
-        Return token ids int64 `[n, count]`, and keys `[n, count, D]` or None.
-
-        On a GPU the keys are None, because FAISS does not return keys with a search.
+        Returns:
+            Token ids int64 `[n, count]`, and the keys of these tokens `[n, count, D]`. On a GPU the
+            keys are None, because FAISS does not return keys with a search there.
         """
         scores = queries.new_empty((len(queries), count))
         ids = torch.empty(scores.shape, dtype=torch.int64, device=queries.device)
@@ -358,12 +360,12 @@ class FaissIndex(BaseIndex):
     def bytes_per_key(self) -> dict[str, float]:
         """Return the bytes per token and KV head (see `BaseIndex.bytes_per_key`).
 
-        `kept` includes the FAISS index. The documentation page of each FAISS index derives how many
-        bytes a search reads (`scanned`).
+        The entry `stored` includes the FAISS index. The entry `scanned` is the number of bytes that
+        a search reads. The documentation page of each FAISS index explains it.
         """
         sizes = super().bytes_per_key()
-        stored = sizes["kept"] + self._token_bytes()
-        return {"kept": stored, "scanned": self._scanned_bytes()}
+        stored = sizes["stored"] + self._token_bytes()
+        return {"stored": stored, "scanned": self._scanned_bytes()}
 
     def _scanned_bytes(self) -> float:
         return self._token_bytes()

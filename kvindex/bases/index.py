@@ -263,11 +263,11 @@ class BaseIndex(ReadingIndex):
         Args:
             queries: `[B, H, D]`, after the rotary embedding.
             k: Rows to select per KV head, at least 1.
-            coverage: Fraction of attention weight to reach, in (0, 1], or None. The search returns
-                fewer than `k` rows if these are estimated to have this fraction of the attention
-                weight of all tokens in the index, for every query head of the group. Only some
-                indexes support it. The estimate is in `Hits.coverage`. The true fraction may be
-                lower, except for the index `exact`.
+            coverage: Fraction of the attention weight of all tokens in the index, in (0, 1], or
+                None. The search stops at fewer than `k` rows when it estimates that the selected
+                rows have this fraction for every query head of the KV head. The estimate is in
+                `Hits.coverage`. The true fraction may be lower, except for the index `exact`. Only
+                some indexes support this argument.
 
         Returns:
             Token ids int64 `[B, G, k]` (-1 for an unused slot), scores float32 `[B, G, k]`, and for
@@ -380,7 +380,7 @@ class BaseIndex(ReadingIndex):
         return {"codes": codes, **self._rows_nbytes()}
 
     def memory(self) -> dict[int, int]:
-        """Return address -> bytes of the memory blocks of codes and rows.
+        """Return a dict from addresses to sizes of the memory blocks that contain codes and rows.
 
         See `protocol.ReportsMemory.memory`. The memory of a custom store without `ReportsMemory` is
         not included, and neither is the memory of a library such as FAISS.
@@ -394,7 +394,7 @@ class BaseIndex(ReadingIndex):
         """Return the number of bytes per token and KV head, without the row store.
 
         Returns:
-            `kept`: bytes of codes and learned parameters. `scanned`: bytes that a search reads.
+            `stored`: bytes of codes and learned parameters. `scanned`: bytes that a search reads.
 
         Raises:
             ValueError: The index is empty, so the shape of its codes is unknown.
@@ -403,7 +403,7 @@ class BaseIndex(ReadingIndex):
         tokens = self._length * self.geometry.kv_heads * int(self._batch or 1)
         scanned = sum(tensor.nbytes for tensor in self._scanned())
         stored = self._codes.nbytes() + sum(tensor.nbytes for tensor in self._learned.values())
-        return {"kept": stored / tokens, "scanned": scanned / tokens}
+        return {"stored": stored / tokens, "scanned": scanned / tokens}
 
     def expand_batch(self, count: int) -> Self:
         """Return a read-only view in which the single sequence of this index appears `count` times.

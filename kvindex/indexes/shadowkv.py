@@ -1,4 +1,5 @@
-"""ShadowKV: selects chunks of tokens by their mean key, and approximates keys at low rank.
+"""ShadowKV: selects chunks of tokens by their mean key, and returns low-rank approximations of the
+keys.
 
 Sun et al., ShadowKV: KV Cache in Shadows for High-Throughput Long-Context LLM Inference (ICML
 2025). docs/indexes/shadowkv.md lists the differences from the authors' code.
@@ -35,8 +36,8 @@ class ShadowKVConfig:
             at most half of the `k` returned rows. Outliers are the chunks whose keys differ most
             from their mean.
         rank: Rank of the approximation of the prompt's keys, which `fetch` returns after
-            `end_prompt`. The keys of all KV heads are approximated together. None, or a prompt of
-            at most this many tokens: keys are exact.
+            `end_prompt`. The keys of all KV heads are approximated together. `fetch` returns exact
+            keys if `rank` is None, or if the prompt has at most `rank` tokens.
         group: How the scores of the query heads that share a KV head are combined
             (`kvindex.ops.group`).
         stale: If True, tokens after the last chunk that was complete at `end_prompt` are never
@@ -75,12 +76,16 @@ class _Prompt:
     exact: Tensor
 
     def cut(self, length: int, pages: Tensor) -> _Prompt:
-        """Return the approximation of the first `length` tokens, with `pages` complete chunks."""
+        """Return the approximation of the keys of the first `length` tokens only.
+
+        pages: number of complete chunks among these tokens, int64 `[B]`.
+        """
         least = torch.minimum(self.pages, pages)
         return _Prompt(least, self.tokens[:, :length], self.basis, self.exact[:, :, :length])
 
     def reordered(self, rows: Tensor) -> _Prompt:
-        """Return the approximation with the sequences of the batch in the order `rows`."""
+        """Return the approximation for a reordered batch, whose sequence `b` was sequence
+        `rows[b]`."""
         parts = (self.pages, self.tokens, self.basis, self.exact)
         return _Prompt(*(part.index_select(0, rows) for part in parts))
 
@@ -88,9 +93,10 @@ class _Prompt:
 class ShadowKV(PagedIndex):
     """Selects all outlier chunks, and other chunks by the inner product of query and mean key.
 
-    After `end_prompt`, `fetch` computes keys of the prompt from two low-rank factors. Before the
-    factorization, the rotary embedding is undone if the index knows it (`rope`). In `Hits.scores`,
-    each row has the score of its chunk.
+    Outliers are the chunks whose keys differ most from their mean. After `end_prompt`, `fetch`
+    computes keys of the prompt from two low-rank factors. Before the factorization, the rotary
+    embedding is undone if the index knows it (`rope`). In `Hits.scores`, each row has the score of
+    its chunk.
 
     Source: Sun et al., ShadowKV (ICML 2025).
     """
@@ -103,7 +109,7 @@ class ShadowKV(PagedIndex):
     # Chunks
 
     def _summaries_of(self, keys: Tensor, present: Tensor, marks: Tensor | None = None) -> Codes:
-        """Compute each chunk's mean key, and the lowest cosine similarity of one of its keys to the
+        """Compute the mean key of each chunk, and the lowest cosine similarity of a key to this
         mean.
         """
         mean = keys.float().masked_fill(~present, 0).sum(3) / present.sum(3).clamp_min(1)
@@ -145,7 +151,7 @@ class ShadowKV(PagedIndex):
         return queries @ self._codes["landmarks"].float().mT
 
     def _sizes(self) -> Tensor:
-        """Return the number of tokens that a search may return from each chunk, `[B, G, pages]`."""
+        """Return how many tokens a search may return from each chunk, `[B, G, chunks]`."""
         g, P = self.geometry, int(self.config.page)
         pages = torch.arange(self._codes["likeness"].shape[2], device=g.device)
         sizes = (self.counts.to(g.device)[:, None] - pages * P).clamp(0, P)
@@ -156,7 +162,8 @@ class ShadowKV(PagedIndex):
     def _outliers(self, sizes: Tensor, count: int) -> Tensor:
         """Return a mask of the outliers, bool `[B, G, pages]`.
 
-        Outliers are the `count` chunks with the lowest cosine similarity of a key to the mean key.
+        The likeness of a page is the lowest cosine similarity of a key of the page to the mean key
+        of the page. The `count` pages with the lowest likeness are the outliers.
         """
         unlike = (-self._codes["likeness"]).masked_fill(sizes == 0, float("-inf"))
         slots = self.ops.select.top_k(unlike, count)[1]
@@ -208,10 +215,11 @@ class ShadowKV(PagedIndex):
         self._prompt = _Prompt(whole, tokens, basis, exact)
 
     def _factors(self, rank: int) -> tuple[Tensor, Tensor]:
-        """Factorize the keys of the prompt with the smallest squared error of this rank.
+        """Approximate the keys of the prompt by a product of two factors of the given rank.
 
-        The keys of all KV heads are concatenated. The basis consists of their first right singular
-        vectors, which minimize the error (Eckart and Young).
+        The keys of all KV heads are concatenated. The basis consists of the first right singular
+        vectors of the concatenated keys. This choice minimizes the squared error (Eckart and
+        Young).
 
         Returns:
             Left factor `[B, N, r]` and basis `[B, G, D, r]`.
@@ -236,7 +244,10 @@ class ShadowKV(PagedIndex):
             yield rotate(keys, -positions, self.geometry.rope).transpose(1, 2).flatten(2)
 
     def fetch(self, hits: Hits) -> Rows:
-        """Return the selected rows. Keys of the prompt are approximations, except in outliers."""
+        """Return the selected rows.
+
+        The keys of the prompt are low-rank approximations, except for those of outlier chunks.
+        """
         rows, prompt = super().fetch(hits), self._prompt
         if prompt is None or not prompt.tokens.numel():
             return rows
@@ -276,10 +287,13 @@ class ShadowKV(PagedIndex):
         return [] if prompt is None else [prompt.tokens, prompt.basis, prompt.exact]
 
     def bytes_per_key(self) -> dict[str, float]:
-        """Return the bytes per key by category, where `kept` includes the low-rank factors."""
+        """Return the bytes per token and KV head (see `BaseIndex.bytes_per_key`).
+
+        The entry `stored` includes the low-rank factors of the keys.
+        """
         sizes = super().bytes_per_key()
         rows = len(self) * self.geometry.kv_heads * len(self.counts)
         return {
             **sizes,
-            "kept": sizes["kept"] + sum(t.nbytes for t in self._other_tensors()) / rows,
+            "stored": sizes["stored"] + sum(t.nbytes for t in self._other_tensors()) / rows,
         }
