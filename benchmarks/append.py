@@ -3,15 +3,16 @@
     python -m benchmarks.append [--index SPEC] [--tokens N] [--context N …] [--layers L]
         [--periods P] [--json OUT]
 
-A layer has 32 query heads, 8 KV heads, D = 128 and bfloat16. First, a decode step over appended
-tokens is checked. Nothing is timed if its result is wrong. The results have two parts:
+A layer has 32 query heads, 8 KV heads, D = 128 and bfloat16. First, the result of a decode step
+over appended tokens is checked. Nothing is timed if it is wrong. The results have two parts:
 
-- `prompts`: the time to append N tokens in chunks of 65,536, until the device is done. Memory is
-  reserved before the timing starts.
-- `layers`: the times of decode steps of L attention layers. The layers are launched one after
-  another, and the host waits for each step, as if it sampled a token. Every 256 steps, a layer
-  moves 256 tokens from its local window into its index (an update), each layer at a different step.
-  This happens P times per layer. Steps in which an update begins or ends are counted separately.
+- `prompts`: the time to append N tokens (`--tokens`) in chunks of 65,536 tokens, until the device
+  is done. Memory is reserved before the timing starts.
+- `layers`: the times of decode steps of L attention layers over N tokens (`--context`). The layers
+  are launched one after another, and the host waits for each step, as if it sampled a token. Every
+  256 steps, a layer moves 256 tokens from its local window into its index. This is called an
+  update. Each layer has its updates at different steps, and P updates are measured per layer. Steps
+  in which an update begins or ends are counted separately from all other steps.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from kvindex.core.geometry import Geometry
 from kvindex_adapters.evaluate.machine import describe
 from kvindex_adapters.evaluate.output_files import output, write_json
 
-PLANS = {"beside": "one layer at a time", "room": "the same, with memory reserved before"}
+PLANS = {"concurrent": "one layer at a time", "room": "the same, with memory reserved before"}
 KINDS = {"plain": "a token only", "updated": "an update of a window begins or ends"}
 
 
@@ -57,7 +58,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "--periods",
         type=int,
         default=4,
-        help="Number of times that each layer moves tokens into its index, once every 256 steps",
+        help="Number of periods of 256 decode steps to measure. In each period, every layer moves "
+        "tokens from its local window into its index once.",
     )
     add_index(parser)
     parser.add_argument("--json", type=output(), help="JSON file to which the results are written")
@@ -91,9 +93,10 @@ def prompt(g: Geometry, spec: str, tokens: int, place: str, repeats: int) -> dic
 
 
 def steps(decoding: Decoding, count: int) -> tuple[list[float], list[str]]:
-    """Run `count` decode steps, and return the time of each step in microseconds, and its kind.
+    """Run `count` decode steps. Return the time of each step in microseconds, and its kind.
 
-    The kind is "updated" if a layer begins or ends an update in this step, otherwise "plain".
+    The kind of a step is "updated" if a layer begins or ends an update in this step (it moves
+    tokens from its local window into its index). Otherwise the kind is "plain".
     """
     times, kinds, layers = [], [], decoding.layers
     for _ in range(count):
@@ -109,7 +112,12 @@ def steps(decoding: Decoding, count: int) -> tuple[list[float], list[str]]:
 
 
 def delays(times: list[float], kinds: list[str]) -> dict[str, Any]:
-    """Return how much longer decode steps of each kind take than steps without an update."""
+    """Summarize the times of decode steps, as relative delays compared with steps without updates.
+
+    `times` and `kinds` are the results of `steps`. The summary has the median and the worst delay
+    for each kind of step. The value `amortised` compares the mean time of all steps with the median
+    time of the steps without an update.
+    """
     usual = statistics.median(t for t, kind in zip(times, kinds, strict=True) if kind == "plain")
     found: dict[str, Any] = {"amortised": sum(times) / len(times) / usual - 1}
     for kind, words in KINDS.items():
@@ -123,21 +131,25 @@ def delays(times: list[float], kinds: list[str]) -> dict[str, Any]:
 
 
 def updates(g: Geometry, spec: str, tokens: int, layers: int, periods: int) -> dict[str, Any]:
-    """Measure decode steps with updates, once with memory reserved for them and once without.
+    """Measure decode steps in which layers move tokens from their windows into their indexes.
 
-    Each measurement has `periods` times 256 steps.
+    Steps are measured twice: in one measurement, memory for the moved tokens is reserved before the
+    steps, and in the other it is not. Each measurement has `periods` times 256 steps.
     """
     found: dict[str, Any] = {"tokens": tokens, "layers": layers}
     for plan, words in PLANS.items():
         room = (periods + 2) * UPDATE if plan == "room" else 0
         decoding = Decoding(g, spec, tokens, layers, room=room)
-        steps(decoding, UPDATE)  # compile kernels, until each layer has updated at its own step
+        steps(decoding, UPDATE)  # compile kernels: after these steps, each layer had an update
         found[plan] = {"is": words, **delays(*steps(decoding, periods * UPDATE))}
     return found
 
 
 def main() -> None:
-    """Run the command line: check a step, then measure. Results are printed and written."""
+    """Run the command line: check a decode step, then time appends and decode steps.
+
+    Results are printed, and written to the JSON file.
+    """
     given, g = arguments(), workload.geometry("cuda")
     result: dict[str, Any] = {"index": given.index, "machine": describe("cuda")}
     with torch.no_grad():

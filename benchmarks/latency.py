@@ -1,38 +1,44 @@
 """Measure the time of one layer's decode step on a GPU or a CPU, compared with dense attention.
 
+The layer has an index and contains synthetic tokens. The time of its decode step is compared with
+the time of dense attention over the same number of tokens.
+
     python -m benchmarks.latency [--tokens N …] [--batch B …] [--index SPEC] [--hit-rate H]
-        [--on-device SHARE] [--latents H] [--layers L] [--replays R] [--seconds S] [--no-dense]
+        [--on-device F] [--latents H] [--layers L] [--replays R] [--seconds S] [--no-dense]
         [--json OUT]
-    python -m benchmarks.latency --device cpu [--tokens N …] [--index SPEC] [--beside SPEC …]
+    python -m benchmarks.latency --device cpu [--tokens N …] [--index SPEC] [--others SPEC …]
         [--layers L] [--replays R] [--json OUT]
 
 **On a GPU**, the layer has 32 query heads, 8 KV heads, D = 128, bfloat16 and k = 100. The index
-must have a fused step, like `pariskv:preset=paper`. First, the result of a decode step is checked.
-Nothing is timed if it is wrong. A CUDA graph contains `index.attend` of L layers, one after another
-(fewer layers if memory is short). CUDA events time the replays of the graph, and the time is
-divided by L. Each replay has different queries. Before each replay, the L2 cache is filled with
-other data. These times are measured:
+must have a fused step (kernels for a whole decode step), like `pariskv:preset=paper`. First, the
+result of a decode step is checked. Nothing is timed if it is wrong. A CUDA graph contains
+`index.attend` of L layers, one after another (fewer layers if memory is short). CUDA events time
+the replays of the graph, and the time is divided by L. Each replay has different queries. Before
+each replay, the L2 cache is filled with other data. These times are measured:
 
 - `step_host`: all rows (keys and values) are in host memory. The device cache contains none of the
   retrieved rows.
 - `step_cached`: all rows are in host memory. The device cache contains a fraction `--hit-rate` of
   the retrieved rows.
 - `step_device`: all rows are in device memory.
-- `step_split`, `step_split_cached`: a fraction `--on-device` of all rows is in device memory, and
-  all others are in host memory, without and with a device cache.
+- `step_split`: a fraction `--on-device` of all rows is in device memory, and all others are in host
+  memory. The device cache contains none of the retrieved rows.
+- `step_split_cached`: the same, with a fraction `--hit-rate` of the retrieved host rows in the
+  device cache.
 
-`caches` has the size and the hit rate of the device cache for each time. The step is compared with
-dense attention over all keys and values (SDPA, the faster of two ways to call it), and with an
-exact search (all scores, then topk).
+`caches` has the size and the hit rate of the device cache for each of these times. Two more times
+are measured for comparison: dense attention over all keys and values (SDPA, the faster of two ways
+to call it), and an exact search (all scores, then topk).
 
 With `--latents H`, the layer has latent attention (MLA) with H query heads, and latents of 512 + 64
-coordinates as in DeepSeek-V3. No kernel of SDPA supports them. Therefore the step is compared with
-two matrix products of torch and a softmax between them, and with reading all latents once (`read`).
+coordinates as in DeepSeek-V3. SDPA has no kernel for such latents. Therefore the decode step is
+compared with two matrix products of torch and a softmax between them, and with the time to read all
+latents once (`read`).
 
 **On a CPU** (`benchmarks/common/cpu_steps.py`), the layer has 9 query heads, 3 KV heads, D = 64,
-float32 and k = 100. Decode steps of an `AttentionLayer` with the index, with other indexes
-(`--beside`), and of SDPA run in alternation. They are measured with one thread and with all threads
-of torch.
+float32 and k = 100. Three kinds of decode steps run in alternation: an `AttentionLayer` with the
+index, an `AttentionLayer` with each of the other indexes (`--others`), and SDPA. They are measured
+with one thread and with all threads of torch.
 """
 
 from __future__ import annotations
@@ -59,7 +65,10 @@ from kvindex_adapters.evaluate.machine import describe
 from kvindex_adapters.evaluate.output_files import output, write_json
 
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-"""All backends of SDPA except the one that stores all logits and needs several times the memory."""
+"""Backends of SDPA that compute attention in one kernel.
+
+The backend `MATH` is left out. It stores all logits, and needs several times the memory.
+"""
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -69,17 +78,24 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "--device", choices=("cuda", "cpu"), default="cuda", help="Device that is measured"
     )
     parser.add_argument(
-        "--tokens", nargs="+", type=int, help="Numbers of tokens in the layer to measure with"
+        "--tokens",
+        nargs="+",
+        type=int,
+        help="Context lengths to measure, in tokens",
     )
     parser.add_argument(
-        "--batch", nargs="+", type=int, default=[1], help="Numbers of sequences to measure with"
+        "--batch",
+        nargs="+",
+        type=int,
+        default=[1],
+        help="Batch sizes to measure: numbers of sequences that the layer contains",
     )
     add_index(parser)
     parser.add_argument(
         "--on-device",
         type=float,
-        help="Fraction of keys and values in device memory, with all others in host memory, in an "
-        "additional measurement",
+        help="Also measure decode steps for which only this fraction of the keys and values is in "
+        "device memory, and the rest in host memory.",
     )
     parser.add_argument(
         "--latents",
@@ -93,7 +109,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         help="Number of layers that run one after another (default: 16 on a GPU, 4 on a CPU)",
     )
     parser.add_argument(
-        "--beside",
+        "--others",
         nargs="*",
         help="Names and options of other indexes that are measured in alternation with --index",
     )
@@ -106,12 +122,12 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--no-dense",
         action="store_true",
-        help="Do not measure dense attention and exact search with topk",
+        help="Do not measure dense attention and exact search (all scores, then torch.topk)",
     )
     parser.add_argument("--json", type=output(), help="JSON file to which the results are written")
     found = parser.parse_args(given)
     on_cpu = found.device == "cpu"
-    found.beside = (["quest"] if on_cpu else []) if found.beside is None else found.beside
+    found.others = (["quest"] if on_cpu else []) if found.others is None else found.others
     found.tokens = found.tokens or (cpu_steps.TOKENS if on_cpu else [2**15, 2**17, 2**20])
     found.layers = found.layers or (4 if on_cpu else 16)
     least = 1024 if on_cpu else 4096
@@ -169,7 +185,7 @@ def steps(
     on_device: float | None = None,
     **sizes: Any,
 ) -> dict[str, Any]:
-    """Time decode steps with keys and values on the host, on the device, and divided among both.
+    """Time decode steps with keys and values on the host, on the device, or partly on each.
 
     Args:
         g: Shapes of the layer.
@@ -179,7 +195,8 @@ def steps(
         layers: Number of layers.
         timed: Function that times the layers.
         hit_rate: Fraction of the retrieved keys and values that the device cache contains.
-        on_device: Fraction of keys and values on the device, or None to measure no division.
+        on_device: Fraction of keys and values that are on the device, with all others on the host.
+            None to measure only steps with all of them in one place.
         sizes: Further options of `Layers`.
 
     Returns:
@@ -213,14 +230,17 @@ def steps(
 
 
 def cache_use(before: Placement, after: Placement) -> dict[str, Any]:
-    """Return the use of the device caches between two placements, with their hit rate."""
+    """Return the sizes of the row caches in device memory, and their hit rate in some decode steps.
+
+    `before` and `after` are the results of `Layers.placement` before and after these steps.
+    """
     used = replace(
         after, looked_up=after.looked_up - before.looked_up, found=after.found - before.found
     )
     return asdict(used) | {"hit_rate": used.hit_rate}
 
 
-def beside(
+def relative(
     g: Geometry,
     specs: list[str],
     tokens: int,
@@ -309,7 +329,10 @@ def rivals(
 def latent_rivals(
     g: Geometry, tokens: int, batch: int, layers: int, timed: Timed, k: int = workload.K
 ) -> dict[str, Any]:
-    """Time latent attention over all latents in torch, reading them once, and an exact search."""
+    """Time three operations of torch: latent attention over all latents, exact search, and reading.
+
+    Reading (`read`) is a sum over all latents, which reads each of them from memory once.
+    """
     shape = (layers, batch, 1, tokens, g.head_dim)
     latents = torch.empty(shape, dtype=g.dtype, device=g.device).normal_()
     folded = workload.queries_of(g, layers, batch)[:, :, None]  # [L, B, 1, H, D]
@@ -332,9 +355,10 @@ def latent_rivals(
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """Check a decode step, then measure each number of tokens with each number of sequences.
+    """Check that a decode step computes the correct output, and then measure times.
 
-    The results so far are written after each measurement.
+    Measures every combination of a number of tokens and a number of sequences. After each
+    measurement, all results so far are written to a file.
     """
     g, timed = workload.geometry("cuda", given.latents), GraphTimer(given.replays)
     start, dense = time.monotonic(), rivals if given.latents is None else latent_rivals
@@ -362,11 +386,11 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         sizes = tokens, batch, layers
         places = dict(hit_rate=given.hit_rate, on_device=given.on_device)
         point |= steps(g, given.index, *sizes, timed, **places)
-        if given.beside:
+        if given.others:
             workload.free()
-            specs = [given.index, *given.beside]
+            specs = [given.index, *given.others]
             few = tokens, batch, max(1, layers // (2 * len(specs)))
-            point["beside"] = beside(g, specs, *few, timed, hit_rate=given.hit_rate)
+            point["others"] = relative(g, specs, *few, timed, hit_rate=given.hit_rate)
         result["points"].append(point)
         result["seconds"] = time.monotonic() - start
         if given.json:
@@ -379,7 +403,7 @@ def main() -> None:
     """Run the command line: check a decode step, time steps, then write and print the times."""
     given = arguments()
     if given.device == "cpu":
-        specs = [given.index, *given.beside]
+        specs = [given.index, *given.others]
         found = cpu_steps.measure(specs, given.tokens, given.layers, given.replays)
         found |= {"index": given.index, "machine": describe()}
         if given.json:
