@@ -25,8 +25,8 @@ SHAPE = dict(q_heads=9, kv_heads=3, head_dim=64)
 TOKENS = [2**n for n in range(11, 18)]
 
 Step = Callable[[int], Tensor]
-"""Function that takes the number of a layer, runs its decode step, and returns the attention output
-`[1, H, Dv]`."""
+"""Function that runs a decode step of a layer. It takes the number of the layer, and returns the
+attention output `[1, H, Dv]`."""
 
 
 def geometry() -> Geometry:
@@ -37,8 +37,8 @@ def geometry() -> Geometry:
 def dense(g: Geometry, tokens: int, layers: int) -> dict[str, Step]:
     """Return two functions that compute dense attention of one token with SDPA.
 
-    `dense` calls SDPA as models do. `dense_folded` passes the query heads of a KV head as several
-    queries of one head, which gives the same result and is faster.
+    `dense` calls SDPA with `enable_gqa=True`, as models do. `dense_folded` passes the query heads
+    that share a KV head as several queries of one head, which gives the same result and is faster.
     """
     rows = [next(workload.tokens_of(g, n, 1, tokens, tokens)) for n in range(layers)]
     queries = workload.queries_of(g, layers, 1)
@@ -59,7 +59,7 @@ class Indexed:
         for number in range(layers):
             layer = AttentionLayer(kvindex.create(spec, **g.options()), **sizes)
             keys, values = next(workload.tokens_of(g, number, 1, tokens, tokens))
-            self._last = keys[:, :, -1:], values[:, :, -1:]
+            self._last = keys[:, :, -1:].contiguous(), values[:, :, -1:].contiguous()
             first = tokens - 1 - workload.WINDOW
             layer.index.append(keys[:, :, :first], values[:, :, :first])
             window = keys[:, :, first:-1], values[:, :, first:-1]
@@ -67,40 +67,46 @@ class Indexed:
             self._layers.append(layer)
 
     def __call__(self, number: int) -> Tensor:
-        """Run a decode step of the layer with this number."""
+        """Run a decode step of layer number `number`, and return the output `[1, H, Dv]`."""
         return self._layers[number].step(self._queries[number], *self._last)[:, :, 0]
 
-    def back(self, number: int) -> None:
-        """Remove the token that the decode step has appended to the layer."""
-        self._layers[number].truncate(self._tokens)
+    def prepare(self, number: int) -> None:
+        """Bring a layer into the state in which its decode step is timed.
+
+        Tokens of earlier steps are removed. The first step after a removal copies all rows (keys
+        and values) of the window, which a normal step does not do. So this first step runs here and
+        is not timed.
+        """
+        self._layers[number].truncate(self._tokens - 1)
+        self(number)
 
 
-def timed(step: Step, layers: int, back: Callable[[int], None] | None) -> list[float]:
+def timed(step: Step, layers: int, prepare: Callable[[int], None] | None) -> list[float]:
     """Run a decode step of each layer, and return the times in milliseconds.
 
-    `back`, if given, is called after each step and is not timed.
+    `prepare`, if given, is called before each step and is not timed.
     """
     found = []
     for number in range(layers):
+        if prepare is not None:
+            prepare(number)
         start = time.perf_counter()
         step(number)
         found.append(1e3 * (time.perf_counter() - start))
-        if back is not None:
-            back(number)
     return found
 
 
 def point(g: Geometry, specs: list[str], tokens: int, layers: int, rounds: int) -> dict[str, Any]:
     """Measure the indexes and dense attention with `tokens` tokens.
 
-    Return the median time of each over the rounds in milliseconds, and the ratio to dense attention
-    in the same round. If an index was measured with a row codec and without one, return the ratio
-    of these two times, too.
+    For each of them, return the median time over the rounds in milliseconds (`ms`), and the ratio
+    to the time of dense attention in the same round (`of_dense`). If an index was measured with a
+    row codec and without one, also return the ratio of these two times (`of_plain`).
     """
     plans: dict[str, Any] = dense(g, tokens, layers)
     plans |= {spec: Indexed(g, spec, tokens, layers) for spec in specs}
     rows = {
-        name: partial(timed, plan, layers, getattr(plan, "back", None))
+        name: partial(timed, plan, layers, getattr(plan, "prepare", None))
         for name, plan in plans.items()
     }
     taken: dict[str, list[float]] = {name: [] for name in plans}
@@ -126,8 +132,8 @@ def point(g: Geometry, specs: list[str], tokens: int, layers: int, rounds: int) 
 def append(g: Geometry, spec: str, rounds: int) -> dict[str, Any]:
     """Time an append of 1,024 tokens to an index.
 
-    Return the time in milliseconds, and its ratio to the time of the matrix products that a layer
-    of SmolLM2-135M computes for as many tokens.
+    Return the time of the append in milliseconds, and this time divided by the time of the matrix
+    products that a layer of SmolLM2-135M computes for 1,024 tokens.
     """
     hidden, wide, count = g.q_heads * g.head_dim, 1536, 1024
     rows_of = g.kv_heads * g.head_dim
@@ -153,7 +159,10 @@ def append(g: Geometry, spec: str, rounds: int) -> dict[str, Any]:
 
 
 def measure(specs: list[str], lengths: list[int], layers: int, rounds: int) -> dict[str, Any]:
-    """Check the results of the first index, then measure all with one thread and all threads."""
+    """Measure all indexes, first with one thread of torch, and then with all threads.
+
+    Before that, the results of the first index are checked.
+    """
     g, most = geometry(), torch.get_num_threads()
     options = dict(store="device", backend=None)
     result: dict[str, Any] = {"shape": {**SHAPE, "k": workload.K}, "layers": layers}
