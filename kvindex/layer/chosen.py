@@ -95,26 +95,27 @@ def _where_they_lie(
         real = window.valid[:, None].expand(-1, g.kv_heads, -1)
         seen = seen & real.gather(-1, ids.clamp_min(0))
     inside = ids.masked_fill(~seen | (ids >= indexed), UNUSED)
-    beside = (ids - indexed).masked_fill(~seen | (ids < indexed), UNUSED)
+    in_window = (ids - indexed).masked_fill(~seen | (ids < indexed), UNUSED)
     hits = Hits(inside, torch.zeros_like(inside, dtype=torch.float32))
     far = attends.attend_hits(queries, hits, ResidentRows(g, len(ids), 1))
     output, lse = ops.attention.attend(
         queries,
-        gather_rows(window.rows.keys, beside),
-        gather_rows(window.rows.values, beside),
+        gather_rows(window.rows.keys, in_window),
+        gather_rows(window.rows.values, in_window),
         scale=g.scale,
         softcap=g.softcap,
-        bias=bias_of(beside >= 0).repeat_interleave(g.group_size, dim=1),
+        bias=bias_of(in_window >= 0).repeat_interleave(g.group_size, dim=1),
         return_lse=True,
     )
     near = Attended(output, lse, torch.zeros_like(far.found))
-    masked = ids.shape[-1] - (beside >= 0).sum(-1).float().mean()
+    masked = ids.shape[-1] - (in_window >= 0).sum(-1).float().mean()
     return Retrieved(ops.attention.merge([far, near]), ids.shape[-1], masked)
 
 
 def _block(index: KVIndex, window: Window, queries: Tensor, ids: Tensor) -> list[Retrieved]:
-    """Fetch the chosen keys and values of all queries together, and let each query attend to those
-    that were chosen for it.
+    """Fetch the chosen keys and values of all queries together, and compute the attention.
+
+    Each query attends only to the keys and values that were chosen for it.
     """
     g, indexed = index.geometry, len(index)
     B, G, T, K = ids.shape
@@ -144,8 +145,8 @@ def _rows(index: KVIndex, window: Rows, ids: Tensor) -> Rows:
     window.
     """
     indexed = len(index)
-    beside = torch.where(ids < indexed, UNUSED, ids - indexed)
-    keys, values = gather_rows(window.keys, beside), gather_rows(window.values, beside)
+    in_window = torch.where(ids < indexed, UNUSED, ids - indexed)
+    keys, values = gather_rows(window.keys, in_window), gather_rows(window.values, in_window)
     if indexed:
         inside = ids.masked_fill(ids >= indexed, UNUSED)
         found = index.fetch(Hits(inside, torch.zeros_like(inside, dtype=torch.float32)))

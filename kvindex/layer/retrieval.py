@@ -45,13 +45,13 @@ class Retrieved:
 
     Attributes:
         attended: The output, its log-sum-exp, and the number of rows from the index.
-        beside: Number of rows of sink and window.
+        resident: Number of rows of sink and window.
         masked: How many of the rows of sink and window are masked out, mean over the batch.
         coverage: `Hits.coverage` of the search, or None.
     """
 
     attended: Attended
-    beside: int
+    resident: int
     masked: Tensor | float
     coverage: Tensor | None = None
 
@@ -65,7 +65,9 @@ def decode_step(
     k: int,
     graphs: bool,
 ) -> Retrieved:
-    """Let the index compute a decode step: append a token, search with its queries, and attend."""
+    """Let the index compute a whole decode step: append a token, search with its queries, and
+    attend.
+    """
     resident = window.resident(indexed, more=1)
     places = window.claim(indexed, token.keys, token.values, None)
     attended = index.decode_step(queries, token, resident, places, k=k, graphs=graphs)
@@ -150,8 +152,8 @@ def attend_over(
     if hits.log_weight is not None:
         mask[..., : hits.log_weight.shape[-1]] += hits.log_weight
     if bias is not None:
-        beside = window.positions(len(index))[:, None]
-        places = torch.cat([hits.ids, beside.expand(-1, g.kv_heads, -1)], dim=2)
+        in_window = window.positions(len(index))[:, None]
+        places = torch.cat([hits.ids, in_window.expand(-1, g.kv_heads, -1)], dim=2)
         places = places.repeat_interleave(g.group_size, dim=1)
         mask += bias.float().gather(-1, places.clamp_min(0)).masked_fill(places < 0, 0)
     keys = torch.cat([found.keys, resident.keys.expand(B, -1, -1, -1)], dim=2)
@@ -184,8 +186,9 @@ def bias_of(visible: Tensor) -> Tensor:
 def rows_to_ask(index: KVIndex, k: int) -> int:
     """Return `k`, or a smaller number if the index has too few tokens for `k` rows.
 
-    An index returns at most two rows per token: the token's key and value, and a summary. The limit
-    is twice the number of tokens, rounded up to a power of two.
+    An index returns at most two rows per token: the token's own row, and a summary row. If the
+    index has fewer than `k` tokens, the limit is twice the number of tokens, rounded up to a power
+    of two.
     """
     held = len(index)
     most: int = k if k <= held else 2 ** (2 * held - 1).bit_length()
@@ -217,9 +220,10 @@ class Retrieval(Restorable):
     def checks_keys(
         self, valid: Tensor | None, bias: Tensor | None, coverage: float | None
     ) -> bool:
-        """Return whether `decode` with these arguments raises ValueError for a key out of range.
+        """Return True if the index itself checks the key of the token that `decode` appends.
 
-        The index checks the key (`bases.executed.ExecutedIndex.checks_tokens`).
+        `decode` then raises ValueError for a key that is NaN, infinite or too large, and the caller
+        need not check the key (`bases.executed.ExecutedIndex.checks_tokens`).
         """
         if self._decodes(valid, bias, coverage) is None:
             return False
@@ -229,7 +233,7 @@ class Retrieval(Restorable):
     def _decodes(
         self, valid: Tensor | None, bias: Tensor | None, coverage: float | None
     ) -> DecodesStep | None:
-        """Return the index if it can compute the whole step, otherwise None."""
+        """Return the index if it can compute the whole decode step, otherwise None."""
         plain = valid is None and bias is None and coverage is None
         return capability(self._contents.index, DecodesStep) if plain else None
 
@@ -248,8 +252,9 @@ class Retrieval(Restorable):
     ) -> Tensor:
         """Append `T` tokens one by one, and search and attend with each token's query.
 
-        The arguments have been checked, and are those of `AttentionLayer` and of its `step`, except
-        for `sinks`: the logits of learned sinks, `[B, H, T]`, or None.
+        The caller has checked the arguments. `sinks` are the logits of learned sinks, `[B, H, T]`,
+        or None. All other arguments have the same meaning as in `AttentionLayer` and in its method
+        `step`.
 
         Returns:
             Attention outputs `[B, H, T, Dv]`.
@@ -317,7 +322,8 @@ class Retrieval(Restorable):
             sinks: Logits of learned sinks, `[B, H]`, or None.
             k: Number of rows to retrieve per KV head.
             coverage: See `AttentionLayer`.
-            newer: Number of tokens after the queries' token, which are not attended to.
+            newer: Number of stored tokens that come after the token of the queries. The queries do
+                not attend to these tokens.
 
         Returns:
             Attention outputs `[B, H, Dv]`.
@@ -334,12 +340,15 @@ class Retrieval(Restorable):
         return output_of(self.counted(read, length - newer), sinks)
 
     def observe(self, queries: Tensor, valid: Tensor | None = None, new: int = 0) -> None:
-        """Pass queries to the index if it learns from queries, with zeros in place of padding.
+        """Pass queries to the index if it learns from queries.
+
+        The queries of padding tokens are replaced by zeros.
 
         Args:
-            queries: `[B, H, T, D]`.
+            queries: Queries of the newest `T` tokens, `[B, H, T, D]`.
             valid: Bool `[B, T]`, False for padding, or None.
-            new: How many of the queries' tokens have not been appended to the window yet.
+            new: Number of these tokens whose keys and values have not been appended to the window
+                yet.
         """
         observer = capability(self._contents.index, ObservesQueries)
         if observer is not None:
@@ -357,6 +366,6 @@ class Retrieval(Restorable):
         """
         padded, found = self._contents.window.padded, read.attended.found
         size = self.row_bytes
-        step = Counts(found, read.beside, read.masked, length, padded, size, read.coverage)
+        step = Counts(found, read.resident, read.masked, length, padded, size, read.coverage)
         self._tally.count(step)
         return read.attended

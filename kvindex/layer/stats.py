@@ -19,12 +19,13 @@ AT_ONCE = 128
 
 @dataclass(frozen=True)
 class Traffic:
-    """Sums over the decoded tokens of a layer whose queries searched the index.
+    """Numbers of rows (keys and values) that attention has read, summed over decoded tokens.
 
-    Tensors stay on the device, so making this object does not wait for the device.
+    An object counts for one layer, and counts only tokens whose queries searched the index. Sums
+    that are tensors stay on the device, so the constructor does not wait for the device.
 
     Args:
-        steps: Number of tokens whose queries searched.
+        steps: Number of tokens whose queries searched the index.
         rows_read: Number of rows that these tokens attended to, per KV head and sequence.
         rows_full: Number of rows that full attention would have read, per KV head and sequence.
         bytes_fetched: Bytes of the rows that the index returned.
@@ -40,25 +41,25 @@ class Traffic:
 
 
 class Counts(NamedTuple):
-    """Counts of the rows that attention has read for one decoded token.
+    """Counts of the rows (keys and values) that attention has read for one decoded token.
 
-    Making this object launches no operation on the device.
+    The constructor launches no operation on the device.
 
     Args:
         found: Number of rows that the index returned, int `[B, G]`. None for a step in a CUDA
             graph, whose kernels add this number to a counter on the device (`Tally.watch`).
-        beside: Number of rows of sink and window, padding included.
+        resident: Number of rows of sink and window, padding included.
         masked: How many of the rows of sink and window are masked out, mean over the batch.
         length: Number of tokens of the sequence, padding included.
         padded: How many tokens of the sequence are padding, mean over the batch.
         row_bytes: Bytes of one row (key and value) that the index fetches.
         coverage: `Hits.coverage`, or None.
         steps: Number of decode steps that this object counts. More than 1 if steps in a CUDA graph
-            were merged; `beside` and `length` are then sums over these steps.
+            were merged; `resident` and `length` are then sums over these steps.
     """
 
     found: Tensor | None
-    beside: int
+    resident: int
     masked: Tensor | float
     length: int
     padded: Tensor | float
@@ -67,16 +68,17 @@ class Counts(NamedTuple):
     steps: int = 1
 
     def joined(self, step: Counts) -> Counts | None:
-        """Merge the counts of two steps in a CUDA graph.
+        """Add the counts of another decode step, so that one object counts both steps.
 
-        Returns None if the two differ in a way that a single object cannot represent.
+        This is for decode steps that run as a CUDA graph. Returns None if one object cannot
+        represent the counts of both steps.
         """
         if self.found is not None or step.found is not None or self.row_bytes != step.row_bytes:
             return None
         if not (_same(self.masked, step.masked) and _same(self.padded, step.padded)):
             return None
-        beside, length = self.beside + step.beside, self.length + step.length
-        sizes = beside, self.masked, length, self.padded, self.row_bytes
+        resident, length = self.resident + step.resident, self.length + step.length
+        sizes = resident, self.masked, length, self.padded, self.row_bytes
         return Counts(None, *sizes, self.coverage, self.steps + step.steps)
 
 
@@ -94,7 +96,13 @@ class Watched(NamedTuple):
 
 
 class State(NamedTuple):
-    """The state of a `Tally`: sums, counts that are not yet added to the sums, device counters."""
+    """The state of a `Tally`, which counts the rows that decode steps read.
+
+    Args:
+        total: Sums over decode steps.
+        new: Counts of recent decode steps that are not included in `total` yet.
+        watched: Counters on the device that CUDA graphs increase.
+    """
 
     total: Traffic
     new: list[Counts]
@@ -102,10 +110,10 @@ class State(NamedTuple):
 
 
 class Tally(Restorable):
-    """Collects the counts of decode steps, and adds them up after every `AT_ONCE` entries.
+    """Collects the counts of decode steps, and adds them up after every `AT_ONCE` counts.
 
-    The state is one object that is replaced and never modified. So any thread may read `traffic` at
-    any time.
+    A change replaces the object that contains the counts, and never modifies it. So any thread may
+    read the property `traffic` at any time.
     """
 
     def __init__(self) -> None:
@@ -116,9 +124,11 @@ class Tally(Restorable):
         self._state = State(Traffic(), [], [])
 
     def watch(self, found: Tensor) -> None:
-        """Register a counter to which steps in a CUDA graph add the number of rows that they find.
+        """Register a counter on the device, for decode steps that run as a CUDA graph.
 
-        This launches no operation on the device, because the graph would capture that operation.
+        Each replay of the graph adds the number of rows that its search found to the counter. This
+        method is called during the capture and launches nothing on the device. An operation that it
+        launched would become part of the graph.
 
         Args:
             found: The counter, int64 `[B, G]`. Its values never decrease.
@@ -130,9 +140,9 @@ class Tally(Restorable):
     def count(self, step: Counts) -> None:
         """Add the counts of a decode step. The caller must not change their tensors afterwards.
 
-        Counts of steps in a CUDA graph are merged on the host, and never launch an operation on the
-        device. Adding them up on the device would delay some decode steps, because all layers would
-        do it at the same token.
+        Counts of decode steps in a CUDA graph are merged on the host, so this launches no operation
+        on the device. Otherwise all layers would add up their counts on the device in the same
+        decode step, and this step would take longer.
         """
         total, new, watched = self._state
         together = new[-1].joined(step) if new else None
@@ -145,11 +155,17 @@ class Tally(Restorable):
 
     @property
     def traffic(self) -> Traffic:
-        """The sums so far. Reading this attribute does not wait for the device."""
+        """Numbers of rows (keys and values) that attention has read so far, and their bytes.
+
+        Reading this attribute does not wait for the device.
+        """
         return _added_up(self._state).total
 
     def checkpoint(self) -> Any:
-        """Return the counts so far for `rollback`, with copies of the counters on the device."""
+        """Return the present counts of read rows, for `rollback`, which restores these counts.
+
+        Counters on the device are copied.
+        """
         state = self._state
         if not state.watched:  # no step was captured
             return state, []
@@ -183,7 +199,7 @@ class Tally(Restorable):
 
 
 def _added_up(state: State) -> State:
-    """Return the state after adding all pending counts to the sums."""
+    """Add the pending counts of `state` to its sums, and return the new state."""
     before, new, watched = state
     if not new:
         return state
@@ -199,7 +215,7 @@ def _added_up(state: State) -> State:
     coverages = [step.coverage.mean() for step in new if step.coverage is not None]
     total = Traffic(
         steps=before.steps + sum(step.steps for step in new),
-        rows_read=before.rows_read + read + _less(new, "beside", "masked"),
+        rows_read=before.rows_read + read + _less(new, "resident", "masked"),
         rows_full=before.rows_full + _less(new, "length", "padded"),
         bytes_fetched=before.bytes_fetched + fetched,
         coverage=before.coverage + (torch.stack(coverages).sum() if coverages else 0.0),
@@ -208,13 +224,14 @@ def _added_up(state: State) -> State:
 
 
 def _of_rows(found: list[tuple[Tensor, int]]) -> tuple[Tensor | float, Tensor | int]:
-    """Sum the rows that the index returned, and their bytes, over several steps.
+    """Add up the numbers of rows that the index returned in several decode steps, and their bytes.
 
     Args:
-        found: For each step: the number of rows `[B, G]`, and the bytes of one row.
+        found: For each decode step: the number of rows `[B, G]`, and the bytes of one row.
 
     Returns:
-        The number of rows, as the mean over KV heads and batch, and the bytes of all rows.
+        The mean number of rows per KV head and sequence, summed over the decode steps; and the
+        total bytes of all rows.
     """
     mean: Tensor | float = 0.0
     nbytes: Tensor | int = 0
@@ -225,7 +242,13 @@ def _of_rows(found: list[tuple[Tensor, int]]) -> tuple[Tensor | float, Tensor | 
 
 
 def _less(steps: list[Counts], all_of: str, some_of: str) -> Tensor | float:
-    """Return the sum of the attribute `all_of` over all steps, minus the sum of `some_of`."""
+    """Return the sum of one attribute over all decode steps, minus the sum of another attribute.
+
+    Args:
+        steps: The counts of the decode steps.
+        all_of: Name of the first attribute.
+        some_of: Name of the attribute whose sum is subtracted.
+    """
     total: Tensor | float = float(sum(getattr(step, all_of) for step in steps))
     for some in _alike(steps, lambda step: id(getattr(step, some_of))):
         total = total - sum(step.steps for step in some) * getattr(some[0], some_of)
@@ -233,12 +256,12 @@ def _less(steps: list[Counts], all_of: str, some_of: str) -> Tensor | float:
 
 
 def _same(one: Tensor | float, other: Tensor | float) -> bool:
-    """Return True if two counts are equal as far as the host knows without asking the device."""
+    """Return True if the host knows, without waiting for the device, that two counts are equal."""
     return one is other or (isinstance(one, float) and isinstance(other, float) and one == other)
 
 
 def _alike(steps: list[T], what: Callable[[T], Hashable]) -> list[list[T]]:
-    """Group the steps by the value that `what` returns for them."""
+    """Divide decode steps into lists, one for each value that the function `what` returns."""
     found: dict[Hashable, list[T]] = {}
     for step in steps:
         found.setdefault(what(step), []).append(step)

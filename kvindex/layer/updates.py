@@ -30,31 +30,31 @@ class AsyncAppend:
     """An append to an index. The constructor begins the append, and `end` completes it.
 
     On a CUDA device the append runs on a side stream that all layers share. In the meantime the
-    current stream can search the index, which does not return the new rows yet. Until `end`
-    returns, nobody may change the index or the rows.
+    current stream can search the index, and does not find the new rows yet. Until `end` returns,
+    nobody may change the index or the rows.
 
     Args:
         index: The index to which the rows are appended.
-        leaving: The rows to append, which are leaving the window.
-        beside: The same index, whose `start_append` the constructor calls to begin the append. If
-            it is None, `end` does the whole append.
+        leaving: The rows to append. They move from the window to the index.
+        asynchronous: The same index, whose `start_append` the constructor calls to begin the
+            append. If it is None, `end` does the whole append.
         begun: Length of the sequence when the append begins.
     """
 
     _done: torch.cuda.Event | None = None  # end of the work on the side stream; None after `wait`
 
     def __init__(
-        self, index: KVIndex, leaving: Leaving, *, beside: AppendsAsync | None, begun: int = 0
+        self, index: KVIndex, leaving: Leaving, *, asynchronous: AppendsAsync | None, begun: int = 0
     ) -> None:
         self.leaving, self.begun = leaving, begun
         self._device: torch.device = index.geometry.device
         rows, valid = leaving.rows, leaving.retrievable
-        if beside is None:
+        if asynchronous is None:
             self._rest: Append = partial(index.append, rows.keys, rows.values, valid=valid)
             return
-        begin = partial(beside.start_append, rows.keys, rows.values, valid=valid)
+        begin = partial(asynchronous.start_append, rows.keys, rows.values, valid=valid)
         if self._device.type == "cuda":
-            self._rest = self._begun_beside(begin, [rows.keys, rows.values, valid])
+            self._rest = self._begun_on_side_stream(begin, [rows.keys, rows.values, valid])
         else:
             self._rest = begin()
 
@@ -64,7 +64,7 @@ class AsyncAppend:
         self._rest()
 
     def wait(self) -> None:
-        """Make the current stream wait for the append's work on the side stream."""
+        """Make the current CUDA stream wait until the append on the side stream has finished."""
         done, self._done = self._done, None
         if done is not None:
             torch.cuda.current_stream(self._device.index).wait_event(done)
@@ -74,10 +74,12 @@ class AsyncAppend:
         if not sys.is_finalizing():
             self.wait()
 
-    def _begun_beside(self, begin: Callable[[], Append], read: list[Tensor | None]) -> Append:
+    def _begun_on_side_stream(
+        self, begin: Callable[[], Append], read: list[Tensor | None]
+    ) -> Append:
         """Call `begin`, which begins the append, on the side stream.
 
-        `read` are the tensors that it reads.
+        `read` are the tensors that `begin` reads.
         """
         side, current = side_stream(self._device), torch.cuda.current_stream(self._device.index)
         side.wait_stream(current)
@@ -95,9 +97,10 @@ class AsyncAppend:
 
 
 def unit_of(index: KVIndex, update_every: int) -> int:
-    """Return the block size of the index, if tokens move into the index in whole blocks, else 1.
+    """Return the block size of the index if tokens move into the index in whole blocks, else 1.
 
-    They do so if the index encodes blocks and `update_every` is a multiple of the block size.
+    Tokens move in whole blocks if the index encodes blocks and `update_every` is a multiple of the
+    block size.
     """
     blocks = capability(index, EncodesBlocks)
     if blocks is None or update_every % blocks.block_tokens:
@@ -108,12 +111,12 @@ def unit_of(index: KVIndex, update_every: int) -> int:
 def longest_buffer(
     index: KVIndex, unit: int, *, update_every: int, update_phase: float | None
 ) -> int:
-    """Return the number of new tokens in the window at which an update begins even if it is not the
-    layer's turn.
+    """Return the maximum number of new tokens in the window before an update must begin.
 
-    If the layers of a model take turns to move tokens into their indexes (`update_phase`), and the
-    index encodes blocks, a full block waits for the layer's turn. Until then up to `update_every`
-    further tokens enter the window.
+    An update moves old tokens from the window into the index. Normally it begins when the window
+    has `update_every` new tokens. But with `update_phase`, the layers of a model begin updates at
+    different decode steps. If the index encodes whole blocks, a full block may have to wait until
+    it is this layer's turn. In the meantime, up to `update_every` further tokens enter the window.
     """
     turns = update_phase is not None and capability(index, AppendsAsync) is not None
     return 2 * update_every if turns and unit > 1 else update_every
@@ -124,15 +127,15 @@ class Updates(Restorable):
 
     One such move is called an update. If the index offers `protocol.AppendsAsync`, an update that
     begins at a decode step of one token runs concurrently with the next decode steps. Until the
-    update ends, its tokens stay in the window, and attention reads them there. When updates begin
-    and end depends only on lengths, and never on a clock, so results are reproducible.
+    update ends, its tokens stay in the window, and attention reads them there. Updates begin and
+    end at fixed lengths of the sequence, whatever their speed, so results are reproducible.
 
     Args:
         contents: The index and the window.
         update_every: Number of new tokens in the window after which an update is due.
-        update_phase: When this layer has its turn to begin an update, as a fraction of
-            `update_every` (see `AttentionLayer`). None: layers do not take turns.
-        most: Number of new tokens in the window at which an update begins even without a turn
+        update_phase: At which lengths of the sequence this layer begins an update, as a fraction of
+            `update_every` (see `AttentionLayer`). None: an update begins when it is due.
+        most: Number of new tokens in the window at which an update begins at any length
             (`longest_buffer`).
     """
 
@@ -199,17 +202,17 @@ class Updates(Restorable):
     def update(self, decoded: int = 0) -> None:
         """Move all but the newest `local_window` tokens into the index, if the window is full.
 
-        `decoded` is the number of new tokens, or 0 for a chunk of a prompt. After decoded tokens,
-        an index that can append asynchronously ends the move a few decode steps later.
+        `decoded` is the number of newly decoded tokens, or 0 for a chunk of a prompt. If `decoded`
+        is above 0 and the index can append asynchronously, the move ends a few decode steps later.
         """
         index = self._contents.index
-        beside = capability(index, AppendsAsync) if decoded else None
+        asynchronous = capability(index, AppendsAsync) if decoded else None
         if self.pending is not None:
-            if beside is not None and not self._may_end(decoded):
+            if asynchronous is not None and not self._may_end(decoded):
                 return
             self.finish()
-        if self._may_begin(decoded if beside is not None else 0):
-            self._begin(beside)
+        if self._may_begin(decoded if asynchronous is not None else 0):
+            self._begin(asynchronous)
 
     def update_chunk(self) -> None:
         """Begin to move tokens of a prompt into the index, if the window is full.
@@ -235,10 +238,10 @@ class Updates(Restorable):
         return self._may_begin(decoded) if self.pending is None else self._may_end(decoded)
 
     def due_from(self) -> int:
-        """Return a sequence length.
+        """Return the length at which the next move of tokens into the index may begin or end.
 
-        While the sequence is shorter, a single new token neither begins nor ends a move of tokens
-        into the index.
+        As long as the sequence is shorter than this, a decode step of one token need not check
+        whether tokens must move.
         """
         length, pending = len(self._contents), self.pending
         first = length + self._most - self._contents.window.buffer
@@ -268,9 +271,10 @@ class Updates(Restorable):
         return late or self._contents.window.buffer >= self._most
 
     def _has_turn(self, decoded: int) -> bool:
-        """Return True if this layer's turn came with one of the `decoded` newest tokens.
+        """Return True if the sequence has just reached a length at which this layer moves tokens.
 
-        The layers of a model take turns to move tokens into their indexes (`update_phase`).
+        The layers of a model move tokens into their indexes at different lengths (`update_phase`).
+        `decoded` is the number of new tokens since the last check.
         """
         if self.turn is None:
             return False
@@ -278,19 +282,22 @@ class Updates(Restorable):
 
     # How tokens move
 
-    def _begin(self, beside: AppendsAsync | None) -> None:
+    def _begin(self, asynchronous: AppendsAsync | None) -> None:
         """Begin to move all but the newest `local_window` tokens into the index.
 
-        `beside` is the index if the append runs asynchronously. If `beside` is None, this call also
-        ends the move.
+        Args:
+            asynchronous: The index, if the append runs asynchronously. If it is None, this call
+                also ends the move.
         """
         contents = self._contents
         index, window = contents.index, contents.window
         leaving = window.oldest(len(index))
         if leaving.count:
-            self.pending = AsyncAppend(index, leaving, beside=beside, begun=len(contents))
+            self.pending = AsyncAppend(
+                index, leaving, asynchronous=asynchronous, begun=len(contents)
+            )
         window.begin(leaving.count)
-        if beside is None:
+        if asynchronous is None:
             self.finish()
 
     def finish(self) -> None:
@@ -327,7 +334,7 @@ class Updates(Restorable):
         return self.pending, self.prompt_ended, self._deferred_from
 
     def rollback(self, checkpoint: Any) -> None:
-        """Restore the state of a checkpoint. The caller must roll back index and window next."""
+        """Restore the state of a checkpoint. The caller must then roll back index and window."""
         pending, self.prompt_ended, self._deferred_from = checkpoint
         if self.pending is not None and self.pending is not pending:
             self.pending.wait()  # because the index will write to the same memory again

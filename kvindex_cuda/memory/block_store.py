@@ -129,7 +129,8 @@ class BlockStore(Restorable):
     @property
     def on_host(self) -> bool:
         """True if some rows are in host memory, so that a row cache on the device helps. If the
-        store has a `preferred` tier, this becomes True once a block is allocated on the host."""
+        store first uses device memory (a `preferred` tier), this becomes True once a block is
+        allocated on the host."""
         return self._table.on_host if self._pool.mixed else self._tiers[-1].allocator.on_host
 
     @property
@@ -137,15 +138,17 @@ class BlockStore(Restorable):
         """Addresses of blocks, int64 `[B, S]` on the compute device, 0 where there is no block.
 
         The table is `[0, S]` before the first append, and the same tensor from then on until
-        `reset`. Exception: if a deep copy shares the last block after a truncation, the next append
-        makes a new table. Call `wait` before a kernel reads through the table.
+        `reset`. There is one exception: if a truncation ends inside a block that a copy made by
+        `copy.deepcopy` also uses, the next append makes a new table. Call `wait` before a kernel
+        reads through the table.
         """
         return self._table.addresses
 
     @property
     def on_device(self) -> Tensor | None:
         """For each block, 1 if it is in device memory and 0 if it is on the host, uint8 `[B, S]` on
-        the device. None if all blocks are in one kind of memory. Replaced only when `table` is."""
+        the device. None if all blocks are in one kind of memory. This tensor is replaced only when
+        `table` is replaced."""
         return self._table.on_device
 
     @property
@@ -158,8 +161,8 @@ class BlockStore(Restorable):
         """Make the current stream wait for copies of appended rows. Do not call this during the
         capture of a CUDA graph.
 
-        Rows that were written (`write`) but not appended are not waited for. Small appends use a
-        kernel on the current stream, which needs no wait.
+        It does not wait for rows that `write` has copied but that are not yet appended. Small
+        appends use a kernel on the current stream, which needs no wait.
         """
         self._offload.wait(self._copied)
 
@@ -171,33 +174,36 @@ class BlockStore(Restorable):
     def join(
         self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Encode keys `[B, G, N, D]` and values `[B, G, N, Dv]` as rows, in parts that `append` can
-        copy.
+        """Encode keys `[B, G, N, D]` and values `[B, G, N, Dv]` as rows that `append` can copy.
 
-        Rows for whole blocks are `[B, S, G, 256, row_bytes]`, the layout of the store, so that
-        adjacent blocks need one copy. Rows before and after them are `[B, G, n, row_bytes]`. If
-        there are at most `FEW` rows and one kernel can encode and write them, the keys and values
-        are returned unchanged. If the codec needs a center, it is computed from the keys where
-        `valid`, bool `[B, N]`, is True; None means all keys.
+        The result has several entries. Rows for whole blocks are `[B, S, G, 256, row_bytes]`, the
+        layout of the store, so that adjacent blocks need only one copy. Rows before and after the
+        whole blocks are `[B, G, n, row_bytes]`.
+
+        If there are at most `FEW` rows and one kernel can encode and write them, the result is the
+        unchanged keys and values.
+
+        Some codecs need a center (a mean key). It is computed from the keys where `valid`, bool
+        `[B, N]`, is True; None means all keys.
         """
         N, start, encode = keys.shape[2], self._length, self._codec.encode
         center = self._center
         if center is not None and not start and N:
             center = center_of(keys, valid)
-        joined, beside = JoinedRows(), of_rows(center)
+        joined, center_rows = JoinedRows(), of_rows(center)
         joined.center = center
         if self._launched and N <= FEW:
             as_they_are = self.row_codec == "plain" and not self._geometry.value_in_key
             if as_they_are and fits(keys) and fits(values):
                 return {"keys": keys, "values": values}
-            joined["rows"] = encode(keys, values, beside)
+            joined["rows"] = encode(keys, values, center_rows)
             return joined
         for first, last in spans(start, start + N):
             some = [part[:, :, first - start : last - start] for part in (keys, values)]
             if (last - first) % BLOCK:
-                joined["end" if joined else "begin"] = encode(some[0], some[1], beside)
+                joined["end" if joined else "begin"] = encode(some[0], some[1], center_rows)
             else:
-                of_blocks = None if beside is None else beside[:, None]
+                of_blocks = None if center_rows is None else center_rows[:, None]
                 joined["blocks"] = encode(_in_blocks(some[0]), _in_blocks(some[1]), of_blocks)
         if not joined:
             joined["rows"] = encode(keys, values)
@@ -245,13 +251,14 @@ class BlockStore(Restorable):
         """Copy `rows`, a result of `join`, to their blocks. Call `reserve` before this, and
         `append` with the same rows after it.
 
-        Few rows are written by a kernel on the current stream; more rows are copied concurrently
-        (see `wait`). Raises ValueError if the length of the store has changed since `join`.
+        If there are few rows, a kernel on the current stream writes them. Otherwise they are copied
+        on another stream (see `wait`). Raises ValueError if the length of the store has changed
+        since `join`.
         """
         if "blocks" in rows and (self._length + _count(rows, upto="blocks")) % BLOCK:
             raise ValueError(
-                "rows: got rows that were joined when the store had another length; join them "
-                f"again at {self._length} tokens"
+                "rows: got the result of a join that was made when the store had another length; "
+                f"call join again at the present length of {self._length} tokens"
             )
         self._written = rows
         if self._launched and _count(rows) <= FEW:
@@ -262,7 +269,7 @@ class BlockStore(Restorable):
         self._writing = self._offload.copy(pieces, rows.values())
 
     def append(self, rows: dict[str, Tensor]) -> None:
-        """Append `rows`, a result of `join`. Raises the errors of `reserve`."""
+        """Append rows. `rows` is a result of `join`. Raises the same errors as `reserve`."""
         self.reserve(rows)
         count = _count(rows)
         if not count:
@@ -279,8 +286,11 @@ class BlockStore(Restorable):
             self._pool.ahead()
 
     def _put(self, held: Tensor, rows: dict[str, Tensor]) -> Tensor:
-        """Copy the center of the first append into the tensor `held` and return `held`, or return a
-        new tensor if the batch size has changed."""
+        """Copy the center of the rows into the tensor `held`, and return `held`.
+
+        The center is the mean key that the first append has computed. If the batch size has
+        changed, a new tensor is filled and returned instead of `held`.
+        """
         batch, center = self._table.batch, rows.center if isinstance(rows, JoinedRows) else None
         if len(held) != batch:
             held = held.new_empty((batch, *held.shape[1:]))
@@ -297,15 +307,19 @@ class BlockStore(Restorable):
 
     @property
     def attends(self) -> bool:
-        """True if `attend` supports the stored rows. They must be latents with a supported shape
-        and codec. (For other rows, the fused decode step computes attention; `pariskv.executor`.)
+        """True if `attend` can read the stored rows.
+
+        It can if the rows are latents (of multi-head latent attention) with a supported shape and
+        codec. Attention over all other rows is part of the fused decode step (`pariskv.executor`).
         """
         latents = self._geometry.value_in_key and self.row_codec not in BITS
         return latents and unserved(self._geometry) is None
 
     def attend(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """Attend to the rows of `hits` and to the resident rows (sink and local window), with the
-        kernels for latents."""
+        """Attend to the rows of `hits` and to the resident rows (sink and local window).
+
+        The stored rows must be latents of multi-head latent attention (see `attends`).
+        """
         g, (batch, heads, _) = self._geometry, queries.shape
         output = torch.empty((batch, heads, g.value_dim), dtype=g.dtype, device=g.device)
         lse = torch.empty((batch, heads), dtype=torch.float32, device=g.device)
@@ -353,11 +367,16 @@ class BlockStore(Restorable):
         return rows
 
     def append_encoded(self, rows: Tensor, center: Tensor | None = None) -> None:
-        """Append encoded rows `[B, G, N, row_bytes]`. Their keys had `center` subtracted; None
-        means that nothing was subtracted.
+        """Append encoded rows.
 
-        Raises ValueError if a center is given but the store is not empty or its codec uses no
-        center, and the errors of `reserve`.
+        Args:
+            rows: `[B, G, N, row_bytes]`.
+            center: The vector that was subtracted from the keys before they were encoded. None
+                means that nothing was subtracted.
+
+        Raises:
+            ValueError: A center is given, but the store is not empty, or its codec has no center.
+                The errors of `reserve` may also be raised.
         """
         check_center(center, centered=self._center is not None, held=self._length)
         start = self._length
@@ -374,8 +393,8 @@ class BlockStore(Restorable):
                 self.append(joined)
 
     def blocks(self, size: int) -> Iterator[tuple[int, Rows]]:
-        """Yield pairs (id of the first token, rows) for all rows in order, at most `size` tokens at
-        a time."""
+        """Yield all rows in order, in portions of at most `size` tokens, as pairs (position of the
+        first token, rows)."""
         shape = (self._table.batch, self._geometry.kv_heads, -1)
         for start in range(0, len(self), size):
             stop = min(start + size, len(self))
@@ -423,10 +442,11 @@ class BlockStore(Restorable):
         return empty
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockStore:
-        """Return a copy that shares full blocks with this store. (A copy of a view shares nothing.)
+        """Return a copy. The copy and this store use the same memory for their full blocks.
 
-        Nothing is written to shared blocks: if a store was truncated so that its last block is
-        shared, it copies that block before it appends.
+        No store writes to a block that another store also uses. If another store also uses the last
+        block of a truncated store, the truncated store copies this block before it appends. A copy
+        of a view has its own memory.
         """
         if self._lent_by is not None:
             return self.reordered(torch.arange(self._table.batch))
@@ -440,8 +460,11 @@ class BlockStore(Restorable):
         return twin
 
     def rollback(self, checkpoint: Any) -> None:
-        """Restore the state of `checkpoint`. The memory after the last row is then undefined,
-        because a copy may still write to it."""
+        """Restore the state of `checkpoint`.
+
+        Afterwards, the memory behind the last row has undefined contents, because an asynchronous
+        copy of removed rows may still write to it.
+        """
         writing = self._writing
         super().rollback(checkpoint)
         self._written, self._writing = None, writing or self._writing
@@ -475,8 +498,8 @@ class BlockStore(Restorable):
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of all allocated slabs: stored rows, room for further rows, and a slab pinned in
-        advance."""
+        """Bytes of all allocated slabs. A slab contains rows or room for further rows. One slab may
+        have been pinned before it is needed."""
         return self._pool.pinned_bytes
 
 
@@ -488,7 +511,11 @@ def _in_blocks(part: Tensor) -> Tensor:
 
 
 def _count(rows: dict[str, Tensor], upto: str = "values") -> int:
-    """Count the tokens of `parts`, a result of `join`, or only those before the part `upto`."""
+    """Count the tokens in `rows`, a dict of tensors that `join` has returned.
+
+    The tokens are divided among several tensors: whole blocks `[B, S, G, 256, row_bytes]`, or
+    single rows `[B, G, n, row_bytes]`. Only the tensors before the one named `upto` are counted.
+    """
     count = 0
     for name, part in rows.items():
         if name == upto:
