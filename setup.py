@@ -1,4 +1,7 @@
-"""The README for a package index: a relative link would lead nowhere there, so its text remains."""
+"""Build the package with a README in which each relative link is replaced by the link's text.
+
+PyPI shows the README without the files of the repository, so relative links would not work there.
+"""
 
 import re
 from pathlib import Path

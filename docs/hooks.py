@@ -77,10 +77,11 @@ def inside_docs(text: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Replace links to files outside the site with the names of the files. MkDocs calls this hook.
+    """Change the Markdown text of a page. MkDocs calls this hook.
 
-    The list of decisions and lab pages is added to the page for contributors. In search results,
-    pages for contributors come after the others.
+    A link to a file that is not on the site is replaced by the name of the file. The page for
+    contributors gets a list of the decisions and lab pages. In search results, pages for
+    contributors come after the others.
     """
     if page.file.src_uri.startswith(HISTORY):
         page.meta["search"] = {"boost": 0.3}
