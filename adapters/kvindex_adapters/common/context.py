@@ -1,4 +1,4 @@
-"""`context`: a `contextmanager` whose errors name the remedy if a call is written wrongly."""
+"""`context`: like `contextlib.contextmanager`, with errors that say how to correct a wrong call."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Context(AbstractContextManager[T], Generic[T]):
     if not TYPE_CHECKING:  # with this method, type checkers would accept any attribute name
 
         def __getattr__(self, name: str) -> NoReturn:
-            if name.startswith("__"):  # Python itself looks for these, for example to copy
+            if name.startswith("__"):  # Python looks up special methods, for example to copy
                 raise AttributeError(name, name=name, obj=self)
             raise AttributeError(
                 f"{name}: got a context manager that no with statement has entered; write "
@@ -76,7 +76,9 @@ def context(usage: str) -> Callable[[Callable[P, Iterator[T]]], Callable[P, Cont
 def check_keywords(
     called: str, allowed: Iterable[str], given: Mapping[str, Any], index: object
 ) -> None:
-    """Raise TypeError if a keyword argument is unknown, and say where an index option belongs.
+    """Raise TypeError if a keyword argument is unknown.
+
+    If it is an option of the index, the error says how to pass it.
 
     Args:
         called: The name of the function, for the error.
@@ -92,7 +94,9 @@ def check_keywords(
 
 
 def check_not_of_index(called: str, name: str, value: object, index: object) -> None:
-    """Raise TypeError if a keyword argument is an option of the index, and show where it belongs.
+    """Raise TypeError if a keyword argument is an option of the index.
+
+    The error says how to pass the option.
 
     Args:
         called: The name of the function, for the error.

@@ -1,5 +1,5 @@
-"""`LayerOptions`: the options of `attach`, with a factory for the index and attention layer of each
-model layer."""
+"""`LayerOptions`: the options of `attach`, and a method that creates the index and the attention
+layer of each model layer from them."""
 
 from __future__ import annotations
 

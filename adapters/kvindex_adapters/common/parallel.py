@@ -103,7 +103,10 @@ def has_head_shards(model: nn.Module) -> bool:
 
 
 def check_whole(decoder: nn.Module) -> None:
-    """Raise UnsupportedError for a decoder whose weights are sharded over several ranks."""
+    """Check that a decoder has all of its weights in this process.
+
+    Raise UnsupportedError if they are sharded over several ranks.
+    """
     if has_head_shards(decoder):
         raise UnsupportedError(
             "cache: got the cache of a model whose heads are sharded over ranks; save and load "
@@ -124,7 +127,7 @@ def is_sharded(index: KVIndex) -> bool:
 
 
 def sharded(index: KVIndex) -> Sharded | None:
-    """Return the wrapper that shards the tokens of an index over processes, or None without one."""
+    """Return the `Sharded` wrapper around an index, or None if its tokens are in one process."""
     while isinstance(index, Wrapper):
         if isinstance(index, Sharded) and index.ranks > 1:
             return index
@@ -133,9 +136,10 @@ def sharded(index: KVIndex) -> Sharded | None:
 
 
 def waiting(indexes: Iterable[KVIndex]) -> dict[str, Callable[[Any], None]]:
-    """Return keyword arguments that let `TokenRing` wait for other ranks with a timeout.
+    """Return keyword arguments for `TokenRing`, so that it raises an error if another rank is lost.
 
-    All ranks must call this. With one rank the result is empty.
+    `TokenRing` then waits for a CUDA graph with collective operations only until a timeout. All
+    ranks must call this function. If there is only one rank, the returned dict is empty.
 
     Args:
         indexes: The indexes of the cache.

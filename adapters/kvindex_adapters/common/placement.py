@@ -1,4 +1,7 @@
-"""Default backend and store of an index: CUDA kernels, with rows in pinned host memory."""
+"""Default values of the options `backend` and `store` of an index.
+
+On a GPU, the index uses CUDA kernels by default, and stores keys and values in pinned host memory.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ def default_placement(
     """Choose default values for the options `backend` and `store` of an index.
 
     On a GPU these are `backend="cuda"` and `store="host"` (pinned memory that kernels read). The
-    result is empty on a CPU, or if the kernels cannot run on this GPU; in the second case a warning
-    states why.
+    result is empty on a CPU, and if the kernels cannot run on this GPU. In the latter case a
+    warning states why.
 
     Args:
         device: The device of the index; None means a CPU.
@@ -58,5 +61,5 @@ def make_room(indexes: Iterable[KVIndex], tokens: int) -> None:
     for index in indexes:
         reserves = capability(index, Reserves)
         if reserves is not None:
-            with suppress(MemoryError):  # an answer that ends early may still fit
+            with suppress(MemoryError):  # continue, because a short answer may still fit
                 reserves.reserve(tokens)

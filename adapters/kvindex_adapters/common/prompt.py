@@ -19,7 +19,10 @@ Prompt = str | Messages | Tensor
 
 
 class Conversation(NamedTuple):
-    """Chat messages, and their token ids int64 `[N]` in a cache."""
+    """The messages of a chat, and the ids of the tokens that a cache contains for them.
+
+    The ids are int64 `[N]`.
+    """
 
     ids: Tensor
     messages: Messages
@@ -31,7 +34,7 @@ class RenderedChat:
 
     Args:
         ids: Int64 `[N]`, the ids of the conversation, generation prompt included.
-        messages: Its messages.
+        messages: The messages of the conversation.
     """
 
     ids: Tensor
@@ -51,7 +54,8 @@ def render_chat(
         messages: The messages of the conversation.
         options: Further keyword arguments of `tokenizer.apply_chat_template`, for example `tools`
             or `enable_thinking`.
-        cue: Whether the generation prompt follows the last message, if that is not an answer.
+        cue: Whether to add the generation prompt after the last message. It is never added if the
+            last message is from the assistant.
 
     Returns:
         Messages and ids.

@@ -12,7 +12,10 @@ Progress = Callable[[str, int, int], None]
 done, and the total number of tokens."""
 
 MIN_CHUNK, MAX_CHUNK = 1024, 4096
-"""Tokens in a chunk: `MIN_CHUNK` on a CPU, from `MIN_CHUNK` to `MAX_CHUNK` on a GPU."""
+"""Default number of tokens in a chunk of a prompt.
+
+It is `MIN_CHUNK` on a CPU, and between `MIN_CHUNK` and `MAX_CHUNK` on a GPU.
+"""
 
 CHUNK_BYTES = 2**29
 """Maximum bytes of a layer's activations in a chunk of more than `MIN_CHUNK` tokens, for all
@@ -37,10 +40,10 @@ def chunk_of(token_bytes: int, device: torch.device) -> int:
 
 
 def chunks(stop: int, chunk: int) -> Iterator[tuple[int, int]]:
-    """Yield the first and end position of each chunk of `stop` tokens.
+    """Divide `stop` tokens into chunks, and yield the start and the end position of each chunk.
 
-    Chunks have `chunk` tokens. The last chunk can be shorter, but takes one token more rather than
-    leaving a chunk of one token.
+    Chunks have `chunk` tokens. The last chunk can be shorter. If only one token would remain for
+    it, the chunk before it takes this token too.
     """
     start = 0
     while start < stop:

@@ -12,8 +12,10 @@ from torch import Tensor
 from kvindex.core.transaction import in_plain_torch
 
 AHEAD = 4
-"""Number of decode steps that the host launches before it reads the token of the first of them. A
-host that is at most this number of steps late does not delay the device."""
+"""Number of decode steps that the host launches before it reads the token of the first of them.
+
+The device does not have to wait for the host while the host is at most this number of steps late.
+"""
 
 
 class TokenRing:

@@ -1,4 +1,4 @@
-"""`TokenTimer`: a transformers streamer that measures token times and reports progress."""
+"""`TokenTimer`: a transformers streamer that times each token, and reports progress."""
 
 from __future__ import annotations
 
@@ -31,14 +31,18 @@ class TokenTimer(BaseStreamer):
         self.start = self.first = self.last = time.perf_counter()
 
     def put(self, value: Tensor) -> None:
-        """Receive the prompt in the first call, and one token in each later call."""
+        """Receive token ids from `model.generate` and store the time.
+
+        The first call passes the ids of the prompt. Each later call passes one generated token.
+        """
         now, answer, self._prompt_seen = time.perf_counter(), self._prompt_seen, True
         if answer:
             self.last = now
             if self._tokens == 0:
                 self.first = now
                 length = len(self._prompt)
-                # report this before `inner` prints the first token of the answer
+                # Report the end of the prompt before the wrapped streamer `inner` prints the
+                # first token of the answer.
                 self._report("prefill", length, length)
             self._tokens += value.numel()
         if self._inner:
@@ -47,7 +51,7 @@ class TokenTimer(BaseStreamer):
             self._report("decode", self._tokens, self._total)
 
     def end(self) -> None:
-        """Report that the answer is complete, and end `inner`."""
+        """Report that the answer is complete, and call `end` of the wrapped streamer `inner`."""
         if self._tokens < self._total:
             self._report("decode", self._tokens, self._tokens)
         if self._inner:
