@@ -64,7 +64,7 @@ The tokenizer may encode the end of a text differently when more text follows.
 """
 
 Answers = list[tuple[str | None, Generation]]
-"""Pairs of a question and its answer. The question is None if the prompt itself is answered."""
+"""Pairs of a question and its answer. Without questions there is one pair: None and the answer."""
 
 
 def answer(
@@ -97,14 +97,19 @@ def _warn_of_length(tokens: int, engine: Engine) -> None:
 
 
 def _attach_options(engine: Engine, request: Request) -> dict[str, Any]:
-    """Return the keyword arguments of `attach`. Only transformers supports `token_graph`."""
+    """Return the keyword arguments of `attach`.
+
+    Only the engine "transformers" supports the argument `token_graph`.
+    """
     if engine.name == "decoder":
         return dict(request.regions)
     return {**request.regions, "token_graph": request.token_graph}
 
 
 def shared_length(prompts: Sequence[Tensor]) -> int:
-    """Return the length of the prompts' common prefix, at most the shortest length minus 2.
+    """Return how many tokens at the beginning of all prompts are equal.
+
+    The result is at most the length of the shortest prompt minus 2.
 
     At least two tokens of each prompt remain, because a single token would run as a decode step,
     which searches the index and is not exact.
@@ -149,7 +154,8 @@ def _answer_all(
 ) -> Answers:
     """Read the common prefix of all prompts once, then answer each question in a copy of the cache.
 
-    Without questions, `text` is the only prompt. Its last tokens are then read like a question.
+    Without questions, `text` is the only prompt. The model then reads the last tokens of `text`
+    after the prefix, in the same way as a question.
     """
     asked: list[tuple[int, str] | None] = [*enumerate(questions, start=1)] or [None]
     texts = [text if one is None else f"{text}\n\n{one[1]}" for one in asked]
@@ -231,8 +237,10 @@ def _answer_one(
     question: tuple[int, str] | None = None,
     **options: Any,
 ) -> Generation:
-    """Answer the prompt with token ids `[N]`. Print `question`, a number and a text, above the
-    answer."""
+    """Answer the prompt with token ids `ids`, int64 `[N]`.
+
+    If there is a `question` (its number and its text), the text is printed above the answer.
+    """
     name, heading = "the prompt", None
     if question is not None:
         name, heading = f"question {question[0]}", question[1]
@@ -244,7 +252,7 @@ def _answer_one(
         on_progress=_callback(progress, name, heading),
         **options,
     )
-    if generation.report:  # all processes of torchrun add up their reports; the first one prints
+    if generation.report:  # sum over all processes of torchrun; only the first process prints it
         generation = replace(generation, report=generation.report.over_ranks())
     console.print(
         f"{len(generation.prompt_ids)} tokens of {name} in {generation.prefill_s:.1f} s, then "

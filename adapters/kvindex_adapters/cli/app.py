@@ -56,8 +56,10 @@ def kvindex(
 
 EXTRAS = dict.fromkeys(("transformers", "safetensors", "gguf", "accelerate"), "hf")
 EXTRAS |= dict.fromkeys(("rich", "matplotlib", "jinja2"), "cli")
-"""Package that commands import -> the extra of kvindex (`pip install kvindex[…]`) that installs
-it."""
+"""Maps each package that commands import to the extra of kvindex that installs it.
+
+An extra is the name in brackets in `pip install "kvindex-torch[…]"`.
+"""
 
 
 def main() -> None:
@@ -77,7 +79,7 @@ def main() -> None:
             how = f"; install it with {how_to_install(extra)}"
         print(f"error: {error}{how}", file=sys.stderr)
         sys.exit(2)
-    except UnicodeEncodeError as error:  # for example, while help is printed
+    except UnicodeEncodeError as error:  # raised, for example, while help is printed
         print(f"error: {ENCODING_ERROR.format(error.encoding)}", file=sys.stderr)
         sys.exit(2)
     except (ValueError, OSError, ImportError) as error:

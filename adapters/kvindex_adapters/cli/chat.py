@@ -1,4 +1,4 @@
-"""`kvindex chat`: talk with a model in the terminal, about documents if you like."""
+"""`kvindex chat`: talk with a model in the terminal, optionally about documents."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def chat(
     loaded, tokenizer = load_model.load(
         model, gguf_file=gguf_file, lora=lora, dtype=number, device=device
     )
-    common.wait_for_compiler(index, device)  # `check_search` has started it
+    common.wait_for_compiler(index, device)  # compilation began in `check_search`
     torch.manual_seed(seed)
     chosen = engines.choose(engine, loaded, tokenizer, options, seed)
     opened = chosen.chat(
@@ -121,7 +121,7 @@ def chat(
             try:
                 if not _turn(opened, line):
                     break
-            except (ValueError, TypeError, OSError) as error:  # the chat is unchanged
+            except (ValueError, TypeError, OSError) as error:  # the failed line changed nothing
                 print(f"error: {error}", file=sys.stderr)
             except KeyboardInterrupt:
                 print("\n(stopped: the conversation is as it was before the question)", flush=True)
@@ -131,7 +131,7 @@ def _lines() -> Iterator[str]:
     """Yield the lines that the user types, until the input ends."""
     live = sys.stdin.isatty()
     if live:
-        with suppress(ImportError):  # edits lines and remembers earlier ones, where it exists
+        with suppress(ImportError):  # where readline exists, lines can be edited
             import readline  # noqa: F401
         print("Ask a question. /help lists the commands.", file=sys.stderr)
     while True:
@@ -188,7 +188,7 @@ def _turn(opened: BaseChat, line: str) -> bool:
 
 
 def _ask(opened: BaseChat, question: str) -> None:
-    """Send a question, print the answer while it is generated, then its times."""
+    """Send a question. Print the answer while it is generated, and then how long it took."""
     from transformers import TextStreamer
 
     from kvindex_adapters.cli.progress import console

@@ -37,12 +37,13 @@ USUAL: dict[str, Any] = dict(tokens="4K", tries=10, steps=256) | dict(
 QUICK: dict[str, Any] = USUAL | dict(tries=2, tasks="none")
 """Default values of the options with `--quick`.
 
-A few answers could not tell indexes apart, but a few hundred steps along a text can. Before these
-steps, all tokens except for the 256 newest ones are in the index: 4096 - 256 = 256 + 14 * 256.
+A few answers are not enough to see a difference between indexes, but a few hundred decode steps
+along a text are. Before these steps, all tokens except for the 256 newest ones are in the index:
+4096 - 256 = 256 + 14 * 256.
 """
 
 QUICK_MINUTES = 4
-"""CPU minutes that `--quick` takes with the default model and indexes, and nothing else given."""
+"""CPU minutes that `kvindex compare --quick` takes if all other options have their defaults."""
 
 _DEFAULTS = {
     name: f"Default {usual}{f'; with --quick {QUICK[name]}' * (QUICK[name] != usual)}.".replace(
@@ -50,7 +51,7 @@ _DEFAULTS = {
     )
     for name, usual in USUAL.items()
 }
-"""Name of an option -> the sentence of its help text that states its defaults."""
+"""Maps the name of an option to the sentence in its help text that states its defaults."""
 
 SHOWN = ("index", "k", "accuracy", "KL, nats", "coverage", "recall", "rows read", "ms per step")
 """Columns of the table that the command prints. The report shows more columns."""
@@ -65,7 +66,9 @@ def compare(
     ],
     model: Annotated[
         str | None,
-        typer.Option(help="Folder, .gguf file or hub id of the model (default: SmolLM2-135M)."),
+        typer.Option(
+            help="Folder, .gguf file or Hugging Face id of the model (default: SmolLM2-135M)."
+        ),
     ] = None,
     index: Annotated[
         str,
@@ -111,7 +114,7 @@ def compare(
     steps: Annotated[
         int | None,
         typer.Option(
-            help="Number of tokens of the text at which predictions are compared. 0 measures only "
+            help="Compare the predictions for this number of tokens of the text. 0 measures only "
             "the answers to tasks. "
             f"{_DEFAULTS['steps']}"
         ),
@@ -186,14 +189,14 @@ def compare(
     settings.claim(out)
     options: Any = dict(gguf_file=gguf_file, lora=lora, dtype=number, device=device)
     for line in plan.indexes:
-        common.wait_for_compiler(line, device)  # `check_search` has started it
+        common.wait_for_compiler(line, device)  # compilation began in `check_search`
     _announce(plan, settings, quick)
     _compare(functools.partial(load, model, content, **options), settings, plan, out, jobs)
     _report(out, settings)
 
 
 def _announce(plan: Plan, settings: Settings, quick: bool) -> None:
-    """Print how much is going to be measured."""
+    """Print which measurements are going to be made, and how many."""
     from kvindex_adapters.cli.progress import console
 
     count = len(plan.tasks) * plan.tries
@@ -265,9 +268,10 @@ def _report(out: Path, settings: Settings) -> None:
 
 
 def _rows_in_words(summary: dict[str, Any]) -> Iterator[str]:
-    """Yield a sentence about the rows that a step reads, for each `k` and length of the text.
+    """Describe in sentences how many rows (tokens) a decode step reads.
 
-    A sentence before these names the indexes that sample rows.
+    There is one sentence for each `k` and each length of the text. If indexes sample rows, the
+    first sentence names these indexes.
     """
     from kvindex_adapters.evaluate.compare.records import FULL
 
@@ -301,7 +305,10 @@ def _plan(index: str, k: str, chosen: dict[str, Any]) -> Plan:
 
     tasks = () if chosen["tasks"] == "none" else tuple(_parts("tasks", chosen["tasks"]))
     if not tasks and not chosen["steps"]:
-        raise ValueError("tasks, steps: got none and 0, which measures nothing; pass one of both")
+        raise ValueError(
+            "tasks, steps: got tasks none and steps 0, so there is nothing to measure; pass task "
+            "names, or a number of steps above 0"
+        )
     for name in tasks:
         if (missing := available(name)) is not None:
             raise ValueError(f"tasks: got {name!r}, {missing}")
@@ -339,7 +346,7 @@ def _count(name: str, text: str) -> int:
 
 
 def _text(path: Path | None) -> tuple[str, str]:
-    """Return the content of the file `--text`, and its name with a hash of the content.
+    """Return the content of the file `--text`, and the file's name with a hash of the content.
 
     Without the option, the text is the Python language reference.
     """

@@ -1,4 +1,4 @@
-"""Texts that a model reads once, so that `kvindex generate` can answer several questions."""
+"""`Document`: a text that a model reads once, before `kvindex generate` asks questions about it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvindex_adapters.hf.generation.tokenizer import punctuated
 
 
 class Document(Protocol):
-    """A text whose keys and values an index stores. A prompt can be read after it."""
+    """A text that a model has read, with its keys and values in an index. Prompts can follow it."""
 
     @property
     def ids(self) -> Tensor | None:
@@ -43,11 +43,11 @@ class Document(Protocol):
         ...
 
     def options(self, *, branch: bool) -> dict[str, Any]:
-        """Return options with which `Engine.generate` answers a prompt that follows the document.
+        """Return the options to pass to `Engine.generate`, for a prompt that follows this document.
 
         Args:
-            branch: Whether the document remains unchanged. If False, the prompt and the answer are
-                appended to the document.
+            branch: If True, the document remains unchanged. If False, the prompt and the answer are
+                appended to it.
         """
         ...
 
@@ -100,9 +100,11 @@ class CacheDocument:
         self._cache.load(folder)
 
     def options(self, *, branch: bool) -> dict[str, Any]:
-        """Return options with which the engine answers a prompt that follows the document.
+        """Return the options that the engine needs to answer a prompt about this document.
 
-        With `branch`, the document remains unchanged.
+        Args:
+            branch: True if the document must stay unchanged. If False, the prompt and the answer
+                are appended to it.
         """
         return {"cache": self._cache, "used": "branch" if branch else "continue"}
 
@@ -128,7 +130,7 @@ class SessionDocument:
         return self._session.ids
 
     def read(self, ids: Tensor, report: Progress) -> None:
-        """Let the decoder read tokens with ids int64 `[N]`, and append them to the document."""
+        """Append the tokens with ids int64 `[N]` to the document, and let the model read them."""
         self._decoder.read(ids, self._session, on_progress=report)
 
     def crop(self, length: int) -> None:
@@ -144,8 +146,10 @@ class SessionDocument:
         self._session.load(folder)
 
     def options(self, *, branch: bool) -> dict[str, Any]:
-        """Return options with which the engine answers a prompt that follows the document.
+        """Return options with which the engine answers a prompt that follows this text.
 
-        With `branch`, the document remains unchanged.
+        Args:
+            branch: Whether the stored text remains unchanged. If False, the prompt and the answer
+                are appended to it.
         """
         return {"session": self._session.fork() if branch else self._session}

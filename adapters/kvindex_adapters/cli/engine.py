@@ -45,7 +45,7 @@ class Engine(NamedTuple):
 def check_engine(
     engine: str | None, weights: str = PLAIN, *, keeps_cache: bool = False
 ) -> str | None:
-    """Return the name of the engine that the options require, or None if both are possible.
+    """Return the engine that the options require: "decoder", "transformers", or None for either.
 
     FP8 weights require the engine "decoder".
 
@@ -84,8 +84,8 @@ def choose(
 ) -> Engine:
     """Make an engine that runs a loaded model.
 
-    By default this is the decoder, if the model is on a GPU and the decoder supports the model.
-    Otherwise it is transformers.
+    The default is kvindex's minimal decoder ("decoder") if the model is on a GPU and the decoder
+    supports the model. Otherwise the default is transformers.
 
     Args:
         engine: "decoder" or "transformers", or None for the default.

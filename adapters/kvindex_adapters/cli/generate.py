@@ -183,7 +183,7 @@ def generate(
     console.print("loading the model")  # transformers shows its own progress bars
     heads = together and "sharded" not in (part.partition(":")[0] for part in index.split("+"))
     ranks = HeadRanks.of(device) if heads and engine == "decoder" else None
-    alone = ranks is None  # with ranks, each one copies its shard from host memory
+    alone = ranks is None  # with several ranks, each rank copies its shard from host memory
     loaded, tokenizer = load_model.load(
         model,
         gguf_file=gguf_file,

@@ -28,14 +28,14 @@ console = Console(stderr=True)
 
 
 class Display(Progress):
-    """Progress bars of rich that show the unfinished answers below the bars on a terminal."""
+    """Progress bars (of the package `rich`), and on a terminal also the unfinished answers."""
 
     def __init__(self, *columns: Any, **options: Any) -> None:
         self.answers: dict[str, tuple[str, str]] = {}  # name -> text, seconds per token
         super().__init__(*columns, **options)
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Yield the objects that rich draws: the bars, then a table of the answers."""
+        """Yield the objects that the package `rich` draws: the bars, then a table of answers."""
         yield from super().get_renderables()
         if self.answers and self.console.is_terminal:
             table = Table.grid(padding=(0, 2))
@@ -67,7 +67,7 @@ class Bars:
         Args:
             name: Name of the answer.
             text: The answer up to the newest token.
-            more: The end of `text` that the previous call did not contain.
+            more: The new part of `text`, which was generated since the previous call.
             token_s: Mean time per generated token in seconds.
         """
         first = name not in self._progress.answers
@@ -75,11 +75,18 @@ class Bars:
         self._plain(f"{name}: {more}" if first else more)
 
     def end_answer(self, name: str) -> None:
-        """Print the time per token of a finished answer, unless a terminal shows it already."""
+        """Print the time per token of a finished answer, if the output is not a terminal.
+
+        On a terminal, `Display` already shows this time below the progress bars.
+        """
         self._plain(f" ({self._progress.answers[name][1]})\n")
 
     def _plain(self, text: str) -> None:
-        """Print the text, unless this is a terminal, which shows the answers below the bars."""
+        """Print the text if the output is not a terminal.
+
+        On a terminal nothing is printed, because `Display` already shows the answers below the
+        progress bars.
+        """
         if not self._progress.console.is_terminal:
             print(text, end="", file=self._progress.console.file, flush=True)
 
@@ -97,16 +104,20 @@ class Bars:
 
 
 class Times(BaseStreamer):
-    """A streamer that records when each token of an answer comes."""
+    """A streamer that records the time at which each token of an answer arrives."""
 
     def __init__(self) -> None:
         self.tokens: list[int] | None = None
-        """Ids of the answer so far; None until the prompt was received."""
+        """Token ids of the answer so far. None until the prompt was received."""
         self.times: list[float] = []
-        """When each token of the answer came, in seconds of `time.perf_counter`."""
+        """Time at which each token of the answer arrived, in seconds of `time.perf_counter`."""
 
     def put(self, value: Tensor) -> None:
-        """Receive the prompt in the first call, then tokens of the answer."""
+        """Record the new tokens of the answer, and the time.
+
+        `generate` passes the prompt in its first call of this method, and tokens of the answer in
+        later calls.
+        """
         if self.tokens is None:
             self.tokens = []
             return
@@ -114,11 +125,13 @@ class Times(BaseStreamer):
         self.tokens += value.flatten().tolist()
 
     def end(self) -> None:
-        """Receive the end of the answer."""
+        """Do nothing. `generate` calls this method when the answer is complete."""
 
 
 class Answer(Times):
-    """A streamer that shows an answer while it is generated, and the time per token."""
+    """A streamer of transformers that shows the text and the time per token of an answer, while the
+    answer is generated.
+    """
 
     def __init__(self, progress: Bars, name: str, tokenizer: Any) -> None:
         super().__init__()
@@ -126,7 +139,11 @@ class Answer(Times):
         self._shown = ""
 
     def put(self, value: Tensor) -> None:
-        """Receive the prompt in the first call, then tokens of the answer."""
+        """Record and show the new tokens of the answer.
+
+        `generate` passes the prompt in its first call of this method, and tokens of the answer in
+        later calls.
+        """
         super().put(value)
         if not self.tokens:
             return
@@ -150,7 +167,7 @@ def bars() -> Iterator[Bars]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    # standard output contains only the result of a command, so rich must not redirect it
+    # `rich` must not redirect standard output, which contains only the result of a command
     progress = Display(*columns, console=console, redirect_stdout=False, redirect_stderr=False)
     phases = Bars(progress)
     with progress, watched(phases.clustering):
