@@ -14,7 +14,7 @@ from kvindex_adapters.common.prompt_chunks import check_prompt
 from kvindex_adapters.decoder.config import DecoderConfig
 
 Prompts = list[str] | list[list[dict[str, str]]] | list[Tensor]
-"""Several prompts: all texts, all lists of chat messages, or all token ids."""
+"""Several prompts of one type: texts, lists of chat messages, or tensors of token ids."""
 
 
 class Batch(NamedTuple):

@@ -24,7 +24,7 @@ class Chat(BaseChat):
 
     Args:
         decoder: The decoder, which needs a tokenizer with a chat template.
-        index: As in `Options`.
+        index: As in `kvindex_adapters.decoder.options.Options`.
         k: As in `Options`.
         system: Text of the system message, or None.
         template_options: Further keyword arguments of `tokenizer.apply_chat_template` for all
@@ -34,7 +34,7 @@ class Chat(BaseChat):
             `stop`, `chunk`.
 
     Raises:
-        ValueError: The tokenizer has no chat template; also what `Decoder.session` raises.
+        ValueError: The tokenizer has no chat template, or `Decoder.session` raises the error.
 
     Examples:
         ```python

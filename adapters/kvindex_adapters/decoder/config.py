@@ -1,5 +1,5 @@
-"""`DecoderConfig` contains the sizes of a model. `check_model` checks that the decoder supports
-it."""
+"""`DecoderConfig` contains the sizes of a model. `check_model` checks that kvindex's minimal
+decoder supports the model."""
 
 from __future__ import annotations
 

@@ -62,8 +62,8 @@ class Decoder:
 
     The decoder uses the tensors of the model without copying them. Each call checks whether the
     model has changed. If so, the decoder reads the model again, or raises an error if it cannot run
-    the changed model. With `weights="fp8"` or `ranks` the
-    matrices are copies, and a call raises ValueError if the model has changed.
+    the changed model. With `weights="fp8"` or `ranks`, the matrices are copies, and a call raises
+    ValueError if the model has changed.
 
     Examples:
         ```python
@@ -130,7 +130,8 @@ class Decoder:
         """Load a model and its tokenizer, and make a decoder from them.
 
         Args:
-            model: A folder with safetensors, a .gguf file, or a hub id.
+            model: A folder with safetensors, a .gguf file, or the id of a model on the Hugging Face
+                Hub.
             gguf_file: Name of the .gguf file inside the folder.
             lora: A LoRA adapter to merge into the model.
             dtype: Dtype of the weights and activations.
@@ -152,7 +153,8 @@ class Decoder:
         check_weights(weights)
         if ranks is not None and device is not None and not ranks.on(torch.device(device)):
             raise ValueError(
-                f"device: got {device!r}, allowed is the device of ranks, {str(ranks.device)!r}"
+                f"device: got {device!r}, allowed is the device of the argument ranks, "
+                f"{str(ranks.device)!r}"
             )
         place = "cpu" if device is None or ranks is not None else device
         loaded = load(model, gguf_file=gguf_file, lora=lora, dtype=dtype, device=place)
@@ -296,7 +298,8 @@ class Decoder:
         A call that fails leaves the session unchanged.
 
         Args:
-            prompt: Text, chat messages (rendered without a generation prompt), or ids int64 `[N]`.
+            prompt: Text, chat messages, or ids int64 `[N]`. Messages are converted to text by the
+                chat template, with `add_generation_prompt=False`.
             session: A session of this decoder.
             chunk: Number of prompt tokens that a layer computes at a time; None for the default.
             on_progress: Called with "prefill", the number of tokens read, and the total number.
@@ -336,14 +339,15 @@ class Decoder:
         return self.start(prompt, **options).tokens()
 
     def start(self, prompt: Prompt | Prompts, **options: Unpack[Options]) -> Run:
-        """Prepare a run. The run reads its prompts when `tokens()` is called.
+        """Prepare a generation. The prompts are read only when the method `tokens()` of the result
+        is called.
 
         Args:
             prompt: Text, chat messages, ids int64 `[N]`, or a list of prompts.
             **options: See `Options`.
 
         Returns:
-            A run. Its method `tokens()` yields the same tokens as `stream`.
+            A `Run`. Its method `tokens()` yields the same tokens as `stream`.
 
         Raises:
             ValueError: A prompt is empty, or an option is out of range.
@@ -355,8 +359,8 @@ class Decoder:
     def explain(self, *, batch: int = 1, **options: Unpack[Options]) -> str:
         """Describe how a decode step would run: dtype, kernels, CUDA graph and index, with reasons.
 
-        Some facts are unknown before a layer contains tokens; the text says so. To describe a run
-        in progress, call its method `explain`.
+        Some facts are unknown before a layer contains tokens; the text says so. To describe a
+        generation in progress, call the method `explain` of its `Run`.
 
         Args:
             batch: Number of prompts.
@@ -373,8 +377,10 @@ class Decoder:
         return self._begin([torch.zeros(1, dtype=torch.int64)] * batch, **options).explain()
 
     def _turn(self, prompt: Prompt, session: OpenSession, *, cue: bool = True) -> Turn:
-        """Encode a prompt as a continuation of a session. Raise ValueError if the prompt is empty
-        or invalid."""
+        """Convert a prompt that continues a session to token ids.
+
+        Raises ValueError if the prompt is empty or invalid.
+        """
         check_tokenizer(self.tokenizer, [prompt])
         turn = next_turn(self.tokenizer, prompt, session, session.length, cue=cue)
         check_prompt(turn.ids, self.config.vocabulary)
@@ -400,7 +406,10 @@ class Decoder:
         graphs: bool = True,
         fused: bool = True,
     ) -> Run:
-        """Make a run for encoded prompts. Raise ValueError if an option is out of range."""
+        """Make a `Run` (one generation) for encoded prompts.
+
+        Raise ValueError if an option is out of range.
+        """
         chunk = self._chunk(chunk, batch=len(rows))
         check.at_least("max_new_tokens", max_new_tokens, 1)
         check.flag("graphs", graphs)
@@ -467,7 +476,11 @@ class Decoder:
         return self._reading.kernels if runs else None
 
     def _follow(self) -> None:
-        """Read the model again if it has changed. Raise ValueError if it cannot."""
+        """Read the weights again if the model has changed.
+
+        Raise ValueError if the decoder cannot do this, because its weights are copies, or if it
+        does not support the changed model.
+        """
         if not self._reading.current:
             self._reading = self._reading.read_again()
 

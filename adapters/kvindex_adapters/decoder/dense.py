@@ -20,7 +20,7 @@ class DenseAttention:
 
     Args:
         scale: Factor by which `q·k` is multiplied before the softmax.
-        capacity: Number of tokens for which memory is allocated first.
+        capacity: Number of tokens for which the first append allocates memory.
     """
 
     def __init__(self, scale: float, capacity: int = STEP) -> None:
@@ -30,7 +30,7 @@ class DenseAttention:
         self._valid: Tensor | None = None
         # the attributes from here on are used only by decode steps in a CUDA graph
         self._kernels = False  # whether a Triton kernel computes the attention
-        self._count = self._starts = torch.empty(0, dtype=torch.int64)  # [1], [B] on the device
+        self._count = self._starts = torch.empty(0, dtype=torch.int64)  # [1] and [B], on the device
         self._device_count = -1  # the value that the host expects in `_count`
         self._read = 0
         self._reads: object = (
@@ -95,8 +95,8 @@ class DenseAttention:
         self._length = end
 
     def reserve(self, tokens: int) -> None:
-        """Set the number of tokens for which memory is allocated first. Has no effect once there
-        are tokens."""
+        """Set the number of tokens for which the first append allocates memory. After the first
+        append, this call has no effect."""
         if not self._length:
             self._capacity = max(self._capacity, tokens)
 
@@ -114,7 +114,8 @@ class DenseAttention:
         """Remove the tokens that were appended after `checkpoint`."""
         self.truncate(checkpoint)
 
-    # Decode steps in a CUDA graph. Their kernels read the number of tokens from device memory.
+    # The methods below run decode steps in a CUDA graph. The kernels of such a step read the number
+    # of tokens from device memory.
 
     def capture_refusal(self) -> str | None:
         """Return the reason why a CUDA graph cannot run the next step, or None if it can."""
@@ -124,7 +125,9 @@ class DenseAttention:
         """Prepare the buffers and the token count on the device for a captured step.
 
         Returns:
-            An object that stays the same while a captured graph is valid, or None without tokens.
+            An object that represents the present buffers. A CUDA graph that was captured earlier is
+            still valid if this call returns the same object as before. None if the layer contains
+            no tokens.
         """
         if not self._length:
             return None
@@ -132,8 +135,8 @@ class DenseAttention:
         if self._length != self._device_count:
             self._count.fill_(self._length)
             self._device_count = self._length
-        # number of positions that the captured step reads: the Triton kernel stops at the last
-        # token, and plain torch masks the later positions
+        # Number of positions that the captured decode step may read. Positions after the last token
+        # have no effect: the Triton kernel does not read them, and plain torch masks them.
         read = self._capacity if self._kernels else -(-(self._length + 1) // STEP) * STEP
         if self._reads is None or read != self._read:
             self._reads, self._read = object(), read
@@ -142,8 +145,10 @@ class DenseAttention:
         return self._reads
 
     def captured_step(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Append one token to each sequence and compute its attention, with the count on the
-        device."""
+        """Append one token to each sequence, and compute its attention.
+
+        A CUDA graph can capture this, because the device counts the tokens.
+        """
         self._keys.index_copy_(2, self._count, keys)
         self._values.index_copy_(2, self._count, values)
         self._count += 1
@@ -161,7 +166,10 @@ class DenseAttention:
         )
 
     def count_replay(self) -> None:
-        """Count the token that a replay of `captured_step` has appended."""
+        """Add 1 to the number of tokens that the host knows.
+
+        Call this after each replay of a CUDA graph that contains `captured_step`.
+        """
         self._length += 1
         self._device_count += 1
 
@@ -188,7 +196,10 @@ class DenseAttention:
         return grown
 
     def _mark(self, start: int, end: int, valid: Tensor | None) -> None:
-        """Record which of the tokens from `start` to `end` are padding. None means no padding."""
+        """Record which of the tokens from `start` to `end` are padding.
+
+        `valid` is False for padding tokens. If it is None, no token is padding.
+        """
         if valid is None:
             return
         if self._valid is None:

@@ -1,7 +1,7 @@
 """`TokenGraph`: run a whole decode step as one CUDA graph.
 
-Each replay computes embedding, layers and logits, chooses the next token, and advances its
-position. The host launches a few replays before it reads the chosen tokens from pinned memory.
+Each replay computes embedding, layers and logits, chooses the next token, and increases the
+position by 1. The host launches a few replays before it reads the chosen tokens from pinned memory.
 Between replays it counts tokens and updates the layers' local windows.
 """
 
@@ -17,7 +17,7 @@ from kvindex_adapters.decoder.sampling import Sampler
 from kvindex_adapters.decoder.session import Session
 
 WARM = 1
-"""Number of decode steps that run before a graph is captured. They compile the kernels."""
+"""Number of decode steps that run before a CUDA graph is captured. They compile the kernels."""
 
 
 class TokenGraph:
@@ -73,7 +73,11 @@ class TokenGraph:
         self._session.count_replay()
 
     def _same(self, reads: list[object]) -> bool:
-        """Return True if the graph is valid for these results of the layers' `prepare_replay`."""
+        """Return True if there is a CUDA graph that is still valid.
+
+        It is valid if the method `prepare_replay` of each layer has now returned the same object as
+        before the capture. `reads` contains the objects that the method has now returned.
+        """
         pairs = zip(reads, self._reads, strict=True)
         return self._graph is not None and all(new is old for new, old in pairs)
 

@@ -71,7 +71,10 @@ def add_block(
 
 
 def logits(hidden: Tensor, weights: Weights) -> Tensor:
-    """Apply the final norm and the head to hidden states `[B, hidden]`. Return logits `[B, V]`."""
+    """Apply the final norm and the output head to hidden states `[B, hidden]`.
+
+    Return logits `[B, V]`.
+    """
     return whole(linear(normalize(hidden, weights.norm), weights.head), weights)
 
 
@@ -83,8 +86,11 @@ def attend(
     head_dim: int,
     valid: Tensor | None,
 ) -> Tensor:
-    """Compute the attention block of a layer, `[B, T, hidden]`. Attention is zero for padding
-    tokens."""
+    """Compute the output of the attention block of a layer, `[B, T, hidden]`.
+
+    `hidden` contains the normalized inputs of the block. The attention output of padding tokens is
+    set to zero before the output projection.
+    """
     queries = rotate(heads(hidden, layer.query, layer.query_norm, head_dim), *angles)
     keys = rotate(heads(hidden, layer.key, layer.key_norm, head_dim), *angles)
     values = heads(hidden, layer.value, None, head_dim)
@@ -132,6 +138,6 @@ def linear(hidden: Tensor, projection: Linear) -> Tensor:
     """Multiply `hidden` by a projection matrix, and add the bias. FP8 matrices are first converted
     to the dtype of `hidden`."""
     weight, bias, scale = projection
-    if scale is not None:  # exact, because the scales are powers of two
+    if scale is not None:  # this product is exact, because the scales are powers of two
         weight = weight.to(hidden.dtype) * scale[:, None].to(hidden.dtype)
     return functional.linear(hidden, weight, bias)

@@ -1,4 +1,7 @@
-"""`OpenSession`: a token sequence that `Decoder` calls extend, and that can be forked and saved."""
+"""`OpenSession`: a token sequence that can be extended, forked and saved.
+
+Calls of `Decoder.read` and `Decoder.generate` extend it.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,10 @@ from kvindex_adapters.llama.fused import Fused
 class OpenSession(Session):
     """A token sequence that several calls of `Decoder.read` and `Decoder.generate` extend.
 
-    `Decoder.session` opens one.
+    `Decoder.session` makes an object of this class.
 
     Args:
-        reading: The weights, and the model from which they were read.
+        reading: The decoder's weights, and the model from which they were read.
         attentions: The attention object of each layer, without tokens.
         fused: Kernels for decode steps, or None to use plain torch.
     """
@@ -156,11 +159,11 @@ class OpenSession(Session):
                 raise
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Save the session to a folder: all layers, known ids and messages, and the model's
-        identity.
+        """Save the session to a folder.
 
-        `load` reads the folder; a cache of `kvhf.attach` can read it as well. A call that fails
-        leaves no folder behind.
+        The folder contains the KV cache and index of each layer, the token ids and messages if
+        they are known, and data that identify the model. `load` reads the folder. A cache of
+        `kvhf.attach` can read it as well. A call that fails leaves no folder behind.
 
         Args:
             folder: Path of a folder that does not exist yet.
@@ -206,8 +209,11 @@ class OpenSession(Session):
             self._position += self.length
 
     def _saved_model(self) -> PreTrainedModel:
-        """Return the model whose identity is saved or compared. Raise ValueError if the weights are
-        copies."""
+        """Return the transformers model from which the session's weights were read.
+
+        `save` stores a fingerprint of this model, and `load` compares it. Raise ValueError if the
+        decoder's weights are copies (FP8 weights, or a shard of the heads).
+        """
         if self._weights.ranks is not None:
             raise ValueError(
                 "session: got a session of a decoder with ranks=; save and load need a decoder in "
@@ -232,10 +238,11 @@ def _roll_back(layer: Layer, checkpoint: Any) -> Layer:
 
 
 def _restorer(layer: Layer, keep: int) -> Callable[[], Layer]:
-    """Return a function that restores the layer's present tokens after a truncation to `keep`.
+    """Return a function that undoes a later truncation of the layer to `keep` tokens.
 
-    A checkpoint of the layer is not enough, because new tokens overwrite those that the truncation
-    removes.
+    The function restores the tokens that the layer contains now. For this, they are copied. A
+    checkpoint of the layer would not be enough, because tokens that are appended after the
+    truncation overwrite the removed tokens.
     """
     if isinstance(layer, AttentionLayer):
         copied = deepcopy(layer)

@@ -22,12 +22,17 @@ from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.llama.weights import Weights
 
 OnChunk = Callable[[layers.Attention, int, int], None]
-"""Callback after a layer has processed a chunk. Its arguments are the layer's attention object, and
-the first and end position of the chunk."""
+"""Function that is called after a layer has processed a chunk of the prompt.
+
+Its arguments are the layer's attention object, and the first and end position of the chunk.
+"""
 
 
 class PromptLayer:
-    """Prefills an empty attention layer, with the prompt's keys and values in a shared buffer."""
+    """Prefills an empty attention layer.
+
+    The keys and values of the prompt are in a buffer that all layers use one after another.
+    """
 
     def __init__(self, layer: AttentionLayer, buffer: Rows) -> None:
         self._layer, self._buffer = layer, buffer
@@ -114,6 +119,9 @@ def has_plain_steps(layer: AttentionLayer) -> bool:
 
 
 def _buffer(config: DecoderConfig, hidden: Tensor) -> Rows:
-    """Allocate keys and values `[B, G, N, D]` for hidden states `[B, N, hidden]`."""
+    """Allocate a buffer for the keys and values `[B, G, N, D]` of a layer.
+
+    `hidden` contains the hidden states of the prompt, `[B, N, hidden]`.
+    """
     shape = len(hidden), config.kv_heads, hidden.shape[1], config.head_dim
     return Rows(hidden.new_empty(shape), hidden.new_empty(shape))

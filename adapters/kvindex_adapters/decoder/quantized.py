@@ -45,10 +45,13 @@ def _layer(layer: LayerWeights) -> LayerWeights:
 
 
 def _together(*linears: Linear) -> list[Linear]:
-    """Quantize matrices into one contiguous tensor, and their scales into another."""
+    """Quantize several matrices.
+
+    The FP8 values are in one contiguous tensor, and the scales in another.
+    """
     from kvindex_cuda.triton import Matrix, stack, to_fp8  # imported here, because it is optional
 
-    whole = stack(*(to_fp8(Matrix(linear.weight)) for linear in linears))  # without biases
+    whole = stack(*(to_fp8(Matrix(linear.weight)) for linear in linears))  # biases are not stacked
     sizes = [len(linear.weight) for linear in linears]
     parts = (torch.split(part, sizes) for part in whole if part is not None)
     made = zip(linears, *parts, strict=True)

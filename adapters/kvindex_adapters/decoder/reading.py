@@ -28,8 +28,10 @@ from kvindex_adapters.llama.shards import shard
 from kvindex_adapters.llama.weights import Weights, read_weights
 
 _version = attrgetter("_version")
-"""Get a tensor's version counter, which each in-place write increments. torch has no public name
-for it."""
+"""Function that returns a tensor's version counter, which each in-place write increments.
+
+torch has no public attribute for this counter.
+"""
 
 
 class Reading:
@@ -53,8 +55,9 @@ class Reading:
         self.model = None if self._copied else model
         """The model, or None if the weights are copies."""
         self._source, self._facts = ref(model), _facts(read, config, ropes)
-        # The key is a weak reference to the model. When the model is freed, so is the value, which
-        # refers to the model's tensors.
+        # A dictionary with one entry, whose key is a weak reference to the model. The value refers
+        # to the model's tensors. When nothing else refers to the model, the entry and these tensors
+        # are freed.
         self._states = WeakKeyDictionary({model: (ModuleState(model), self._versions(model))})
         made = read if weights == PLAIN else quantize(read)
         if ranks is not None:
@@ -102,7 +105,8 @@ class Reading:
             A new object with the present weights.
 
         Raises:
-            ValueError: The weights are copies (FP8 or a shard).
+            ValueError: This object has copies of the model's weights, because they are in FP8 or
+                sharded.
         """
         if self.model is None:
             raise ValueError(
@@ -121,14 +125,16 @@ class Reading:
         """
         if not self.current:
             raise ValueError(
-                "model: got a model whose weights or settings were replaced after this session was "
-                "opened or this run started; open a new session, or start a new run, and read the "
-                "text again"
+                "model: got a model whose weights or settings were replaced after the session was "
+                "opened or the run was started; open a new session or start a new run, and pass "
+                "the text again"
             )
 
     def _versions(self, model: PreTrainedModel) -> list[int]:
-        """Return the version counters of the model's parameters, or [] if the weights are not
-        copies."""
+        """Return the version counters of the model's parameters, which in-place writes increment.
+
+        The list is empty if the decoder's weights are not copies.
+        """
         if not self._copied:
             return []
         return [_version(one) for one in model.parameters() if not one.is_inference()]
@@ -142,8 +148,10 @@ def _ropes(model: Any) -> Ropes:
 def _facts(
     weights: Weights, config: DecoderConfig, ropes: Mapping[int, Tensor | None]
 ) -> list[Any]:
-    """List tensor addresses and settings, for comparison with a later state of the model. The list
-    keeps no tensor alive."""
+    """List tensor addresses and settings of a model, to notice later changes of the model.
+
+    The list refers to no tensor, so it does not keep memory allocated.
+    """
     frequencies = [weights.rotary.frequencies, *ropes.values()]
     body = {**vars(weights), "layers": None, "rotary": weights.rotary.factor}
     leaves = tree_leaves([body, *map(vars, weights.layers)])

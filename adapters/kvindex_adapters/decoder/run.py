@@ -22,7 +22,7 @@ class Run:
 
     Args:
         session: A session. If it already contains tokens, the prompt continues them.
-        reading: The weights with which the session was opened.
+        reading: The object that read the model's weights for this session.
         ids: The prompts, int64 `[B, N]`.
         sampling: Sampling parameters.
         max_new_tokens: Maximum number of tokens in an answer.
@@ -87,7 +87,7 @@ class Run:
         return self.session.explain(graphs=self.graphs)
 
     def cut(self, tokens: list[Tensor]) -> list[Tensor]:
-        """Cut each answer after its first stop token.
+        """Truncate each answer after its first stop token.
 
         Args:
             tokens: The tensors that `tokens()` yielded, int64 `[B]` each.

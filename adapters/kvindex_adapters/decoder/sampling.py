@@ -146,8 +146,11 @@ class Sampler:
         scores = logits.float() / self._sampling.temperature
         scores = keep_top_k(scores, self._sampling.top_k)
         scores = keep_top_p(scores, self._sampling.top_p)
-        # `times[i] / p[i]` is exponentially distributed with rate `p[i]`. So it is the smallest of
-        # these quotients, and `p[i] / times[i]` the largest, with probability `p[i]`.
+        # Choose token `i` with probability `p[i]`, without waiting for the device. `times[i]` is a
+        # random number from the exponential distribution with rate 1, so `times[i] / p[i]` has the
+        # exponential distribution with rate `p[i]`. Therefore token `i` has the smallest quotient
+        # `times[i] / p[i]` of all tokens with probability `p[i]`. The code below finds it as the
+        # token with the largest `p[i] / times[i]`.
         times = torch.empty_like(scores).exponential_(generator=self.generator)
         return (scores.softmax(-1) / times.clamp_min(torch.finfo(torch.float32).tiny)).argmax(-1)
 

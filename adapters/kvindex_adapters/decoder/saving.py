@@ -29,10 +29,10 @@ def save_session(
 
     Args:
         folder: Path of a folder that does not exist yet.
-        attentions: The attention object of each layer, with tokens.
-        ids: Int64 `[N]`, or None if unknown.
+        attentions: The attention object of each layer, which contains the keys and values to save.
+        ids: Ids of the saved tokens, int64 `[N]`, or None if unknown.
         model: The model that read the tokens.
-        conversation: The messages of these ids, or None.
+        conversation: The messages that the saved tokens encode, or None if unknown.
 
     Raises:
         ValueError, OSError, RuntimeError: See `kvindex_adapters.hf.cache.saving.save_cache`.
@@ -50,7 +50,7 @@ def load_session(
 
     Args:
         folder: A folder that `save_session` or a cache of `kvhf.attach` has written.
-        attentions: The attention object of each layer, without tokens.
+        attentions: The attention object of each layer, which must be empty.
         model: The model that read the tokens.
 
     Returns:

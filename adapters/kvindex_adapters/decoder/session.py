@@ -1,5 +1,7 @@
-"""`Session`: the tokens of a batch of sequences in all layers, and the steps that append to
-them."""
+"""`Session`: a batch of token sequences in all layers of the decoder.
+
+It reads prompts and runs decode steps, which append tokens to the sequences.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from kvindex_adapters.llama.weights import Weights
 
 
 class Attention(layers.Attention, Protocol):
-    """Protocol for the attention of one layer, whose decode steps a CUDA graph can capture."""
+    """Protocol for the attention of one layer. A CUDA graph can capture its decode steps."""
 
     def capture_refusal(self) -> str | None:
         """Return the reason why a CUDA graph cannot run the next decode step, or None if it can."""
@@ -40,24 +42,29 @@ class Attention(layers.Attention, Protocol):
         """Prepare a capture or a replay.
 
         Returns:
-            An object that stays the same while a captured graph is valid, or None if this step must
-            run without a graph.
+            An object that represents the layer's present state for CUDA graphs. A graph that was
+            captured earlier is still valid if this call returns the same object as before. None if
+            this step must run without a graph.
         """
         ...
 
     def captured_step(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Append one token to each sequence and compute its attention, with token counts on the
-        device."""
+        """Append one token to each sequence, and compute its attention.
+
+        A CUDA graph can capture this, because the device counts the tokens.
+        """
         ...
 
     def count_replay(self) -> None:
-        """Count the token that a graph replay has appended."""
+        """Increase the host's number of tokens by 1 after a replay of the graph."""
         ...
 
 
 class Captured(NamedTuple):
-    """Wraps a layer so that `step` calls its `captured_step`. A CUDA graph can then capture the
-    forward pass."""
+    """A wrapper around a layer whose `step` calls `captured_step` of the layer.
+
+    With wrapped layers, a CUDA graph can capture the forward pass.
+    """
 
     layer: Attention
 
@@ -113,8 +120,8 @@ class Session:
         Args:
             ids: Int64 `[B, N]`.
             chunk: Approximate number of tokens of each prompt to compute at a time.
-            room: Number of tokens per sequence, including later ones, for which to reserve memory
-                concurrently with the computation.
+            room: Reserve memory for this number of tokens per sequence while the prompt is read.
+                The number includes the tokens that will follow the prompt.
             report: Called with the phase, the number of tokens done, and the total number.
 
         Returns:
@@ -189,8 +196,7 @@ class Session:
     def capture_refusal(self) -> str | None:
         """Return the reason why a CUDA graph cannot run the next decode step, or None if it can.
 
-        Returns:
-            Number and reason of the first layer that prevents a graph, or None.
+        The text names the first layer that cannot run in a CUDA graph, and says why it cannot.
         """
         for number, layer in enumerate(self._attentions):
             why = layer.capture_refusal()
@@ -203,8 +209,8 @@ class Session:
         """Prepare all layers for the capture or the replay of `captured_step`.
 
         Returns:
-            The object that each layer's `prepare_replay` returned, or None if this step must run
-            without a graph.
+            A list with one object per layer, the result of the layer's `prepare_replay`. None if
+            this decode step must run without a CUDA graph.
         """
         if self.length < self._longest:
             return None
@@ -219,8 +225,7 @@ class Session:
     @in_plain_torch
     @torch.no_grad()
     def captured_step(self) -> Tensor:
-        """Run one decode step that a CUDA graph can capture. Token counts are updated on the
-        device.
+        """Run one decode step that a CUDA graph can capture. The device counts the tokens.
 
         Call `count_replay` after each replay. Token ids are not passed to the indexes; a layer
         whose index needs ids prevents the capture.
@@ -233,7 +238,7 @@ class Session:
         return logits
 
     def count_replay(self) -> None:
-        """Count the token that a replay of `captured_step` has appended."""
+        """After a replay of `captured_step`, add 1 to the lengths that the host has recorded."""
         self.length += 1
         for layer in self._attentions:
             layer.count_replay()
