@@ -39,7 +39,7 @@ class Captured:
 
 
 class _Recorder(Wrapper):
-    """A wrapper around an index that records the queries of all tokens after the first `start`."""
+    """Wrapper around an index that records all queries after those of the first `start` tokens."""
 
     own = frozenset({ObservesQueries})
 

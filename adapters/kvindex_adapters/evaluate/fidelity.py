@@ -1,7 +1,7 @@
 """Compare a model with an index and the same model with full attention, token by token.
 
-Both read the same tokens (teacher forcing). The results are the KL divergence of the next-token
-distributions, the fraction of equal predictions, and recall.
+The model reads the same tokens in both cases (teacher forcing). The results are the KL divergence
+of the next-token distributions, the fraction of equal predictions, and recall.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Fidelity:
         steps: Number of decode steps. With 0 steps, `kl_mean` and `agreement` are 0.
         kl_mean: KL divergence of the next-token distribution with the index from that with full
             attention, in nats.
-        agreement: Fraction of steps in which both give the same most likely token.
+        agreement: Fraction of steps in which the most likely token with the index is that of full
+            attention.
         recall_at_k: Fraction of the `k` tokens with the largest logits of a query head that the
             index retrieved, as a mean over layers and heads. None if no step searched.
         recall_limit: `recall_at_k` of an exact search that retrieves as many tokens per KV head.
@@ -108,10 +109,10 @@ def followed(
     *,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Fidelity:
-    """Compare a model with an index, which has read a prompt, with given logits of full attention.
+    """Compare a model that attends through an index with given logits of full attention.
 
-    The model reads the continuation token by token. Its indexes are wrapped in `MeasureRecall`, and
-    remain so after this call.
+    The cache already contains a prompt. The model reads the continuation of the prompt token by
+    token. Its indexes are wrapped in `MeasureRecall`, and remain so after this call.
 
     Args:
         model: The attached model.

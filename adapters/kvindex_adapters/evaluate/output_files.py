@@ -110,13 +110,13 @@ def write_json(path: Path, result: Any, *, indent: int = 1) -> None:
 
 
 def save_figure(figure: Any, path: Path, *, dpi: int) -> None:
-    """Write a figure of matplotlib completely, or raise OSError and leave the file unchanged."""
+    """Save a matplotlib figure to a file. If this fails, raise OSError and keep the old file."""
     with replacing(path, "plot") as new:
         figure.savefig(new, dpi=dpi)
 
 
 def output(*endings: str) -> Callable[[str], Path]:
-    """Return a function for argparse's `type=` that checks that an output file can be written.
+    """Return a function for `type=` of argparse, which checks that an output file can be written.
 
     Args:
         endings: Allowed file extensions. Without any, all extensions are allowed.
@@ -133,7 +133,7 @@ def output(*endings: str) -> Callable[[str], Path]:
 
 
 def _temporary(path: Path) -> Path:
-    """Return a temporary name with the extension of `path`, in the same folder.
+    """Return the path of a temporary file in the folder of `path`, with the same extension.
 
     If `path` is a link, the folder is that of the link's target.
     """

@@ -17,10 +17,10 @@ from kvindex.layer.retrieval import attend_over, output_of, rows_to_ask
 class ParallelLayer(AttentionLayer):
     """An attention layer that can run the decode steps of several known tokens in parallel.
 
-    The tokens of a continuation are known in advance when an index is compared with full attention.
-    The index does not change until the next tokens are appended to it, so all steps before that can
-    search in one batch. Afterwards the index gets the queries of these steps in their order. Only
-    one sequence without padding is supported.
+    The tokens are known in advance if an index is compared with full attention on a given text. The
+    index does not change until the next tokens are appended to it, so all decode steps until then
+    can search in one batch. Afterwards the index gets the queries of these steps in their order.
+    Only one sequence without padding is supported.
 
     Raises:
         ValueError: The index cannot search for several steps in one batch (it lacks the capability
@@ -39,10 +39,10 @@ class ParallelLayer(AttentionLayer):
         self._begun = True
 
     def pause(self) -> None:
-        """Stop running decode steps in parallel.
+        """Return to the behaviour of `AttentionLayer`, until the next call of `begin`.
 
-        Until the next `begin`, a call of `step` with one token is a decode step, and a call with
-        several tokens reads a part of a prompt.
+        A call of `step` with one token is then a decode step, and a call with several tokens reads
+        a part of a prompt.
         """
         self._begun = False
 
@@ -58,9 +58,11 @@ class ParallelLayer(AttentionLayer):
         ids: Tensor | None = None,
         visible: Tensor | None = None,
     ) -> Tensor:
-        """Compute attention for `T` tokens, as `T` decode steps if `begin` was called.
+        """Compute attention for `T` tokens.
 
-        The outputs equal those of `T` calls of `AttentionLayer.step` with one token each.
+        After a call of `begin`, each of the `T` tokens is a decode step of its own. The outputs
+        then equal those of `T` calls of `AttentionLayer.step` with one token each. Without `begin`,
+        this method calls `AttentionLayer.step` once, with all `T` tokens.
 
         Args:
             queries: Queries `[1, H, T, D]`.

@@ -19,7 +19,8 @@ from kvindex_adapters.hf.generation.prefill import prefill
 
 
 class _Averager(Wrapper):
-    """A wrapper around an index that computes the mean of the layer's queries."""
+    """A wrapper that computes the mean of all queries that an attention layer passes to its
+    index."""
 
     own = frozenset({ObservesQueries})
 
@@ -60,7 +61,7 @@ def calibrate_centers(
             and the number of all tokens.
 
     Returns:
-        Number of a layer -> options of the layer's index.
+        A dict from the number of a layer to the options of the layer's index.
 
     Raises:
         ValueError: `ids` has a wrong shape or fewer than two tokens, the model's rotary frequencies

@@ -79,7 +79,7 @@ def measure(
 
 
 def bytes_per_key(index: str, head_dim: int) -> dict[str, float]:
-    """Return the memory that an index needs per key in bytes, as name of the data -> bytes.
+    """Return how many bytes an index needs per key, as a dict with one entry per kind of data.
 
     Keys are bfloat16 with `head_dim` coordinates.
     """
@@ -93,7 +93,7 @@ def bytes_per_key(index: str, head_dim: int) -> dict[str, float]:
 def _prepare(
     layer: Captured, spec: str, prompt: int, first: int | None
 ) -> tuple[KVIndex, Tensor, Tensor]:
-    """Return a filled index, queries `[T, H, D]`, and the exact scores `q·k`, `[T, H, N]`.
+    """Return an index with the keys, the queries `[T, H, D]`, and the exact `q·k`, `[T, H, N]`.
 
     The index serves `T` sequences with the same keys, one for each query.
     """
@@ -118,7 +118,7 @@ def _prepare(
 
 
 def _flags(ids: Tensor, scores: Tensor) -> Tensor:
-    """Return a bool tensor in the shape of `scores`, True at the token ids in `ids`."""
+    """Return a bool tensor in the shape of `scores`, True at the token positions `ids`."""
     width = scores.shape[-1]
     flags = torch.zeros((*scores.shape[:-1], width + 1), dtype=torch.bool, device=scores.device)
     return flags.scatter_(-1, torch.where(ids < 0, width, ids), True)[..., :width]

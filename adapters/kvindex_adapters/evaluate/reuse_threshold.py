@@ -50,8 +50,8 @@ class Calibration:
     """The result of a calibration.
 
     Args:
-        tau: The smallest threshold with a sufficient overlap.
-        points: The effects of all thresholds that were tried, in ascending order.
+        tau: The smallest threshold that reaches the required `Point.overlap`.
+        points: The measured effect of each threshold, in ascending order of the thresholds.
     """
 
     tau: float
@@ -59,7 +59,7 @@ class Calibration:
 
     @property
     def chosen(self) -> Point:
-        """The effect of the chosen threshold `tau`."""
+        """The measured results for the chosen threshold `tau`."""
         return next(point for point in self.points if point.tau == self.tau)
 
 
@@ -113,7 +113,7 @@ def calibrate_tau(
 def calibrated(
     layers: Sequence[Captured], *, k: int, overlap: float, taus: Sequence[float] = TAUS
 ) -> Calibration:
-    """Find the threshold as `calibrate_tau` does, for queries and keys that are already captured.
+    """Find the threshold `tau` as `calibrate_tau` does, from queries and keys captured earlier.
 
     The first captured query is that of the token before the first decode step.
     """
@@ -145,7 +145,7 @@ def _similarities(layer: Captured) -> Tensor:
 
 
 def _best(layer: Captured, k: int) -> Tensor:
-    """Return the ids of the `k` tokens that an exact search retrieves in each decode step.
+    """Return the positions of the `k` tokens that an exact search retrieves in each decode step.
 
     The shape is `[T - 1, G, k]`, int64.
     """

@@ -36,7 +36,7 @@ class Steps(Protocol):
         ...
 
     def rollback(self, checkpoint: Any) -> None:
-        """Restore the state of the KV cache that `checkpoint` returned."""
+        """Restore the KV cache to a state that the method `checkpoint` returned before."""
         ...
 
 
@@ -63,14 +63,17 @@ class Limit:
     def of(
         cls, model: PreTrainedModel, most: int, settled: Callable[[list[int]], bool] = _never
     ) -> Self:
-        """Make a limit whose end tokens are those of the model's generation configuration."""
+        """Create a `Limit` whose tokens `ends` are the EOS tokens of the model's generation config.
+
+        The other arguments are those of the class.
+        """
         config: Any = model.generation_config
         end = None if config is None else config.eos_token_id
         ends = () if end is None else (end,) if isinstance(end, int) else tuple(end)
         return cls(most, ends, settled)
 
     def reached(self, answer: list[int]) -> bool:
-        """Return True if generation stops after these tokens, of which there is at least one."""
+        """Return True if generation stops after these tokens of an answer (at least one token)."""
         return len(answer) >= self.most or answer[-1] in self.ends or self.settled(answer)
 
 
@@ -83,8 +86,9 @@ def continued(
         steps: The model and its KV cache, which contains all tokens but the last one of `answer`.
         answer: Token ids of the beginning of the answer.
         limit: The conditions under which the answer ends.
-        guesses: Texts, as token ids, that the answer may contain. While the end of the answer
-            equals the beginning of a guess, the model reads the rest of that guess in one pass.
+        guesses: Token ids of texts that the answer may contain. If the last tokens of the answer
+            are the beginning of such a text, the rest of the text is used as draft tokens, which
+            the model verifies in one forward pass.
     """
     answer = list(answer)
     while not limit.reached(answer):
@@ -96,11 +100,12 @@ def continued(
 
 
 def checked(indexed: Indexed, draft: list[int], limit: Limit) -> list[int]:
-    """Generate the answer of a model with an index that has read the prompt.
+    """Generate the answer of a model with an index. Its cache already contains the prompt.
 
     The first token is that of full attention, because attention is exact while a prompt is read. If
-    the index supports parallel decode steps, they accept tokens of the draft up to the first that
-    is not the most likely token with the index. The other tokens are generated one by one.
+    the index supports parallel decode steps, these steps verify tokens of the draft: they accept
+    all tokens before the first one that is not the most likely token with the index. The remaining
+    tokens are generated one by one.
 
     Args:
         indexed: The model with the index.
@@ -117,10 +122,10 @@ def checked(indexed: Indexed, draft: list[int], limit: Limit) -> list[int]:
 
 
 def expected(answer: list[int], guesses: Sequence[list[int]]) -> list[int]:
-    """Return the tokens that a guess expects after the answer.
+    """Predict the next tokens of an answer from texts that it may contain (guesses).
 
-    Of all guesses, choose the one with the longest beginning that equals the end of the answer, and
-    return the rest of that guess. Return an empty list if no beginning equals the end.
+    Compare the beginning of each guess with the end of the answer. Choose the guess with the
+    longest match, and return the rest of its tokens. Return an empty list if no guess matches.
     """
     rest, longest = list[int](), 0
     for guess in guesses:
@@ -132,10 +137,10 @@ def expected(answer: list[int], guesses: Sequence[list[int]]) -> list[int]:
 
 
 def _most_likely(steps: Steps, token: int, ahead: list[int]) -> list[int]:
-    """Read `token`, then those tokens of `ahead` that are the most likely ones.
+    """Verify the draft tokens `ahead`, which may follow `token`, in one forward pass.
 
-    Return the accepted tokens of `ahead`, followed by the most likely next token, which the model
-    has not read.
+    Draft tokens are accepted up to the first that is not the most likely token. Return the accepted
+    tokens, followed by the most likely next token, which the model has not read.
     """
     before = steps.checkpoint()
     found = _after(steps, [token, *ahead])

@@ -1,7 +1,7 @@
 """Measure decode steps that read a given text, with full attention and with an index.
 
-Measured are the KL divergence from full attention, recall, the keys and values that a step reads,
-time, and memory.
+The results are the KL divergence from full attention, recall, the number of keys and values that a
+step reads, time, and memory.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ class Steady:
 
 
 def dense_cost(full: FullAttention, ids: Tensor) -> Steady:
-    """Measure decode steps of full attention that read tokens with ids int64 `[T]`."""
+    """Measure time and memory of decode steps with full attention.
+
+    Each step reads one token of `ids`, int64 `[T]`. The KV cache is restored afterwards.
+    """
     before = full.checkpoint()
     forget_peak()
     step_s = _timed(full, ids)
@@ -62,9 +65,10 @@ def dense_cost(full: FullAttention, ids: Tensor) -> Steady:
 
 
 def cost(indexed: Indexed, ids: Tensor, *, k: int) -> Steady:
-    """Measure decode steps with an index that read tokens with ids int64 `[T]`.
+    """Measure time and memory of decode steps with an index.
 
-    Each step retrieves `k` tokens per KV head. The index is restored afterwards.
+    Each step reads one token of `ids`, int64 `[T]`, and retrieves `k` tokens per KV head. The index
+    is restored afterwards.
     """
     with indexed.branch(k):
         forget_peak()
@@ -105,9 +109,9 @@ def divergence(
         k: Number of tokens to retrieve per KV head in each step.
 
     Returns:
-        KL divergence of the prediction with the index from that of full attention, in nats, float64
-        `[T]`; bool `[T]`, True where both have the same most likely token; and what the searches
-        have found.
+        Three results: the KL divergence of the prediction with the index from that of full
+        attention, in nats, float64 `[T]`; bool `[T]`, True where the two predictions have the same
+        most likely token; and the recall and coverage of the searches.
     """
     parts = []
     with indexed.branch(k), watched(indexed.layers) as found:
@@ -133,7 +137,10 @@ def _rows_found(layer: AttentionLayer) -> float:
 
 
 def _timed(steps: Steps, ids: Tensor) -> float:
-    """Return the median time in seconds of decode steps that run one after another."""
+    """Run up to `UNTIMED + TIMED` decode steps one after another.
+
+    Return their median time in seconds, without the first `UNTIMED` steps.
+    """
     times = []
     for token in ids[: UNTIMED + TIMED, None]:
         start = time.perf_counter()

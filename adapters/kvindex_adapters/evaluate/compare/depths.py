@@ -12,10 +12,11 @@ PARTS = 10
 
 
 def depth_rows(records: Records) -> Iterator[dict[str, Any]]:
-    """Yield a row with the accuracy for each index, `k`, prompt length and tenth of the context.
+    """Yield table rows that show how accuracy depends on where in the context the answer is.
 
-    Only tasks with a single answer count, because several answers have no single position. The
-    field `depth` is the position at which the tenth begins, from 0 to 0.9.
+    The context is divided into ten equal parts. There is a table row for each index, `k`, prompt
+    length and part. Its field `depth` is the position at which the part begins, from 0 to 0.9. Only
+    tasks with a single answer are used, because several answers have no single position.
     """
     found: dict[Any, list[float]] = {}
     for key, record in records.of(ANSWERS):

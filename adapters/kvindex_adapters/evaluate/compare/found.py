@@ -1,4 +1,4 @@
-"""Measure how many of the right rows the searches of a model find, with the model's own queries."""
+"""Measure how many of the best rows an index finds, with the queries that a model computes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ class Found:
 
     Attributes:
         searches: Number of searches, one for each query head, decode step and layer.
-        recall: Sum of the fractions of the `k` rows with the largest `q·k` that were retrieved.
-        coverage: Sum of the attention weights of the retrieved rows. The weights of all rows in the
-            index add up to 1.
+        recall: Sum of the recalls of all searches. The recall of a search is the fraction of the
+            `k` rows with the largest `q·k` that the search has retrieved.
+        coverage: Sum of the attention weights of the retrieved rows, over all searches. In each
+            search, the weights of all rows in the index add up to 1.
         weighted: Whether a search returned log weights, because the index samples rows. Recall and
             coverage of such an index are low by design.
     """
@@ -38,7 +39,10 @@ class Found:
     weighted: bool = False
 
     def means(self) -> dict[str, float | None]:
-        """Return the means of `recall` and `coverage` by name, or None if nothing has searched."""
+        """Return a dict with the means of `recall` and `coverage`.
+
+        Both are None if no search has run.
+        """
         n = self.searches
         return {
             name: float(total) / n if n else None
@@ -79,19 +83,20 @@ class Found:
 
 
 class Watching(Wrapper):
-    """Wrapper that adds up in a `Found` what the searches of an index find.
+    """Wrapper around an index that adds the recall and coverage of each search to a `Found`.
 
     Args:
         inner: The index.
-        found: The sums, which several indexes may share.
+        found: The sums of recall and coverage. Several indexes may add to the same `Found`.
     """
 
-    lacks = frozenset({AppendsAsync, Attends})  # the layer must call `search`
+    # the wrapper hides these capabilities of the index, so that the layer calls `search`
+    lacks = frozenset({AppendsAsync, Attends})
 
     def __init__(self, inner: KVIndex, found: Found) -> None:
         super().__init__(inner)
         self._found = found
-        self._whole = inner  # `expand_batch` replaces `inner` by a view of it
+        self._whole = inner  # `expand_batch` replaces the attribute `inner` by a view of the index
 
     def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
         """Search the wrapped index, and compare the hits with exact scores."""
@@ -109,7 +114,11 @@ class Watching(Wrapper):
 
 @contextmanager
 def watched(layers: Sequence[AttentionLayer]) -> Iterator[Found]:
-    """Compare the searches of layers in a `with` block with exact scores."""
+    """Context manager that measures recall and coverage of all searches in the given layers.
+
+    It yields a `Found` object. Each search inside the `with` block adds its recall and coverage to
+    the sums in this object.
+    """
     found, before = Found(), [layer.index for layer in layers]
     for layer, index in zip(layers, before, strict=True):
         layer.index = Watching(index, found)

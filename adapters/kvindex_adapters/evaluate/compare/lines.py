@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 class Point(NamedTuple):
-    """A point `(x, y)` of a line, with the ends of the confidence interval of `y`."""
+    """A point `(x, y)` of a line plot, with the ends of the confidence interval of `y`."""
 
     x: int
     y: float
@@ -70,10 +70,11 @@ def panels(summary: dict[str, Any]) -> list[Panel]:
 
 
 def named(panels: Sequence[Panel]) -> list[str]:
-    """Choose at most `NAMED` lines that get a label.
+    """Choose at most `NAMED` lines of the plots that get a label.
 
-    These are the lines of full attention, of the index "exact" and of the first index (each with
-    its last `k`), then the lines with the best mean.
+    First come full attention, the index "exact" and the first index of the comparison. If one of
+    these has several lines, one for each `k`, only its last line is chosen. Then come the lines
+    with the best mean value in the first plot.
     """
     lines = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     last = {name.partition(", k = ")[0]: name for name in lines}
@@ -84,9 +85,9 @@ def named(panels: Sequence[Panel]) -> list[str]:
 
 
 def _mean(panel: Panel, name: str) -> float:
-    """Return the mean of a line, with its sign changed if larger values are better.
+    """Return the mean of the values of an index in a plot, as a number for sorting.
 
-    So the best line has the smallest result.
+    The mean is negated if larger values are better. So the best index has the smallest result.
     """
     values = [point.y for point in panel.lines[name]]
     mean = sum(values) / len(values)
@@ -96,20 +97,21 @@ def _mean(panel: Panel, name: str) -> float:
 def _lines(
     rows: Sequence[Row], along: str, several: bool, names: Sequence[str], least: float = 0.0
 ) -> dict[str, list[Point]]:
-    """Return the points of each line.
+    """Return the points of each line of a line plot.
 
     Args:
-        rows: Rows of a table of the summary.
+        rows: The measured results: rows of a table of the summary.
         along: Quantity on the horizontal axis: "tokens" (prompt length) or "k".
         several: Whether an index has a separate line for each `k`.
-        names: Names of the fields with the value and the two ends of its confidence interval.
-        least: Lower limit. Smaller values are replaced by it.
+        names: Names of the fields of a row that contain the value and the two ends of its
+            confidence interval.
+        least: Lower end of the vertical axis. Smaller values are replaced by it.
     """
     xs = sorted({row[along] for row in rows} - {None})
     lines: dict[str, list[Point]] = {}
     for row in rows:
         name = f"{row['index']}, k = {row['k']}" if several and row["k"] else row["index"]
-        places = [row[along]] if row[along] else xs  # full attention has no k
+        places = [row[along]] if row[along] else xs  # full attention is the same at every `k`
         line = lines.setdefault(name, [])
         line += [Point(x, *(max(row[value], least) for value in names)) for x in places]
     return {name: sorted(line) for name, line in lines.items()}

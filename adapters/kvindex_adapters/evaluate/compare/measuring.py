@@ -34,11 +34,14 @@ If an index or a task fails, the kind of the key is "failure", and the result is
 """
 
 Loaded = tuple[PreTrainedModel, Any, Tensor]
-"""A model, its tokenizer, and the token ids int64 `[N]` of the text for comparing predictions."""
+"""A model, its tokenizer, and a text as token ids, int64 `[N]`.
+
+On this text, next-token predictions are compared.
+"""
 
 
 def load(model: str, text: str, **options: Any) -> Loaded:
-    """Load a model and its tokenizer, and encode a text.
+    """Load a model and its tokenizer, and convert a text to token ids.
 
     `options` are passed to `load_model.load`.
     """
@@ -53,7 +56,7 @@ class Measuring:
     Args:
         model: The transformers model.
         tokenizer: The tokenizer of the model.
-        text: Token ids int64 `[N]` of the text for comparing predictions.
+        text: Token ids int64 `[N]` of the text on which next-token predictions are compared.
         settings: Settings that all results of the comparison share.
         plan: The indexes, tasks and prompt lengths to measure.
 
@@ -90,9 +93,9 @@ class Measuring:
                 yield from self._through(reading, list(keys))
 
     def _reading(self, key: Key) -> InstanceReading | TextReading | ValueError:
-        """Read a text or a prompt of a task with full attention.
+        """Let the model read a text, or a prompt of a task, with full attention.
 
-        Return an error if the task has no prompt as short as `key.tokens`.
+        Return a ValueError if the task cannot make a prompt of at most `key.tokens` tokens.
         """
         if key.task is None:
             return TextReading(self.model, self.text[: key.tokens], self.settings.steps)
@@ -106,7 +109,7 @@ class Measuring:
     def _through(
         self, reading: InstanceReading | TextReading, keys: list[Key]
     ) -> Iterator[Measured]:
-        """Measure one index, and yield one result for each `k`."""
+        """Measure one index on one text or prompt, and yield one result for each `k`."""
         index, left = keys[0].index, list(keys)
         assert index is not None
         try:
@@ -129,7 +132,7 @@ def _attach_options(tokenizer: Any, settings: Settings, index: str) -> dict[str,
 
 
 def in_words(error: Exception) -> str:
-    """Return the message of an error, with the type's name before it unless it is a ValueError."""
+    """Return an error as text: its message or, unless it is a ValueError, its type and message."""
     words = str(error) or type(error).__name__
     return words if isinstance(error, ValueError) else f"{type(error).__name__}: {words}"
 

@@ -13,8 +13,8 @@ import torch
 def forget_peak() -> None:
     """Reset the peak memory of this process, so that `peak` measures from now on.
 
-    Where the operating system does not support this, the peak of host memory is that since the
-    process began.
+    If the operating system does not support this, `peak` returns the peak of host memory since the
+    start of the process.
     """
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -23,7 +23,10 @@ def forget_peak() -> None:
 
 
 def peak() -> dict[str, int]:
-    """Return the peak memory since `forget_peak` in bytes, as "host", and as "device" on a GPU."""
+    """Return the peak memory in bytes since the call of `forget_peak`.
+
+    The result has the key "host" and, if there is a GPU, the key "device".
+    """
     found = {"host": _host()}
     if torch.cuda.is_available():
         found["device"] = torch.cuda.max_memory_allocated()

@@ -1,9 +1,9 @@
 """Draw the plots of a comparison's report.
 
-With several prompt lengths or several `k`, an index is a line. A few lines have a name; the others
-are gray. Named lines differ in color and in the shape of their markers. People with color blindness
-can tell the colors apart (Okabe and Ito, 2008). With one prompt length and one `k`, an index is a
-dot with its name.
+If several prompt lengths or several `k` were measured, each index is drawn as a line. A few lines
+are labeled with the name of the index; the others are gray. Labeled lines differ in color and in
+the shape of their markers. People with color blindness can distinguish the colors (Okabe and Ito,
+2008). If only one prompt length and one `k` were measured, each index is drawn as a labeled dot.
 """
 
 from __future__ import annotations
@@ -39,7 +39,14 @@ DOT = 0.42
 
 @dataclass(frozen=True)
 class Theme:
-    """Colors of a plot: text, background, lines without a name, and lines with a name."""
+    """Colors of a plot.
+
+    Attributes:
+        ink: Color of texts.
+        paper: Color of the background.
+        gray: Color of lines that have no name in the legend.
+        colors: Colors of lines that have a name.
+    """
 
     ink: str
     paper: str
@@ -99,7 +106,7 @@ def as_address(figure: Figure) -> str:
 def _draw(
     ax: Axes, panel: Panel, names: Sequence[str], theme: Theme, *, below: bool = False
 ) -> None:
-    """Draw a plot, with the names of the lines at their ends, or below the plot."""
+    """Draw a plot. The name of each line is at its end, or below the plot if `below` is True."""
     if _height_of_dots(panel):
         _dots(ax, panel, theme)
         return
@@ -194,7 +201,10 @@ def _names(ax: Axes, ends: Sequence[Point], names: Sequence[str], colors: Sequen
 
 
 def _apart(heights: Sequence[float]) -> list[float]:
-    """Return ascending heights in [0, 1] moved so that neighbors are at least `GAP` apart."""
+    """Move the labels of lines up or down, so that neighboring labels are at least `GAP` apart.
+
+    `heights` are the vertical positions of the labels as fractions of the plot, ascending.
+    """
     placed: list[float] = []
     for height in heights:
         placed.append(max(height, placed[-1] + GAP) if placed else max(height, 0.0))

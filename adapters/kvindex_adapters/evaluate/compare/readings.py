@@ -1,4 +1,4 @@
-"""Read a text or a prompt of a task once with full attention, then measure all indexes on it."""
+"""Read a text, or the prompt of a task, once with full attention, and measure all indexes on it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ DIGITS = 6
 class InstanceReading:
     """A prompt of a task that a model with full attention has read and answered.
 
-    `context` is the part of the prompt before the questions, which is copied to each index. `own`
-    is the result of full attention.
+    `context` has the keys and values of the prompt before the questions, which are copied to each
+    index. `own` is the result of full attention.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, instance: Instance) -> None:
@@ -44,7 +44,12 @@ class InstanceReading:
         self.own = self._record([draft for _, draft, _ in self._asked])
 
     def through(self, indexed: Indexed, k: int) -> Record:
-        """Let a model with an index, which has read the context, answer; return the result."""
+        """Answer the questions with an index, and return the scores and answers.
+
+        Args:
+            indexed: A model with an index that contains the context.
+            k: Number of tokens that each decode step retrieves per KV head.
+        """
         answers = []
         for chunk, draft, limit in self._asked:
             with indexed.branch(k):
@@ -60,7 +65,12 @@ class InstanceReading:
 
 
 class TextReading:
-    """A text that full attention has read, with the logits at the last `steps` tokens."""
+    """A text that a model has read with full attention. Indexes are measured on its last tokens.
+
+    The last `steps` tokens of the text are read one by one. The logits at these tokens are stored,
+    to compare them with those of indexes. `context` is the text before these tokens, which is
+    copied to each index. `own` is the result of full attention.
+    """
 
     def __init__(self, model: PreTrainedModel, ids: Tensor, steps: int) -> None:
         full, ids = FullAttention(model), ids.to(model.device)
@@ -72,7 +82,12 @@ class TextReading:
         self.own = self._record(torch.zeros(steps), torch.ones(steps), everything, cost)
 
     def through(self, indexed: Indexed, k: int) -> Record:
-        """Compare a model with an index, which has read the text before the last `steps` tokens."""
+        """Measure an index on the last `steps` tokens of the text, and return the result.
+
+        Args:
+            indexed: A model with an index that contains all earlier tokens of the text.
+            k: Number of tokens that each decode step retrieves per KV head.
+        """
         cost = continuation.cost(indexed, self._steps, k=k)
         kl, same, found = continuation.divergence(indexed, self._steps, self._logits, k=k)
         return self._record(kl, same, {**found.means(), "weighted": found.weighted}, cost)
@@ -87,7 +102,7 @@ def _settled(instance: Instance, tokenizer: Any, number: int, answer: list[int])
 
 
 def _as_ids(tokenizer: Any, answers: tuple[str, ...]) -> list[list[int]]:
-    """Encode each right answer twice: with and without a space before it."""
+    """Convert each right answer to token ids twice: without and with a space before it."""
     texts = [space + answer for answer in answers for space in ("", " ")]
     return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 

@@ -64,7 +64,10 @@ class Records:
         return key in self._found
 
     def of(self, kind: str) -> Iterator[tuple[Key, Record]]:
-        """Return the keys and results of one kind, oldest first."""
+        """Return all results of one kind (`TEXT`, `ANSWERS` or `FAILURE`) with their keys.
+
+        The oldest result comes first.
+        """
         return ((key, record) for key, record in self._found.items() if key.kind == kind)
 
     def add(self, key: Key, record: Record) -> None:
@@ -72,7 +75,7 @@ class Records:
         self._write({**asdict(key), **record})
 
     def forget(self, key: Key) -> None:
-        """Remove a result, for example an error whose measurement is to be repeated."""
+        """Remove a result, for example an error, so that the measurement can be repeated."""
         if key in self._found:
             self._write({**asdict(key), "gone": True})
 

@@ -86,7 +86,7 @@ class FullAttention:
         return [dict(vars(layer)) for layer in self.cache.layers]
 
     def rollback(self, checkpoint: list[dict[str, Any]]) -> None:
-        """Restore the state of the KV cache that `checkpoint` returned."""
+        """Restore the KV cache to a state that the method `checkpoint` returned before."""
         for layer, before in zip(self.cache.layers, checkpoint, strict=True):
             vars(layer).update(before)
 
@@ -96,12 +96,13 @@ class FullAttention:
 
 
 class ReplayLayer(ParallelLayer):
-    """An attention layer with an index that can copy the keys and values of a prompt.
+    """An attention layer that can copy the keys and values of a prompt instead of computing them.
 
-    It accepts any index. Decode steps run in parallel if the index supports it (see `parallel`).
-    Tokens are appended to the index when a block of tokens or the buffer of the local window is
-    full. This happens after the same tokens for every index, so that all indexes search the same
-    tokens.
+    The layer accepts any index. Decode steps run in parallel if the index supports it
+    (`evaluate/parallel.py`).
+
+    Tokens move from the window into the index at the same positions of the text for every index. So
+    at each decode step, all indexes contain and search the same tokens.
     """
 
     def __init__(self, index: KVIndex, **options: Any) -> None:
@@ -112,7 +113,7 @@ class ReplayLayer(ParallelLayer):
 
     @property
     def parallel(self) -> bool:
-        """True if the index supports parallel decode steps between `begin` and `pause`."""
+        """True if the index can run several decode steps in parallel, as one batch."""
         return capability(self.index, ExpandsBatch) is not None
 
     def fill(self, keys: Tensor, values: Tensor, ids: Tensor) -> None:
@@ -133,7 +134,8 @@ class ReplayLayer(ParallelLayer):
 
 
 class Indexed:
-    """A model with an index, and its KV cache, into which prompts are copied.
+    """A model with an index and a KV cache. Prompts are read once with full attention, and their
+    keys and values are copied to this cache.
 
     Args:
         model: The attached model.
@@ -168,8 +170,9 @@ class Indexed:
     def read(self, chunk: Chunk) -> None:
         """Append successive tokens of a prompt to the cache.
 
-        Their keys and values are copied. Only if the index uses the queries of a prompt, the model
-        reads the tokens again.
+        The keys and values of the tokens are copied from `chunk`, where they were stored when the
+        model read the prompt with full attention. If the index also uses the queries of the prompt,
+        the model reads the tokens again instead.
         """
         if self._observes:
             with torch.no_grad():
@@ -191,14 +194,14 @@ class Indexed:
         return self.cache.checkpoint()
 
     def rollback(self, checkpoint: Any) -> None:
-        """Restore the state of the KV cache that `checkpoint` returned."""
+        """Restore the KV cache to a state that the method `checkpoint` returned before."""
         self.cache.rollback(checkpoint)
 
     @contextmanager
     def branch(self, k: int) -> Iterator[None]:
-        """Let decode steps in a `with` block retrieve `k` tokens per KV head.
+        """Context manager inside which decode steps retrieve `k` tokens per KV head.
 
-        The end of the block restores the state of the KV cache at its beginning.
+        At the end of the `with` block, the KV cache is restored to its state at the beginning.
         """
         before = self.checkpoint()
         for layer in self.layers:
@@ -210,16 +213,20 @@ class Indexed:
             self.rollback(before)
 
     def begin(self) -> None:
-        """Run tokens of later `step` calls as parallel decode steps, if the index supports it."""
+        """From now on, process each token that a call of `step` receives as a decode step.
+
+        The decode steps of one call run in parallel, as one batch. If the index does not support
+        this, `begin` has no effect.
+        """
         for layer in self.layers:
             if layer.parallel:
                 layer.begin()
 
     def pause(self) -> None:
-        """Stop running decode steps in parallel.
+        """Undo the effect of `begin`.
 
-        From now on, a call of `step` with one token is a decode step, and a call with several
-        tokens reads a part of a prompt.
+        From now on, a call of `step` with one token is a decode step, and a call of `step` with
+        several tokens reads them as a part of a prompt.
         """
         for layer in self.layers:
             layer.pause()

@@ -16,7 +16,7 @@ class Comparison(Measuring):
     Args:
         model: The transformers model.
         tokenizer: The tokenizer of the model.
-        text: Token ids int64 `[N]` of the text for comparing predictions.
+        text: Token ids int64 `[N]` of the text on which next-token predictions are compared.
         settings: Settings that all results of the comparison share.
         plan: The indexes, tasks and prompt lengths to measure.
         records: The file of results. New results are appended.

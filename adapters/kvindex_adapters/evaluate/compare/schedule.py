@@ -31,11 +31,12 @@ where some decode steps run one after another. These numbers only affect the pro
 
 @dataclass(frozen=True)
 class Work:
-    """A text, or a prompt of a task, on which full attention and indexes are to be measured.
+    """One text, or one prompt of a task, and the measurements to make on it.
 
     Args:
-        reading: Key of the result of full attention, which names the text or prompt.
-        keys: Keys of the missing results. Keys of the same index are adjacent.
+        reading: Identifier (`Key`) of the result with full attention on this text or prompt. It
+            also identifies the text or prompt itself.
+        keys: Identifiers of all missing results. Those of the same index are adjacent.
     """
 
     reading: Key
@@ -43,7 +44,7 @@ class Work:
 
 
 class Schedule:
-    """The texts and prompts of a plan for which results are missing.
+    """The measurements that a comparison still has to make, grouped by text or prompt.
 
     `texts` are to be measured one at a time, because their decode steps are timed. `instances`, the
     prompts of tasks, can be measured in parallel.
@@ -69,7 +70,7 @@ class Schedule:
     ) -> None:
         self._plan, self._records, self._jobs = plan, records, jobs
         self._compares_text = settings.steps > 0
-        self._failed: set[tuple[str | None, int]] = set()  # index, tokens
+        self._failed: set[tuple[str | None, int]] = set()  # pairs of an index and a prompt length
         records.run_on(describe(settings.device))
         self._forget_failures()
         works = [
@@ -81,9 +82,10 @@ class Schedule:
         self._done, self._total = 0, sum(self._size(key) for work in works for key in work.keys)
 
     def begin(self, works: list[Work]) -> Iterator[Work]:
-        """Yield the texts or prompts of `works` one by one.
+        """Yield the texts or prompts in `works` one by one, each with the measurements to make.
 
-        Once an index has failed, its other measurements at the same prompt length are left out.
+        If an index has failed at some prompt length, its other measurements at this length are left
+        out.
         """
         for work in works:
             failed = {key for key in work.keys if (key.index, key.tokens) in self._failed}
@@ -100,7 +102,7 @@ class Schedule:
             self._progress(key, key)
 
     def end(self, work: Work) -> None:
-        """Report to the progress bar that the measurements on a text or prompt are complete."""
+        """Tell the progress bar that all measurements on a text or prompt are complete."""
         self._progress(work.reading, *(key for key in work.keys if key not in self._records))
 
     def _progress(self, what: Key, *done: Key) -> None:
@@ -123,7 +125,8 @@ class Schedule:
     def _size(self, key: Key) -> int:
         """Estimate the time for one result, in arbitrary units that are the same for all results.
 
-        A text counts once for each process, because the other processes are idle in the meantime.
+        The estimate for a text is multiplied by the number of processes, because one process
+        measures the text while all others are idle.
         """
         effort = READING if key.index == FULL else STEPPING if key.kind == TEXT else 1
         return effort * key.tokens * (self._jobs if key.kind == TEXT else 1)

@@ -1,4 +1,4 @@
-"""The settings of a comparison, which all results share, and the plan of what is measured."""
+"""The settings that all results of a comparison share, and the plan that lists what to measure."""
 
 from __future__ import annotations
 
@@ -91,7 +91,9 @@ class Plan:
         lists: dict[str, tuple[Any, ...]] = dict(index=self.indexes, k=self.ks, tokens=self.tokens)
         for name, values in {**lists, "tasks": self.tasks}.items():
             if len(set(values)) < len(values):
-                raise ValueError(f"{name}: got {list(values)}, allowed is each value once")
+                raise ValueError(
+                    f"{name}: got {list(values)}, allowed is a list without repeated values"
+                )
         for name, values in lists.items():
             if not values:
                 raise ValueError(f"{name}: got no value, allowed is one value or more")

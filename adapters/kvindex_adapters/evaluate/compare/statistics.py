@@ -56,8 +56,9 @@ def in_blocks(values: Sequence[float], size: int) -> list[float]:
 def sign_test(differences: Sequence[float]) -> float:
     """Return the two-sided p-value of the sign test.
 
-    This is the probability that the signs of the differences are at least this uneven by chance.
-    Differences of zero do not count. For right and wrong answers, it is McNemar's exact test.
+    This is the probability of signs that are at least as uneven as those of `differences`, if both
+    signs were equally likely. Differences of zero do not count. If a difference compares a right
+    answer with a wrong one, this is McNemar's exact test.
     """
     signs = np.sign(differences)
     fewer, n = int(min((signs > 0).sum(), (signs < 0).sum())), int((signs != 0).sum())
@@ -79,9 +80,9 @@ def holm(probabilities: Sequence[float]) -> list[float]:
 
 
 def _means(values: ArrayLike) -> NDArray[np.float64]:
-    """Draw resamples of `n` values, and return the mean of each resample.
+    """Return the mean of each bootstrap resample of `n` values.
 
-    The shape is `[RESAMPLES]` for values `[n]`, and `[RESAMPLES, C]` for values `[n, C]`.
+    The result is `[RESAMPLES]` for values `[n]`, and `[RESAMPLES, C]` for values `[n, C]`.
     """
     values = np.asarray(values, dtype=float)
     return _counts(len(values)) @ values / len(values)
@@ -89,7 +90,10 @@ def _means(values: ArrayLike) -> NDArray[np.float64]:
 
 @functools.lru_cache(maxsize=4)
 def _counts(n: int) -> NDArray[np.float64]:
-    """Return how often each resample contains each of the `n` values, `[RESAMPLES, n]`."""
+    """Make the bootstrap's resamples of `n` values, `[RESAMPLES, n]`.
+
+    Each element is the number of times that a resample contains a value.
+    """
     return np.random.default_rng(SEED).multinomial(n, [1 / n] * n, RESAMPLES).astype(float)
 
 

@@ -31,9 +31,10 @@ MARGIN = 0.02
 
 Row = dict[str, Any]
 Who = tuple[str, int]
-"""Name of an index with its `k`, or `FULL` (full attention) with 0."""
+"""The name of an index and its `k`. For full attention, the name is `FULL` and `k` is 0."""
 Instances = dict[tuple[Any, int, Any], float]
-"""(task, tokens, seed) of a prompt -> fraction of its questions that were answered right."""
+"""Maps (task, tokens, seed) of a prompt to the fraction of its questions that were answered right.
+"""
 
 
 def summarize(settings: Settings, records: Records) -> dict[str, Any]:
@@ -77,7 +78,10 @@ def _asks(task: str) -> str:
 
 
 def _sorted(answers: dict[Who, Instances], place: int) -> list[Any]:
-    """Return the names of all tasks (`place` 0) or all prompt lengths (`place` 1), sorted."""
+    """Return all task names (`place` = 0) or all prompt lengths (`place` = 1) in `answers`.
+
+    The list is sorted and contains each value once.
+    """
     return sorted({of[place] for instances in answers.values() for of in instances})
 
 
@@ -110,7 +114,7 @@ def _bases(all_of: list[Who]) -> list[str]:
 def _differences(answers: dict[Who, Instances], base: str) -> Iterator[Row]:
     """Yield the difference in accuracy between each index and `base` with the same `k`.
 
-    Only prompts that both have answered count.
+    Only prompts that were answered both with the index and with `base` count.
     """
     for who, instances in answers.items():
         other = answers.get((base, 0 if base == FULL else who[1]))
@@ -127,8 +131,9 @@ def _differences(answers: dict[Who, Instances], base: str) -> Iterator[Row]:
 def _corrected(rows: list[Row]) -> list[Row]:
     """Add corrected p-values to the rows (Holm's correction for multiple comparisons).
 
-    Rows are corrected together if they have the same base and the same kind of scope: one task or
-    all tasks, and one prompt length or all lengths.
+    Each row compares an index with a base: full attention or another index. Rows are corrected
+    together if they have the same base and the same kind of scope: one task or all tasks, and one
+    prompt length or all lengths.
     """
     families: dict[Any, list[Row]] = {}
     for row in rows:
@@ -141,9 +146,9 @@ def _corrected(rows: list[Row]) -> list[Row]:
 
 
 def _rows_needed(differences: list[Row]) -> list[Row]:
-    """Return the smallest `k` with which each index is as accurate as full attention.
+    """Find the smallest `k` with which each index is as accurate as full attention.
 
-    There is a row for each index, task and prompt length.
+    The result is a list of table rows: one for each index, task and prompt length.
     """
     losses: dict[Any, dict[int, float]] = {}
     for row in differences:
@@ -164,16 +169,18 @@ def _least(losses: dict[int, float]) -> int | None:
     """
     least = None
     for k in sorted(losses, reverse=True):
-        if losses[k] > MARGIN + 1e-9:  # a loss equal to the margin is allowed despite rounding
+        if losses[k] > MARGIN + 1e-9:  # 1e-9: a loss equal to the margin may be rounded up
             break
         least = k
     return least
 
 
 def _over(losses: dict[int, float], exact: dict[int, float]) -> float | None:
-    """Return the `k` that an index needs, divided by the `k` that the index `exact` needs.
+    """Compare how many rows `k` an index and the index `exact` need for accurate answers.
 
-    Return None unless both were measured with the same values of `k`.
+    Return the smallest sufficient `k` of the index (`_least`), divided by that of `exact`. Return
+    None if one of the two numbers is unknown, or if the index was not measured with the same values
+    of `k` as `exact`.
     """
     ends = _least(losses), _least(exact)
     if losses.keys() != exact.keys() or ends[0] is None or ends[1] is None:
@@ -182,7 +189,7 @@ def _over(losses: dict[int, float], exact: dict[int, float]) -> float | None:
 
 
 def _texts(records: Records) -> list[Row]:
-    """Return a row with divergence and costs for each index, `k` and length of the text."""
+    """Return a table row for each index, `k` and text length, with the divergence and the costs."""
     texts = {(key.tokens, key.index, key.k): record for key, record in records.of(TEXT)}
     rows = []
     for (tokens, index, k), record in texts.items():
@@ -193,7 +200,7 @@ def _texts(records: Records) -> list[Row]:
 
 
 FOUND = ("coverage", "recall")
-"""Fields with what searches have found. The summary copies them from each result on a text."""
+"""Fields with the quality of searches. The summary copies them from each result on a text."""
 
 COSTS = ("step_s", "rows_read", "rows_full", "rows_found", "step_bytes", "nbytes", "peak_bytes")
 """Fields with the costs of a decode step, which the summary copies as well."""
@@ -202,8 +209,8 @@ COSTS = ("step_s", "rows_read", "rows_full", "rows_found", "step_bytes", "nbytes
 def _divergence(record: Record, exact: Record | None) -> Row:
     """Return the mean KL divergence of an index and its agreement with full attention.
 
-    If the index `exact` was measured, its divergence is the base of a third value: the ratio of
-    both divergences. Each value comes with a 95% confidence interval.
+    If the index `exact` was measured, there is a third value: the index's divergence divided by
+    that of `exact`. Each value comes with a 95% confidence interval.
     """
     kl, same = in_blocks(record["kl"], BLOCK), record["same"]
     row: Row = {"steps": len(same), "kl": sum(record["kl"]) / len(same)}

@@ -89,7 +89,11 @@ COSTS = (
 
 
 def _means(rows: Sequence[Row]) -> list[Cell]:
-    """Return cells with the divergence and costs of one index, as means over the text lengths."""
+    """Return the table cells of one index: its KL divergence, recall, time and memory (`COSTS`).
+
+    Each cell is a mean over the text lengths, except the last one, which is the largest peak
+    memory.
+    """
     if not rows:
         return [EMPTY] * len(COSTS)
 
@@ -120,9 +124,10 @@ def _found(rows: Sequence[Row], name: str) -> Cell:
 
 
 def _rows_of(rows: Sequence[Row]) -> str:
-    """Return how many rows per KV head a step reads, and how many of them the index retrieves.
+    """Describe how many rows per KV head a step reads, and how many of them the index retrieves.
 
-    Return an empty text for full attention, and for several lengths.
+    `rows` has one element for each length of text that was measured. With several lengths, and for
+    full attention, return an empty string.
     """
     if len(rows) > 1 or rows[0]["index"] == FULL:
         return ""
@@ -260,10 +265,10 @@ def _failures(summary: dict[str, Any]) -> Table:
 
 
 def _repeats(summary: dict[str, Any], row: Row) -> bool:
-    """Return True if another row has the same content.
+    """Return True if another row of the table has the same content as `row`.
 
-    The row of a single task equals that of all tasks, and the row of a single prompt length equals
-    that of all lengths.
+    If the comparison has only one task, the row for this task repeats the row for all tasks. If it
+    has only one prompt length, the row for this length repeats the row for all lengths.
     """
     one_task, one_length = len(summary["tasks"]) < 2, len(summary["tokens"]) < 2
     return (one_task and row["task"] is not None) or (one_length and row["tokens"] is not None)

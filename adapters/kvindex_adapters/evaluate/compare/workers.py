@@ -65,10 +65,11 @@ class ParallelComparison:
         check.at_least("jobs", self.jobs, 1)
 
     def run(self, on_progress: Progress = lambda done, total, what: None) -> None:
-        """Run the measurements of the plan that have no result yet, and store the results.
+        """Run those planned measurements that have no result yet, and store their results.
 
-        Texts come first. One process measures them while all others are idle, so that the others do
-        not slow down the timed decode steps.
+        The measurements on whole texts come first, because they time decode steps. A single process
+        runs them, and no other process works at that time. Afterwards, `jobs` processes answer
+        prompts.
 
         Raises:
             ChildProcessError: A process failed. The message is that of the process. Results that
@@ -121,7 +122,7 @@ def _context() -> Any:
 
     New processes are forks of a server process, which has imported torch but has not used a GPU.
     """
-    if "forkserver" not in get_all_start_methods():  # Windows
+    if "forkserver" not in get_all_start_methods():  # on Windows
         return get_context("spawn")
     context = get_context("forkserver")
     context.set_forkserver_preload([Measuring.__module__])
@@ -129,8 +130,9 @@ def _context() -> Any:
 
 
 class _Worker:
-    """A process that makes measurements, a pipe to the process, and the text or prompt that it
-    measures at present."""
+    """A worker process, which makes measurements, and a pipe to it. `work` is the text or prompt
+    that the worker process is measuring.
+    """
 
     def __init__(self, number: int, load: Load, settings: Settings, plan: Plan) -> None:
         context = _context()
@@ -143,10 +145,10 @@ class _Worker:
         end.close()
 
     def give(self, work: Work | None, threads: int) -> None:
-        """Let the process measure `work` with this number of threads. None: do nothing."""
+        """Let the process measure `work` with `threads` threads. Do nothing if `work` is None."""
         self.work = work
         if work is not None:
-            with suppress(BrokenPipeError):  # `take` reports the reason
+            with suppress(BrokenPipeError):  # the process has ended; `take` reports the reason
                 self.pipe.send((work, threads))
 
     def take(self) -> Measured | None:
@@ -173,7 +175,8 @@ def _serve(pipe: Connection, number: int, load: Load, settings: Settings, plan: 
 
     The function returns when the other end of the pipe is closed.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that libraries free resources
+    # exit normally after SIGTERM, so that libraries free resources
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     if settings.device == "cuda":  # distribute the processes over all GPUs
         torch.cuda.set_device(number % torch.cuda.device_count())
     measuring = functools.cache(lambda: _loaded(load, settings, plan))
@@ -199,7 +202,7 @@ def _loaded(load: Load, settings: Settings, plan: Plan) -> Measuring:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Let processes that start in a `with` block ignore Ctrl-C.
+    """Context manager inside which new processes ignore Ctrl-C.
 
     Only the main process reacts to Ctrl-C, and then stops the others.
     """

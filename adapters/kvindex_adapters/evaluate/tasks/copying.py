@@ -29,7 +29,8 @@ def copy(rng: random.Random, parts: int) -> Draft:
 
 
 def _passages() -> list[str]:
-    """Return paragraphs that are long enough and whose first words occur only once."""
+    """Return paragraphs that a question can ask for: they are long enough, and no other paragraph
+    begins with the same words."""
     openings = Counter(" ".join(text.split()[:OPENING]) for text in paragraphs())
     return [
         text

@@ -46,7 +46,8 @@ class Draft:
     def depth(self) -> float | None:
         """Return the position of the answer in the context, from 0 (beginning) to 1 (end).
 
-        Return None unless the draft has one answer in total, which occurs once in the context.
+        The result is None if there are several answers, or if the answer does not occur exactly
+        once in the context.
         """
         wanted = [text for asked in self.questions for text in asked.answers]
         exact = self.questions[0].metric is contains and len(wanted) == 1
@@ -58,8 +59,9 @@ class Draft:
 def encode(tokenizer: Any, draft: Draft, *, task: str, seed: int) -> Instance:
     """Encode a draft as token ids.
 
-    The ids of the context are the common prefix of the prompts with each question. A prompt without
-    a question is compared, too, so that the context contains no part of a question.
+    The context is the longest common beginning of the ids of all prompts, one prompt per question.
+    The comparison also includes a prompt with an empty question, so that the context contains no
+    part of a question.
     """
     prompts = [_prompt(tokenizer, draft, asked) for asked in draft.questions]
     shared = _shared_length([_prompt(tokenizer, draft, Asked("", ())), *prompts])
@@ -71,7 +73,7 @@ def encode(tokenizer: Any, draft: Draft, *, task: str, seed: int) -> Instance:
 
 
 def longest(tokenizer: Any, draft: Draft) -> int:
-    """Return the length in tokens of the context with the longest question."""
+    """Return the number of tokens of the longest prompt: the context and its longest question."""
     alone = Draft("", draft.questions)
     asked = max(draft.questions, key=lambda asked: len(_prompt(tokenizer, alone, asked)))
     return len(_prompt(tokenizer, draft, asked))

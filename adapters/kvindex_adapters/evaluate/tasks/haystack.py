@@ -18,7 +18,7 @@ def paragraphs() -> tuple[str, ...]:
 def prose(rng: random.Random, count: int) -> list[str]:
     """Return `count` paragraphs of the Python language reference in random order.
 
-    Paragraphs are repeated if there are fewer.
+    Paragraphs are repeated if `count` is larger than the number of paragraphs.
     """
     found: list[str] = []
     while len(found) < count:

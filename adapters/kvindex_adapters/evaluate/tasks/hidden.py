@@ -1,7 +1,8 @@
 """The demo's task: facts hidden in a long text, and a question about each.
 
-The task follows the single-needle task of RULER (Hsieh et al., 2024), with a wording to which
-SmolLM2-135M finds the answer with full attention. The caller provides the text.
+The task follows the single-needle task of RULER (Hsieh et al., 2024). Its questions are worded in
+such a way that SmolLM2-135M answers them correctly with full attention. The caller provides the
+text.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Needle:
 
     Args:
         key: The word that the question names.
-        value: The number that answers it.
+        value: The number that is the answer to the question.
     """
 
     key: str
@@ -37,7 +38,7 @@ class Needle:
 
     @property
     def question(self) -> str:
-        """The question about this needle."""
+        """The question whose answer is the hidden fact."""
         return f"What is the special magic number for {self.key} that the text mentions?"
 
     def found(self, answer: str) -> bool:
@@ -59,15 +60,18 @@ class Hidden:
 
     @property
     def shared(self) -> int:
-        """Number of first tokens that all prompts share: the document. Each question has two more
-        or more."""
+        """Length in tokens of the common prefix of all prompts, which contains the document.
+
+        At least two tokens of each prompt come after this prefix.
+        """
         return min(common_length(self.prompts), *(len(ids) - 2 for ids in self.prompts))
 
 
 def hide(tokenizer: Any, text: Sequence[str], *, tokens: int, seed: int, count: int = 1) -> Hidden:
-    """Make prompts of at most `tokens` tokens: paragraphs in random order, facts between them.
+    """Make prompts of at most `tokens` tokens.
 
-    A short text gives shorter prompts.
+    A prompt contains paragraphs of the text in random order, and the facts between them. If the
+    text is too short, the prompts are shorter.
 
     Args:
         tokenizer: The model's tokenizer, with a chat template.
@@ -102,7 +106,10 @@ def hide(tokenizer: Any, text: Sequence[str], *, tokens: int, seed: int, count: 
         if max(map(len, prompts)) <= tokens:  # joined paragraphs may have a few more tokens
             return Hidden(needles, prompts)
         chosen.pop()
-    raise ValueError(f"tokens: got {tokens}, allowed is enough for a paragraph of the text")
+    raise ValueError(
+        f"tokens: got {tokens}, which is too short for a prompt with even one paragraph of the "
+        "text; pass a larger number"
+    )
 
 
 def _prompt(tokenizer: Any, body: list[str], needle: Needle) -> Tensor:

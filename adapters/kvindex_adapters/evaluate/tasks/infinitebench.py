@@ -1,8 +1,8 @@
 """Tasks from the published files of InfiniteBench (Zhang et al., 2024), with its metrics.
 
-The wording of the questions differs from InfiniteBench. The name of a file determines the task. An
-answer of one word may be as long as a sentence, because chat models answer in sentences. Summaries
-are scored with ROUGE-L.
+The wording of the questions differs from InfiniteBench. The name of a file determines the task. In
+some tasks, the right answer is one word. The limit on generated tokens is nevertheless high enough
+for a sentence, because chat models answer in sentences. Summaries are scored with ROUGE-L.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def last_number(answer: str, answers: tuple[str, ...]) -> float:
 
 
 def leading_numbers(answer: str, answers: tuple[str, ...]) -> float:
-    """Return the fraction of the right numbers that the answer gives before its first error."""
+    """Return the fraction of the expected numbers that the answer gives before a wrong number."""
     given = re.findall(NUMBER, answer)
     right = 0
     while right < min(len(given), len(answers)) and given[right] == answers[right]:
@@ -75,12 +75,15 @@ FORMS: dict[str, tuple[str, Metric, int]] = {
     "math_find": ("Answer with the number.", first_number, 40),
     "math_calc": ("Write the value after each step of the calculation.", leading_numbers, 4096),
 }
-"""Name of a file -> instruction that follows its questions, metric, and maximum length of an answer
-in tokens."""
+"""Maps the name of a file to three values for its questions: the instruction that follows them, the
+metric, and the maximum length of an answer in tokens."""
 
 
 def draft(record: dict[str, Any], stem: str) -> Draft:
-    """Make a prompt from a line of the file `stem`. Raise ValueError if no task has this name."""
+    """Make a prompt from `record`, a line of an InfiniteBench file.
+
+    `stem` is the name of the file. Raise ValueError if there is no task with the name `stem`.
+    """
     if stem not in FORMS:
         raise ValueError(f"file name: got {stem!r}, allowed is one of {sorted(FORMS)}")
     ending, metric, most = FORMS[stem]

@@ -1,4 +1,7 @@
-"""A prompt of a task as token ids: a context, questions that follow it, and scores of answers."""
+"""Classes for one prompt of a task: token ids of a context and of questions about it.
+
+Each question also has its right answers, and a function that scores the model's answer.
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,10 @@ FORMATS: tuple[tuple[frozenset[str], Callable[[dict[str, Any], str], Draft]], ..
 
 @family("file")
 def from_file(path: str) -> Task:
-    """Make the task of a file. Seed `n` selects line `n % lines`, counted from 0."""
+    """Make a `Task` whose prompts are the lines of a file.
+
+    The seed of a prompt selects the line: seed `n` gives line `n % lines`, counted from 0.
+    """
     name = f"file:{path}"
 
     def make(tokenizer: Any, tokens: int, seed: int) -> Instance:
@@ -45,7 +48,11 @@ def _missing(path: str) -> str | None:
 
 @lru_cache(maxsize=1)
 def _lines(path: str, changed: int) -> list[str]:
-    """Return the lines of a file. `changed`, the time of its last change, is a key of the cache."""
+    """Return the lines of a file that are not blank.
+
+    `changed` is the time at which the file was last changed. It is an argument only so that the
+    cached result is not used after a change.
+    """
     found = [line for line in Path(path).read_text("utf-8-sig").split("\n") if line.strip()]
     if not found:
         raise ValueError(f"file: got {path!r}, which is empty; pass a file of JSON lines")
@@ -53,7 +60,10 @@ def _lines(path: str, changed: int) -> list[str]:
 
 
 def _read(line: str, stem: str) -> Draft:
-    """Make a prompt from a line. Raise ValueError if the line has none of the known formats."""
+    """Make a prompt from a line of a benchmark's file.
+
+    Raise ValueError if the line has none of the known formats.
+    """
     record = _record(line)
     for fields, draft in FORMATS:
         if fields <= record.keys():

@@ -28,7 +28,10 @@ CODE = "\n{input}\n\nWrite the next line of this code, and nothing else."
 
 
 def first_line(answer: str, answers: tuple[str, ...], metric: Metric) -> float:
-    """Score only the first line of the answer, after which a model may invent more examples."""
+    """Score only the first line of the answer, and ignore the rest.
+
+    After its answer, a model may invent more examples of the task.
+    """
     return metric(answer.lstrip("\n").split("\n")[0], answers)
 
 
@@ -74,14 +77,18 @@ FORMS: dict[str, Form] = {
     **dict.fromkeys(("passage_retrieval_en", "passage_retrieval_zh"), (RETRIEVE, numbers, 32)),
     **dict.fromkeys(("lcc", "repobench-p"), (CODE, edit_similarity, 64)),
 }
-"""Name of a data set -> its question, metric and maximum length of an answer.
+"""Maps the name of a data set to the template of its question, its metric, and the maximum length
+of an answer.
 
 The data sets `trec` and `lsht` are not included, because each of their lines has its own classes.
 """
 
 
 def draft(record: dict[str, Any], stem: str) -> Draft:
-    """Make a prompt from a line of a file. Raise ValueError if its data set is unknown."""
+    """Make a prompt from one line of a LongBench file, parsed as JSON.
+
+    Raise ValueError if the line names an unknown data set.
+    """
     name = str(record["dataset"]).removesuffix("_e")
     if name in ("trec", "lsht"):
         classes = partial(classified, classes=tuple(record["all_classes"]))

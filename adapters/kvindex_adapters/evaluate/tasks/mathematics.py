@@ -14,7 +14,10 @@ TOKENS = 4096
 
 
 def draft(record: dict[str, Any], stem: str) -> Draft:
-    """Make a prompt from a line of a file. Raise ValueError if the line has no right answer."""
+    """Make a prompt from one problem, that is, from one line of a data file, parsed as JSON.
+
+    Raise ValueError if the line contains no right answer.
+    """
     answer = record.get("answer", boxed_text(record.get("solution", "")))
     if answer is None:
         raise ValueError(
@@ -46,7 +49,7 @@ def boxed_text(text: str) -> str | None:
 
 def _plain(text: str) -> str:
     """Remove TeX commands that do not change a value, and convert numbers to Python's syntax."""
-    text = re.sub(r"\\text\{ [^}]*\}|\^\{?\\circ\}?", "", text)  # units
+    text = re.sub(r"\\text\{ [^}]*\}|\^\{?\\circ\}?", "", text)  # remove units
     text = re.sub(r"\\(?:text|mathrm|mbox)\{([^}]*)\}", r"\1", text)
     text = re.sub(r"\\(?:left|right|displaystyle|[,!;%$ ])|[\s$%]", "", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)

@@ -24,7 +24,7 @@ Both are as in RULER.
 
 @task("needle", "the number that one sentence gives for a word")
 def needle(rng: random.Random, parts: int) -> Draft:
-    """Hide one needle, and ask for its number."""
+    """Hide one needle (a sentence that gives a number for a word), and ask for the number."""
     (key, value), *_ = _pairs(rng)
     return _draft(rng, parts, [fact(key, value)], [ask(key, value)])
 
@@ -55,9 +55,12 @@ def multiquery(rng: random.Random, parts: int) -> Draft:
     return _draft(rng, parts, [fact(*pair) for pair in pairs], [asked])
 
 
-@task("needle-haystack", "the number of one name in a text of such sentences only")
+@task("needle-haystack", "the number of one name in a text of many names and numbers")
 def haystack(rng: random.Random, parts: int) -> Draft:
-    """Make a text that consists of needles only, and ask for the number of one key."""
+    """Make a text that consists only of needles, each with a key and a number.
+
+    The question asks for the number of one key.
+    """
     depth = rng.random()
     pairs = [(key, number(rng)) for key in vocabulary.names(rng, parts)]
     body = "\n".join(fact(*pair) for pair in pairs)
@@ -66,7 +69,7 @@ def haystack(rng: random.Random, parts: int) -> Draft:
 
 @task("questions", "the numbers of eight words, a question for each, about a context read once")
 def questions(rng: random.Random, parts: int) -> Draft:
-    """Hide eight needles with different keys, and ask eight questions, one for each number."""
+    """Hide eight sentences, each with a different key and a number, and ask for each number."""
     pairs = _pairs(rng)
     asked = [ask(*pair) for pair in rng.sample(pairs, len(pairs))]
     return _draft(rng, parts, [fact(*pair) for pair in pairs], asked)
@@ -83,7 +86,10 @@ def fact(key: str, value: str) -> str:
 
 
 def ask(key: str, value: str) -> Asked:
-    """Make the question for the number of one key, with the first words of the answer."""
+    """Make a question that asks for the number (`value`) of the word `key`.
+
+    The prompt ends with the first words of the answer.
+    """
     about = f"special magic number for {key} that the text mentions"
     return Asked(f"\n\nWhat is the {about}?", (value,), 16, begin=f"The {about} is")
 

@@ -1,4 +1,4 @@
-"""A task with sentences about persons in a long text, to be listed as JSON objects."""
+"""The task `table`: find sentences about persons in a long text, and list the persons in JSON."""
 
 from __future__ import annotations
 

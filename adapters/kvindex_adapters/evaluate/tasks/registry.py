@@ -60,13 +60,14 @@ def register(task: Task) -> None:
 def task(name: str, asks: str, *, least: int = 1) -> Callable[[Write], Write]:
     """Return a decorator that registers a function as a task.
 
-    The function writes a prompt from a random generator and a number of parts. The task calls it
-    with the largest number of parts whose prompt is not too long.
+    The function gets a random generator and a number of parts of filler text (such as paragraphs),
+    and writes a prompt with this number of parts. The task calls the function with the largest
+    number of parts for which the prompt is not too long.
 
     Args:
         name: Name of the task.
         asks: Description of what the task asks for, in one line.
-        least: Smallest number of parts.
+        least: Smallest allowed number of parts.
     """
 
     def decorate(write: Write) -> Write:

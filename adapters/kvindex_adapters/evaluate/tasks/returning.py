@@ -1,4 +1,4 @@
-"""A task with a long answer: repeat a list of words, then its first words once more."""
+"""A task with a long answer: repeat a list of words, and then repeat its first words again."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ def returning(rng: random.Random, parts: int) -> Draft:
 def in_order(answer: str, answers: tuple[str, ...]) -> float:
     """Return the fraction of the right words that the answer gives in the right order.
 
-    Words that are not in the list are ignored, and so are words after the right number of words. An
-    omitted or additional word does not make the words after it wrong.
+    Words of the answer that are not among the right words are ignored. If the answer has more right
+    words than `answers`, the words at its end are ignored. An omitted or additional word does not
+    make the words after it wrong.
     """
     given = [word for word in re.findall(r"\w+", answer.lower()) if word in set(answers)]
     return common_length(given[: len(answers)], answers) / len(answers)

@@ -2,8 +2,8 @@
 
 Texts, answers, scores, lengths of answers and the first words of answers are as published. Two
 things differ. The length of a prompt does not include the answer, and each prompt has as many parts
-of filler text as fit into this length. A seed makes the same prompt as the published generator with
-this seed. The tasks `qa` use the question with the seed as its number.
+of filler text as fit into this length. With the same seed and the same number of parts, the
+published generator makes the same prompt. In the tasks `qa`, seed `n` asks question number `n`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TASKS = {
     "qa-1": "a question of SQuAD, its paragraph among others",
     "qa-2": "a question of HotpotQA, its paragraphs among others",
 }
-"""Published name of each task, with hyphens -> description of what the task asks for."""
+"""Maps the published name of each task, written with hyphens, to a description of its question."""
 
 EXAMPLE_TOKENS = 500
 """Maximum length in tokens of the example, with its answer, that precedes a text of the task `vt`
@@ -49,16 +49,20 @@ EXAMPLE_STEP = 5
 """The number of repeated sentences in the example of the task `vt` is a multiple of this number."""
 
 STEM = 6
-"""Number of characters at the beginning of a question or answer by which a published prompt is
-split."""
+"""A published prompt is split where its question or the beginning of its answer is found.
+
+The search uses only this number of characters from the beginning of the question or answer.
+"""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A source of prompts of one task with one seed.
+    """Makes prompts of one task of RULER with one seed.
+
+    The length of a prompt is set by its number of parts of filler text, such as words or documents.
 
     Args:
-        sample: Function that makes a prompt with the given number of parts of filler text.
+        sample: Function that makes a prompt with the given number of parts.
         least: Smallest allowed number of parts.
         most: Largest allowed number of parts, or None for no limit.
     """
@@ -95,7 +99,10 @@ def make(name: str, tokenizer: Any, tokens: int, seed: int) -> Instance:
 
 
 def source(name: str, tokenizer: Any, tokens: int, seed: int) -> Source:
-    """Return the source of a task's prompts, with the published generator set to this seed."""
+    """Return a `Source` that makes the prompts of the task `name` with RULER's own generator.
+
+    `seed` is the seed of the generator's random numbers.
+    """
     script = generator(name)
     script.args.random_seed, script.args.max_seq_length = seed, tokens
     return _SOURCES[published(name)["task"]](script, tokenizer, seed)
@@ -118,9 +125,9 @@ def _variables(script: ModuleType, tokenizer: Any, seed: int) -> Source:
 
 
 def _example(script: ModuleType, tokenizer: Any) -> str:
-    """Return the example of the task, with its answer, that begins the published prompt.
+    """Return the solved example with which a prompt of variable tracking begins.
 
-    The example is about shorter variable names than the task.
+    The variable names of the example are shorter than those of the question.
     """
 
     def written(steps: int) -> str:
@@ -137,14 +144,17 @@ def _example(script: ModuleType, tokenizer: Any) -> str:
 
 
 def _common_words(script: ModuleType, tokenizer: Any, seed: int) -> Source:
-    """Return the source of prompts with common words. The published script shuffles words first."""
+    """Return a `Source` that makes the prompts of the task `cwe` (common words).
+
+    The words are first shuffled with the seed, as in the published script.
+    """
     script.words.sort()
     random.Random(seed).shuffle(script.words)
     return Source(script.generate_input_output, script.args.num_cw, len(script.words))
 
 
 def _frequent_words(script: ModuleType, tokenizer: Any, seed: int) -> Source:
-    """Return the source of prompts with frequent words.
+    """Return a `Source` that makes the prompts of the task `fwe` (frequent words).
 
     A prompt has at least 100 words. With fewer words, two of the most frequent words might occur
     equally often.

