@@ -55,7 +55,7 @@ def check_model(model: PreTrainedModel) -> Any:
         model: The model to attach to.
 
     Returns:
-        The configuration of the model's decoder.
+        The configuration of the model's text decoder (`get_text_config`).
 
     Raises:
         UnsupportedError: The model is not supported.
@@ -69,21 +69,21 @@ def check_model(model: PreTrainedModel) -> Any:
         )
     if pools := _values(config, "index_kpool"):
         raise UnsupportedError(
-            f"model: got {name}, whose indexer chooses pools of {pools[0]} tokens and counts them "
-            "in the cache right after update(), but an index appends new tokens only later, in the "
-            "attention function"
+            f"model: got {name}, whose trained indexer chooses pools of {pools[0]} tokens. It "
+            "requires that update() of the cache appends new tokens immediately, but an index "
+            "appends them only later, in the attention function"
         )
     if _values(config, "kv_lora_rank") and sharing_of(config):
         raise UnsupportedError(
-            f"model: got {name}, whose layers attend to latents of other layers with their own "
-            "projections, which is not supported"
+            f"model: got {name}, in which layers attend to latents of other layers, but project "
+            "them with weights of their own, which is not supported"
         )
     if config.model_type in OWN_CACHES:
         raise UnsupportedError(f"model: got {name}, which only accepts a cache of its own class")
     if any(_values(config, "num_kv_shared_layers")) and not sharing_of(config):
         raise UnsupportedError(
-            f"model: got {name}, whose layers attend to keys and values of layers that its "
-            "configuration does not name"
+            f"model: got {name}, in which some layers use the keys and values of other layers, but "
+            "the configuration does not say of which layers"
         )
     if any(getattr(module, "lambda_q1", None) is not None for module in model.modules()):
         raise UnsupportedError(
@@ -116,8 +116,10 @@ def layer_configs(config: Any) -> list[Any]:
 
 
 def sharing_of(config: Any) -> dict[int, int]:
-    """Map the number of each layer that has no keys and values of its own to the layer whose keys
-    and values it uses.
+    """Find the layers that use the keys and values of another layer.
+
+    Return a dict from the number of each such layer to the number of the layer whose keys and
+    values it uses.
     """
     try:
         modes = getattr(config, "kv_sharing_modes", None) or []
@@ -136,12 +138,17 @@ def sharing_of(config: Any) -> dict[int, int]:
 
 
 COUNTED = "gemma3n_text", "gemma4_text"
-"""Model types whose last layers use the keys of an earlier layer: the last earlier layer of the
-same layer type."""
+"""Model types whose last layers have no keys of their own.
+
+Such a layer uses the keys of the last layer of the same layer type that has keys.
+"""
 
 
 def _sharing_by_count(config: Any) -> dict[int, int]:
-    """Compute the result of `sharing_of` from `num_kv_shared_layers`, for transformers 5.17."""
+    """Find the layers that use the keys and values of another layer, in transformers 5.17.
+
+    This version has no field `kv_sharing_modes`, so the field `num_kv_shared_layers` is read.
+    """
     if config.model_type not in COUNTED:
         return {}
     kinds = config.layer_types
@@ -279,13 +286,13 @@ def check_attention(name: str, module: Any, tokens: int, dropout: float, extra: 
     Args:
         name: The layer's name, for the error message.
         module: The attention module.
-        tokens: Number of new tokens to which `is_causal` applies. 1 if there is a mask, which
-            replaces `is_causal`.
+        tokens: Number of new tokens. Pass 1 if the argument `is_causal` of the call has no effect,
+            because the call has a mask or the layer has past tokens.
         dropout: The dropout probability.
         extra: Further keyword arguments of the call.
 
     Raises:
-        UnsupportedError: The call has other terms or arguments.
+        UnsupportedError: The call has an argument that changes the attention in another way.
     """
     for key in UNKNOWN_TERMS:
         if extra.get(key) is not None:

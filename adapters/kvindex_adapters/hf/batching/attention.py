@@ -19,8 +19,10 @@ NAME = "kvindex_paged"
 """Value of `_attn_implementation` in the configurations of layers with an index."""
 
 PACKED = ("cache", "cu_seq_lens_q", "cu_seq_lens_k", "is_causal")
-"""Arguments of the attention call that describe how sequences are packed. They are not checked,
-because `Step` has the same information."""
+"""Arguments of the attention call that say where each sequence is in the concatenated tokens.
+
+They are not checked, because `Step` has the same information.
+"""
 
 
 @torch.no_grad()
@@ -34,8 +36,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute the attention of all new tokens of a batch. transformers calls this function.
 
-    A long request with one new token searches its index. For all other requests, this calls
-    transformers' own attention function.
+    For a long request with one new token, this function searches the index of the request. For all
+    other requests, it calls transformers' own attention function.
 
     Args:
         module: The attention module.

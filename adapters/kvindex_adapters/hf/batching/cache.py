@@ -24,7 +24,7 @@ IN_KEYWORDS = "kwargs" in inspect.signature(PagedAttentionCache.update).paramete
 
 @dataclass(frozen=True)
 class PagedRows:
-    """Access to the rows of one layer in a paged cache, during one forward pass.
+    """Access to one layer's rows (keys and values) in a paged cache, during one forward pass.
 
     Args:
         cache: The paged cache.
@@ -40,8 +40,11 @@ class PagedRows:
 
     @property
     def slots(self) -> Tensor:
-        """Slots of all tokens, old and new, of the sequences in this forward pass. Empty if all
-        tokens are new."""
+        """Slots (positions in the pages) of all tokens of the sequences in this forward pass.
+
+        The slots of earlier tokens and of new tokens are included. The tensor is empty if no
+        sequence has earlier tokens.
+        """
         slots: Tensor = self.call["read_index"][self._group]
         return slots
 
@@ -56,20 +59,27 @@ class PagedRows:
         self._update(new, self.slots[:0], self.written)
 
     def read(self, slots: Tensor) -> Rows:
-        """Read the rows at slots `[n]`, as keys and values `[1, G, n, D]`."""
+        """Read the rows (keys and values) at the positions `slots`, int64 `[n]`.
+
+        Returns keys and values `[1, G, n, D]`.
+        """
         none = Rows(self.like.keys[:, :, :0], self.like.values[:, :, :0])
         return self._update(none, slots, slots[:0])
 
     def call_with(self, slots: Tensor, written: Tensor) -> dict[str, Any]:
-        """Return the keyword arguments of the attention call, with other slots to read and
-        write."""
+        """Return the keyword arguments of the attention call, with two of them replaced.
+
+        The call then reads rows from `slots` and writes new rows to the slots `written`.
+        """
         index = dict(read_index=slots, write_index=written)
         groups = range(len(self.call["read_index"]))
         return {**self.call, **{name: [part for _ in groups] for name, part in index.items()}}
 
     def _update(self, new: Rows, read: Tensor, write: Tensor) -> Rows:
-        """Write `new` to the slots `write`, and return the rows at the slots `read`. If `read` is
-        empty, return `new`."""
+        """Write new keys and values to the slots `write`, and return those at the slots `read`.
+
+        If `read` is empty, return the new keys and values.
+        """
         call, given = self.call_with(read, write), (new.keys, new.values, self.layer)
         if IN_KEYWORDS:
             return Rows(*self.cache.update(*given, call))
@@ -78,7 +88,11 @@ class PagedRows:
 
     @property
     def _group(self) -> int:
-        """Index of the group of layers that contains this layer. Slots are stored per group."""
+        """Number of the group of layers that contains this layer.
+
+        transformers divides the layers of a model into groups. For each group, it has a separate
+        table of the cache slots in which tokens are stored.
+        """
         cache: Any = self.cache
         if IN_KEYWORDS:
             return int(cache.layer_to_allocator[self.layer].index)

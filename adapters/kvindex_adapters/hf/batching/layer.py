@@ -2,7 +2,8 @@
 
 The paged cache always contains the keys and values of all tokens. A request's index is built from
 them at the first search, and can be rebuilt at any time. So when a request ends, is preempted or
-fails, its index is simply deleted. The indexes of a layer are the sequences of one `Pool`.
+fails, its index is simply deleted. Each layer has one `Pool`, in which the index of each request is
+one sequence.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from kvindex_adapters.hf.batching.step import Part
 
 @dataclass(frozen=True)
 class Regions:
-    """Options that divide a sequence into tokens in the index and tokens with exact attention."""
+    """Options that say which tokens of a sequence are in the index.
+
+    Attention reads all other tokens in every decode step.
+    """
 
     k: int
     sink: int
@@ -47,10 +51,11 @@ class Regions:
 
 
 class PagedLayer:
-    """One attention layer: computes the decode attention of long requests with indexes.
+    """One attention layer, which uses an index for each long request in decode steps.
 
     Args:
-        regions: Sizes of sink and local window, `k`, and when a sequence is long enough.
+        regions: Sizes of sink and local window, `k`, and the number of tokens from which on a
+            request searches its index.
         make: Function that makes an empty index from keyword arguments such as `head_dim`.
     """
 
@@ -124,8 +129,10 @@ class PagedLayer:
         return self.pool
 
     def _filled(self, pool: Pool, part: Part, others: Sequence[Part], rows: PagedRows) -> int:
-        """Append the tokens that are missing in a request's index. Return the number of the
-        request's sequence in `pool`."""
+        """Append to a request's index all tokens that should be in it and are missing.
+
+        Return the number of the request's sequence in `pool`.
+        """
         slots, key = rows.slots[part.slots], id(part.request)
         wanted = self.regions.indexed(part.length)
         if key not in self._opened:
@@ -145,8 +152,10 @@ class PagedLayer:
     def _same_rows(
         self, pool: Pool, slots: Tensor, wanted: int, others: Sequence[Part], rows: PagedRows
     ) -> int | None:
-        """Find another request whose indexed rows are a prefix of this request's rows. Return the
-        number of its sequence, or None."""
+        """Find another request whose rows in the index are also the first rows of this request.
+
+        Return the number of that request's sequence in the pool, or None.
+        """
         for other in others:
             sequence = self._opened[id(other.request)][1]
             stored = len(pool[sequence])

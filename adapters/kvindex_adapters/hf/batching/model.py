@@ -75,7 +75,7 @@ class BatchedModel(nn.Module):
 
 
 def _batching(model: nn.Module) -> Batching | None:
-    """Return the object that `attach_batch` yielded for this model, or None if it is not active."""
+    """Return the object that `attach_batch` yielded, or None outside of its context."""
     attachment = attached.get(model)
     return None if attachment is None else attachment.batching
 
@@ -118,7 +118,7 @@ def check_paged_model(model: nn.Module, config: Any, layers: list[Any]) -> None:
 
     Args:
         model: The model.
-        config: The configuration of the model's decoder.
+        config: The configuration of the model's text decoder (`get_text_config`).
         layers: The layers of a transformers cache for this model.
     """
     name = type(model).__name__

@@ -20,7 +20,7 @@ class Batching:
     """The state of one `attach_batch`: its layers, and statistics about their indexes.
 
     Args:
-        config: The configuration of the model's decoder.
+        config: The configuration of the model's text decoder (`get_text_config`).
         layers: Maps the number of each layer with an index to the layer.
     """
 
@@ -81,8 +81,8 @@ class Batching:
         """Report how many rows decode steps have read from the indexes, and the memory of the
         indexes.
 
-        The memory is that of the indexes of running requests, without the paged cache. `tokens` is
-        the length of the longest request so far.
+        The memory is that of the indexes of running requests, without the paged cache. The field
+        `tokens` is the length of the longest request so far.
 
         Returns:
             The report.

@@ -57,5 +57,5 @@ class Step:
 
 
 def places(slices: Iterable[slice], device: torch.device) -> Tensor:
-    """Return the positions in all slices, concatenated, int64."""
+    """Convert ranges to one int64 tensor with all of their positions, in the same order."""
     return torch.cat([torch.arange(one.start, one.stop, device=device) for one in slices])

@@ -80,9 +80,9 @@ class StepGraph(Protocol):
 
     @property
     def report(self) -> str:
-        """Number of decode steps that were graph replays.
+        """A text that says how many decode steps were replays of a CUDA graph.
 
-        If the last one was not, also the reason.
+        If the last decode step was not a replay, the text also gives the reason.
         """
         ...
 
@@ -91,7 +91,10 @@ class StepGraph(Protocol):
         ...
 
     def look_again(self) -> None:
-        """Read the padding again before the next replay, because tokens were added or removed."""
+        """Look for padding in the cache again before the next replay of the graph.
+
+        Call this when tokens were added or removed without a replay.
+        """
         ...
 
     def another(self) -> StepGraph:
@@ -137,10 +140,13 @@ class IndexCache(DynamicCache):
         self.tokens: Tensor | None = None
         """Ids int64 `[B, T]` of the new tokens in the current forward pass, or None if unknown."""
         self.rereads = 0
-        """Number of tokens of the next forward pass if it must process the whole sequence again;
-        otherwise 0."""
+        """Number of tokens of the whole sequence, if the next forward pass must process it again.
+
+        Otherwise 0.
+        """
         self.token_graph = token_graph
-        """Replays decode steps as a CUDA graph where possible. None if graphs are off."""
+        """Object that replays decode steps as a CUDA graph where possible. None if graphs are off.
+        """
         self.attend_override: Callable[..., Tensor] | None = None
         """Function to call instead of `IndexedLayer.attend` while a decode step is traced or
         captured."""
@@ -185,7 +191,8 @@ class IndexCache(DynamicCache):
         self.check_usable()
         self.check_attended()
         layer, states = self.layers[layer_idx], (key_states, value_states)
-        if not isinstance(layer, IndexedLayer):  # a layer with an index appends them in `attend`
+        # a layer with an index appends keys and values later, in `attend`
+        if not isinstance(layer, IndexedLayer):
             states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self.attachment.set_pending(self, layer, states)
         return states
@@ -246,12 +253,12 @@ class IndexCache(DynamicCache):
         return self._broken is None
 
     def attention_layers(self) -> list[AttentionLayer]:
-        """Return the attention layers of all layers with an index and at least one token."""
+        """Return the `AttentionLayer` of each cache layer that has an index and contains tokens."""
         made = [layer.attention for layer in self._indexed()]
         return [one for one in made if one is not None and one.tokens]
 
     def indexes(self) -> list[KVIndex]:
-        """Return the indexes of all layers that contain tokens."""
+        """Return the index of each layer that has an index and contains at least one token."""
         return [layer.index for layer in self.attention_layers()]
 
     def report(self, *, all_ranks: bool = False) -> Report:
@@ -336,7 +343,7 @@ class IndexCache(DynamicCache):
         self._look_again()
 
     def lengths(self) -> list[int]:
-        """Return the number of tokens in each layer with an index."""
+        """Return the number of tokens for each layer that has an index."""
         return [layer.get_seq_length() for layer in self._indexed()]
 
     def checkpoint(self) -> Checkpoint:
@@ -500,8 +507,9 @@ class IndexCache(DynamicCache):
     def attending_by(
         self, attend: Callable[..., Tensor], on_branch: Callable[[str], None] | None = None
     ) -> Iterator[None]:
-        """Context manager that replaces the attention of layers with an index, and assumes no
-        padding.
+        """Context manager that replaces the attention of all layers that have an index.
+
+        In the context, no token counts as padding.
 
         Args:
             attend: Called instead of `IndexedLayer.attend`. Its first argument is a function that
@@ -547,21 +555,29 @@ class IndexCache(DynamicCache):
             self._broken, self.ids = None, ids
 
     def roll(self) -> None:
-        """Move the keys and values of sliding windows into ring buffers, to which a graph can
-        append."""
+        """Move the keys and values of sliding windows into ring buffers.
+
+        A CUDA graph can append to these, because their addresses do not change.
+        """
         layers = [layer for layer in self.sliding() if layer.ring is None]
         real = self.attention_layers()[0].valid if layers else None
         for layer in layers:
             layer.roll(real)
 
     def count_rolled(self) -> None:
-        """Count the token that a graph replay has appended to the ring buffers."""
+        """Add 1 to the number of tokens in each ring buffer.
+
+        Called after the replay of a CUDA graph has appended a token to the ring buffers.
+        """
         for ring in self._rolled():
             ring.length += 1
 
     @property
     def decoder(self) -> nn.Module:
-        """The attached decoder module. Each call of the module is one forward pass with a cache."""
+        """The module of the attached model that runs its layers with a KV cache.
+
+        Each call of the module is one forward pass.
+        """
         assert self.attachment.decoder is not None
         return self.attachment.decoder
 
@@ -584,8 +600,9 @@ class IndexCache(DynamicCache):
                 before = [(layer, _attributes(layer), _checkpoint(layer)) for layer in self.layers]
                 self.ids = None
                 self._look_again()
-                # Change layers without an index first. Their methods may raise an error, but then
-                # all changes can be undone, because these methods make new tensors.
+                # Start with the layers that have no index, because their methods may raise an
+                # error. These methods do not change tensors in place but make new ones, so the
+                # changes can still be undone.
                 for layer in sorted(self.layers, key=lambda one: isinstance(one, IndexedLayer)):
                     change(layer)
         except BaseException:
@@ -614,8 +631,8 @@ class IndexCache(DynamicCache):
         """Return an independent copy of the cache, for the same `attach` context.
 
         Only the keys and values of sink and local window are copied. The caches share the rows and
-        codes of the indexes until both have appended to them (docs/adapters/several-questions.md).
-        `copy.deepcopy(cache)` does the same.
+        codes of the indexes until both caches have appended tokens
+        (docs/adapters/several-questions.md). `copy.deepcopy(cache)` does the same.
 
         Returns:
             The copy.
@@ -633,7 +650,7 @@ class IndexCache(DynamicCache):
             self.attachment.take_pending()
             self.layers, self.padding, self.ids = fork.layers, fork.padding, fork.ids
             self.conversation, self._broken = fork.conversation, fork._broken
-            if self.token_graph is not None:  # the captured graph reads the replaced layers
+            if self.token_graph is not None:  # delete the graph, which reads the replaced layers
                 self.token_graph.forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> IndexCache:
@@ -643,13 +660,13 @@ class IndexCache(DynamicCache):
         memo[id(self.attachment)] = self.attachment
         memo[id(self._config)] = self._config
         memo[id(self._make)] = self._make
-        if self.token_graph is not None:  # a graph can only read the layers of one cache
+        if self.token_graph is not None:  # the copy needs a graph that reads its own layers
             memo[id(self.token_graph)] = self.token_graph.another()
         with self.attachment.exclusive():
             for layer in self.layers:
                 if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, SlidingLayer):
-                    # layers of these classes never write to their tensors in place, so the copy can
-                    # share them
+                    # Layers of these three transformers classes never write to their tensors in
+                    # place. So the copy of the cache uses the same tensors, without copying them.
                     memo |= {id(rows): rows for rows in (layer.keys, layer.values)}
             other.__dict__.update(deepcopy(vars(self), memo))
         return other
@@ -688,10 +705,10 @@ class ProbeCache(IndexCache):
 
     @classmethod
     def of(cls, cache: IndexCache) -> ProbeCache:
-        """Make a probe for the model to which an empty cache is attached.
+        """Make a probe cache for the model to which `cache` is attached.
 
         Args:
-            cache: An empty cache. It is not changed.
+            cache: An empty cache, which is not changed.
         """
         probe = cls.__new__(cls)
         probe.__dict__.update(vars(cache.fork()))
@@ -712,8 +729,8 @@ class ProbeCache(IndexCache):
                 read[self.layers.index(layer)] = given[1]
             return plain()
 
-        # Use two tokens, because the rotary embedding does not change the first token. Do not use
-        # the padding token, whose keys and values may be 0.
+        # Run the model with two tokens, because the rotary embedding does not change the keys of
+        # the first token. Do not use the padding token, because its keys and values may be 0.
         token = int(getattr(self._config, "pad_token_id", None) == 0)
         ids = torch.full((1, 2), token, device=layer_device(self.decoder, 0))
         with torch.no_grad(), self.attending_by(attend):
@@ -734,19 +751,22 @@ class ProbeCache(IndexCache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Record the keys and values, then call `IndexCache.update`."""
+        """Record the keys and values that a layer passes to the cache, then append them like
+        `IndexCache.update`."""
         self.given[layer_idx] = key_states, value_states
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 def _checkpoint(layer: Any) -> Any:
-    """Return a checkpoint of a layer with an index, or None for another layer."""
+    """Return a checkpoint of a layer with an index, or None for any other layer."""
     return layer.checkpoint() if isinstance(layer, IndexedLayer) else None
 
 
 def _nbytes(layer: Any) -> int:
-    """Return the bytes in use by a layer without an index. Another thread may be changing the
-    layer."""
+    """Return the bytes in use by a layer without an index.
+
+    This also works while another thread changes the layer.
+    """
     if isinstance(layer, SlidingLayer):
         return layer.nbytes()
     rows = [getattr(layer, name, None) for name in ("keys", "values")]
@@ -754,8 +774,10 @@ def _nbytes(layer: Any) -> int:
 
 
 def _attributes(layer: Any) -> dict[str, Any]:
-    """Copy a layer's attributes but not its tensors, which later decode steps replace and never
-    change.
+    """Copy a layer's attributes. The copy shares the layer's tensors.
+
+    This is safe, because decode steps replace these tensors by new ones, and do not write into
+    them.
     """
     if isinstance(layer, SlidingLayer):
         layer.settle()  # move rows out of the ring buffer, which steps overwrite in place

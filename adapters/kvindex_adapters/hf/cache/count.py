@@ -19,14 +19,22 @@ of tokens."""
 
 
 class Count(int):
-    """A positive int that reports each comparison and division, except with 0."""
+    """The number of tokens, as an int that calls a function whenever it is compared or divided.
+
+    A comparison with 0 does not call the function, because the number of tokens is always positive.
+    """
 
     _on_branch: Callable[[str], None]
 
     @classmethod
     def of(cls, number: int, on_branch: Callable[[str], None]) -> Count:
-        """Make a `Count`. `on_branch` is called with a description of each comparison or
-        division."""
+        """Make a `Count` with a given value.
+
+        Args:
+            number: The value, a number of tokens.
+            on_branch: Function that is called whenever the number is compared or divided, with a
+                description of this operation.
+        """
         count = cls(number)
         count._on_branch = on_branch
         return count

@@ -25,7 +25,7 @@ class IndexedLayer(CacheLayerMixin):
     """A cache layer that stores its tokens in a `kvindex.AttentionLayer`.
 
     Args:
-        make: Function that makes the attention layer at the first attention call.
+        make: Function that creates this `kvindex.AttentionLayer` when attention is first computed.
         padding: The padding of the current forward pass, which all layers share.
     """
 
@@ -148,8 +148,10 @@ class IndexedLayer(CacheLayerMixin):
         softcap: float | None,
         sink_logits: Tensor | None = None,
     ) -> Tensor:
-        """Append one token to each sequence, and compute its attention, while a CUDA graph is
-        captured."""
+        """Append one token to each sequence, and compute its attention.
+
+        This is called while a CUDA graph is captured.
+        """
         assert self.attention is not None
         self._check_same(keys.shape[-1] ** -0.5 if scale is None else scale, softcap)
         queries, values = queries.to(keys.dtype), values.to(keys.dtype)
@@ -188,7 +190,7 @@ class IndexedLayer(CacheLayerMixin):
         return in_plain_torch(self._make)(**geometry)
 
     def _check_same(self, scale: float, softcap: float | None) -> None:
-        """Raise UnsupportedError if the scale or the soft cap differs from the first call."""
+        """Raise UnsupportedError if the logits' scale or soft cap differs from earlier calls."""
         assert self.attention is not None
         g = self.attention.index.geometry
         if (scale, softcap) != (g.scale, g.softcap):
@@ -203,8 +205,8 @@ class IndexedLayer(CacheLayerMixin):
         return 0 if attention is None else attention.tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length and the offset of the attention mask. It covers all keys, so the offset
-        is 0."""
+        """Return the length and the offset of the attention mask. The mask covers all keys, so the
+        offset is 0."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
@@ -318,13 +320,18 @@ def check_crop(tokens_to_remove: Any) -> int:
     return removed
 
 
-WHY = "the elements are in the index and the local window"
+ALLOWED = (
+    "allowed are only the attributes shape, dtype and device, because the elements are in the "
+    "index and the local window"
+)
 
 
 @dataclass(frozen=True, eq=False)
 class TensorSpec:
-    """Shape, dtype and device of a layer's keys or values. The elements are in the index, so other
-    uses of the tensor raise an error."""
+    """Stands for a layer's keys or values, but has only their shape, dtype and device.
+
+    The elements are in the index. So any operation that needs them raises an error.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
@@ -332,7 +339,7 @@ class TensorSpec:
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions."""
+        """Number of dimensions of a tensor of this shape."""
         return len(self.shape)
 
     @property
@@ -341,31 +348,29 @@ class TensorSpec:
         return self.numel() * self.dtype.itemsize
 
     def size(self, dim: int | None = None) -> Any:
-        """Return the whole shape, or the size of dimension `dim`."""
+        """Return the shape, or only its size in dimension `dim`, like `Tensor.size`."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        """Return the number of dimensions."""
+        """Return the number of dimensions of the shape, like `Tensor.dim`."""
         return self.ndim
 
     def numel(self) -> int:
-        """Return the number of elements."""
+        """Return the number of elements of a tensor of this shape."""
         return self.shape.numel()
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"keys, values: got .{name}, allowed are shape, dtype, device: {WHY}")
+        raise AttributeError(f"keys, values: got .{name}, {ALLOWED}")
 
     def __getitem__(self, index: object) -> NoReturn:
-        raise UnsupportedError(
-            f"keys, values: got [{index!r}], allowed are shape, dtype, device: {WHY}"
-        )
+        raise UnsupportedError(f"keys, values: got [{index!r}], {ALLOWED}")
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> NoReturn:
         name = getattr(function, "__name__", function)
-        raise UnsupportedError(f"keys, values: got {name}, allowed are shape, dtype, device: {WHY}")
+        raise UnsupportedError(f"keys, values: got {name}, {ALLOWED}")

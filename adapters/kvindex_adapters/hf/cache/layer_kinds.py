@@ -21,7 +21,7 @@ class HybridLayer(IndexedLayer, LinearAttentionAndFullAttentionLayer):
     attention.
 
     Args:
-        make: Function that makes the attention layer at the first attention call.
+        make: Function that creates the `kvindex.AttentionLayer` when attention is first computed.
         padding: The padding of the current forward pass.
         states: Number of states of the linear attention.
     """
@@ -32,12 +32,15 @@ class HybridLayer(IndexedLayer, LinearAttentionAndFullAttentionLayer):
 
     @property
     def is_croppable(self) -> bool:
-        """True if tokens can be removed from the linear attention."""
+        """True if the linear attention of the layer can remove tokens."""
         return bool(super(IndexedLayer, self).is_croppable)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Initialize the linear attention if there are keyword arguments. Calls for full attention
-        have none, and do nothing."""
+        """Initialize the state of the linear attention.
+
+        transformers also calls this method for the layer's full attention, but then without keyword
+        arguments. Such a call has no effect.
+        """
         if kwargs:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
@@ -47,8 +50,11 @@ class HybridLayer(IndexedLayer, LinearAttentionAndFullAttentionLayer):
         IndexedLayer.reset(self)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest tokens from both attentions. Most linear attentions raise
-        RuntimeError."""
+        """Remove the newest tokens from this cache layer.
+
+        The tokens are removed from the cache of full attention and from the state of linear
+        attention. Most kinds of linear attention do not support this and raise RuntimeError.
+        """
         LinearAttentionLayer.crop(self, check_crop(tokens_to_remove))
         IndexedLayer.crop(self, tokens_to_remove)
 
@@ -64,7 +70,7 @@ class ChosenLayer(IndexedLayer):
     The model's indexer chooses the tokens to attend to. The index only stores keys and values.
 
     Args:
-        make: Function that makes the attention layer at the first attention call.
+        make: Function that creates the `kvindex.AttentionLayer` when attention is first computed.
         padding: The padding of the current forward pass.
         chooser: A cache layer of transformers, which stores only the keys of the indexer.
     """
@@ -75,18 +81,24 @@ class ChosenLayer(IndexedLayer):
         chooser.keys = chooser.values = torch.empty(0, 0)  # transformers 5.17 crops these tensors
 
     def update_index(self, keys: Tensor) -> Tensor:
-        """Append keys of the indexer, and return all its keys. The model minimax_m3 calls this."""
+        """Append keys of the model's indexer, and return all keys of the indexer.
+
+        transformers' model class of minimax_m3 calls this method.
+        """
         everything: Tensor = self.chooser.update_index(keys)
         return everything
 
     def update_indexer(self, keys: Tensor) -> Tensor:
-        """Append keys of the indexer, and return all its keys. The model qwen4_exp calls this."""
+        """Append keys of the model's indexer, and return all keys of the indexer.
+
+        transformers' model class of qwen4_exp calls this method.
+        """
         everything: Tensor = self.chooser.update_indexer(keys)
         return everything
 
     @property
     def indexer_position_ids(self) -> Tensor | None:
-        """Positions of the indexer's keys."""
+        """The positions of the keys that the model's indexer has stored, or None."""
         known: Tensor | None = self.chooser.indexer_position_ids
         return known
 
@@ -106,8 +118,10 @@ class ChosenLayer(IndexedLayer):
         vars(self.chooser).update(chooser)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest tokens. The argument is their number, negated; positive values raise
-        ValueError."""
+        """Remove the newest tokens. As in transformers, -3 removes 3 tokens.
+
+        Raises ValueError for a positive number.
+        """
         if (removed := check_crop(tokens_to_remove)) and self.attention is not None:
             self.chooser.crop(removed)
         super().crop(removed)
@@ -166,11 +180,12 @@ def chosen_ids(
         return ids.masked_fill((ids > own) | (ids < 0), -1).long()
     if mask is None or mask.ndim != 4 or mask.shape[1] != 1 or mask.dtype != torch.bool:
         raise UnsupportedError(
-            f"{type(module).__name__}: got an attention call without the choice of the trained "
-            "indexer; allowed are a bool mask [B, 1, T, N] or block_indices"
+            f"{type(module).__name__}: got an attention call without the tokens that the model's "
+            "trained indexer has chosen; the call must pass them as a bool mask [B, 1, T, N] or as "
+            "block_indices"
         )
     if rows is None:
         ids = compact(mask[:, 0])
-    else:  # always K positions, even if fewer tokens are visible
+    else:  # `rows` has K positions, even if fewer tokens are visible
         ids = rows.long().masked_fill(~mask[:, 0].gather(-1, rows.long()), -1)
     return ids[:, None].expand(-1, heads, -1, -1)

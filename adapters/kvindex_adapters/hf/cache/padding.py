@@ -52,8 +52,8 @@ class Padding:
             The contents of the mask.
 
         Raises:
-            UnsupportedError: The mask hides from the newest token what an earlier token sees,
-                differs between heads, or is a bias of the attention logits.
+            UnsupportedError: In the mask, the newest token cannot see a token that an earlier token
+                sees. Or the mask differs between heads, or is a bias of the attention logits.
         """
         if mask.ndim == 2:
             return MaskInfo(mask.bool())
@@ -73,7 +73,7 @@ class Padding:
             Bool `[B, count]`, False for padding. None if no new token is padding.
 
         Raises:
-            UnsupportedError: The mask differs from the padding of past tokens in earlier calls.
+            UnsupportedError: For the past tokens, the mask differs from the mask of earlier calls.
         """
         if self.all_real or (mask is None and layer.valid is None):
             return None
@@ -86,10 +86,10 @@ class Padding:
 
 
 def _of_each(mask: Tensor) -> MaskInfo:
-    """Read a mask `[B, 1, T, N]`: bool, or floating point with 0 for visible tokens.
+    """Read an attention mask `[B, 1, T, N]`: bool, or floating point with 0 for visible tokens.
 
-    The newest token of each sequence must see every token that any earlier new token sees, because
-    all later tokens will search among these tokens.
+    The newest token must see every token that any other new token sees. Otherwise UnsupportedError
+    is raised, because later decode steps search all tokens except padding.
     """
     seen, known = mask if mask.dtype == torch.bool else mask == 0, True
     if mask.is_floating_point():  # check that the mask is not a bias
@@ -108,9 +108,10 @@ def _of_each(mask: Tensor) -> MaskInfo:
         return MaskInfo(padding)
     if bool((seen & ~real[:, None]).any()):
         raise UnsupportedError(
-            f"attention_mask: got a mask of shape {list(mask.shape)} in a full-attention layer, "
-            "which hides from the newest token a token that an earlier one sees; the newest token "
-            "must see all of these, because later tokens search among them"
+            f"attention_mask: got a mask of shape {list(mask.shape)} in a full-attention layer, in "
+            "which the newest token cannot see a token that an earlier token sees; the newest "
+            "token must see all tokens that earlier tokens see, because later decode steps search "
+            "all of them"
         )
     return MaskInfo(padding, seen)
 

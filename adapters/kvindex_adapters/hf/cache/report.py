@@ -1,4 +1,4 @@
-"""`Report`: how many rows decode steps have read from a cache, and how much memory the cache
+"""`Report`: states how many rows decode steps have read from a cache, and how much memory the cache
 uses."""
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def sum_up(layers: Sequence[AttentionLayer], indexed: int, other: int | None = N
 def _plain_nbytes(layer: AttentionLayer) -> int:
     """Return the bytes of the keys and values of all tokens, in the dtype of the layer.
 
-    Of latent attention, whose values are in the keys, only the keys are counted.
+    In latent attention, values are parts of the keys, so only the keys are counted.
     """
     g = layer.index.geometry
     width = g.head_dim if g.value_in_key else g.head_dim + g.value_dim
@@ -199,7 +199,7 @@ def _plain_nbytes(layer: AttentionLayer) -> int:
 
 
 def _summed(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Add up the bytes of each kind of memory."""
+    """Add up dictionaries that map each kind of memory to a number of bytes."""
     sums: dict[str, int] = {}
     for part in parts:
         for tier, size in part.items():
@@ -208,6 +208,9 @@ def _summed(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _together(indexes: Sequence[KVIndex]) -> Placement | None:
-    """Add up the placements of several indexes. Return None if no index reports a placement."""
+    """Add up how many rows several indexes store in each kind of memory.
+
+    Return None if no index reports this.
+    """
     placed = [index for each in indexes if (index := capability(each, PlacesRows)) is not None]
     return reduce(add, [index.placement() for index in placed]) if placed else None

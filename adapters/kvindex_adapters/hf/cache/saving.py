@@ -81,8 +81,10 @@ def save_cache(
 
 
 def open_cache(folder: str | os.PathLike[str]) -> SavedFolder:
-    """Open a saved cache without reading its tensors. Raise FileNotFoundError or ValueError if this
-    is not a saved cache."""
+    """Open a saved cache without reading its tensors.
+
+    Raise FileNotFoundError or ValueError if the folder does not contain a saved cache.
+    """
     return SavedFolder.open(folder, [KIND])
 
 
@@ -180,7 +182,7 @@ def _described(layer: Any) -> dict[str, Any]:
     described = {"class": _class(layer), "attributes": _packed(_attributes(layer), {})}
     if isinstance(layer, IndexedLayer) and layer.attention is not None:
         geometry = layer.attention.index.geometry.options()
-        for name in ("device", "rope"):  # the attached model determines them
+        for name in ("device", "rope"):  # the attached model determines these two
             geometry.pop(name)
         described["geometry"] = {name: as_json(value) for name, value in geometry.items()}
     return described
@@ -205,7 +207,7 @@ def _restore(
     kind = field(described, "class", str, where="layer")
     if kind != _class(layer):
         raise ValueError(
-            f"layer: got a {kind}, but this cache has a {_class(layer)} there; pass the same "
+            f"layer: got a saved {kind}, but this cache has a {_class(layer)}; pass the same "
             "dense_layers to attach() as for the saved cache"
         )
     made = None
@@ -214,7 +216,7 @@ def _restore(
             raise ValueError(f"layer.geometry: got a geometry for a {kind}, which has no index")
         sizes = field(described, "geometry", dict, where="layer") | {"rope": None}
         geometry = geometry_from(sizes, None, {})
-        geometry.pop("rope")  # the attached model determines it
+        geometry.pop("rope")  # the attached model determines the rotary frequencies
         made = layer.make(**geometry, device=device)
         made.check_state(
             below("attention", saved.outline(part))
@@ -230,8 +232,11 @@ def _restore(
 
 
 def _check_attributes(layer: Any, values: Any) -> None:
-    """Raise ValueError unless `values` maps attribute names of `layer` to values, and keys and
-    values match in shape."""
+    """Check saved attributes of a layer.
+
+    Raises ValueError if `values` is not a dict from names of attributes of `layer` to their values.
+    Also raises it if the attributes `keys` and `values` have shapes that do not belong together.
+    """
     if not isinstance(values, dict):
         raise ValueError(f"layer.attributes: got {values!r}, allowed is a dict")
     methods = {
@@ -265,8 +270,10 @@ def _attributes(layer: Any) -> dict[str, Any]:
 
 
 def _packed(value: Any, state: State, name: str = "own") -> Any:
-    """Convert an attribute to JSON. Each tensor is added to `state`, and replaced by its name in
-    `state`."""
+    """Convert a layer's attribute to a value that JSON can express.
+
+    Each tensor in it is added to the dict `state`, and replaced by its name there.
+    """
     if isinstance(value, Tensor):
         state[name] = value
         return {"tensor": name}
@@ -285,7 +292,7 @@ def _packed(value: Any, state: State, name: str = "own") -> Any:
 
 
 def _unpacked(value: Any, state: State, device: torch.device) -> Any:
-    """Convert the JSON that `_packed` made back to an attribute."""
+    """Undo `_packed`: convert the JSON form of a layer's attribute to the attribute."""
     if not isinstance(value, dict):
         return value
     ((kind, one),) = value.items() if len(value) == 1 else ((None, value),)

@@ -1,9 +1,10 @@
 """`SlidingLayer`: a sliding-window cache layer to which a CUDA graph can append tokens.
 
-transformers allocates new tensors for a sliding window at each token, which a CUDA graph cannot do.
-So while decode steps are graph replays, keys and values are in a ring buffer at fixed addresses,
-and the device counts the next slot. The order of tokens in the ring does not affect attention. Any
-other access to the layer copies the window back into tensors as transformers makes them.
+transformers allocates new tensors for a sliding window at each token, but a CUDA graph needs fixed
+addresses. So while decode steps are replays of a graph, keys and values are in a ring buffer at
+fixed addresses, and the number of the next slot is stored on the device. The order of tokens in the
+ring does not affect attention. Any other access to the layer copies the window back into tensors of
+the kind that transformers uses.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Ring:
     - `bias` `[B, 1, 1, W]` of the same dtype: 0 for slots with a real token, otherwise -inf;
     - `slot` int64 `[1]`: the slot of the next token.
 
-    The host counts the tokens of the sequence in `length`, after each replay of a graph.
+    The attribute `length` is the number of tokens of the sequence. The host updates it after each
+    replay of a CUDA graph.
 
     A token attends to itself and the `W - 1` tokens before it. The next token therefore overwrites
     a token that is no longer visible, and the newest token can be removed again.
@@ -80,21 +82,28 @@ class Ring:
         self.go_back(length)
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Store one real token, keys `[B, G, 1, D]` and values `[B, G, 1, Dv]`, and advance the
-        slot."""
+        """Store one token that is not padding, and move the write position `slot` to the next slot.
+
+        Args:
+            keys: `[B, G, 1, D]`.
+            values: `[B, G, 1, Dv]`.
+        """
         self.keys.index_copy_(2, self.slot, keys)
         self.values.index_copy_(2, self.slot, values)
         self.bias.index_fill_(3, self.slot, 0.0)
         self.slot.add_(1).remainder_(self.keys.shape[2])
 
     def go_back(self, length: int) -> None:
-        """Set the number of tokens in the sequence, on the host (`length`) and on the device
-        (`slot`)."""
+        """Return to a sequence length of `length` tokens, and set the write position `slot` on the
+        device accordingly."""
         self.length = length
         self.slot.fill_(length % self.keys.shape[2])
 
     def slots(self, count: int, end: int) -> Tensor:
-        """Return the slots, int64 `[count]`, of the `count` tokens before position `end`."""
+        """Return the places in the ring buffer of the `count` tokens before position `end`.
+
+        The result is int64 `[count]`.
+        """
         device, window = self.keys.device, self.keys.shape[2]
         return torch.arange(end - count, end, device=device) % window
 
@@ -160,7 +169,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
 
     @property
     def ring(self) -> Ring | None:
-        """The ring buffer if keys and values are in it now, otherwise None."""
+        """The ring buffer if the layer's keys and values are in it, else None."""
         return self._ring if self._rolls else None
 
     def ring_refusal(self) -> str:
@@ -175,8 +184,8 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         """Move keys and values into the ring buffer.
 
         Args:
-            real: Bool `[B, n]` for the first `n` tokens of the sequence, False for padding. Later
-                tokens are real. None means no padding.
+            real: Bool `[B, n]`, False where one of the first `n` tokens is padding. All later
+                tokens are not padding. None if no token is padding.
         """
         if self._rolls:
             return
@@ -201,8 +210,10 @@ class SlidingLayer(DynamicSlidingWindowLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append tokens. Return the keys and values that they attend to; in a ring buffer these are
-        all slots."""
+        """Append tokens, and return the keys and values that the new tokens attend to.
+
+        If the layer uses a ring buffer, these are all slots of the buffer.
+        """
         ring = self.ring
         if ring is None or key_states.shape[2] != 1:
             rows: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
@@ -215,8 +226,8 @@ class SlidingLayer(DynamicSlidingWindowLayer):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the keys, values and mask with which to compute attention.
 
-        With a ring buffer, the mask is the bias of its slots. Otherwise the arguments are returned
-        unchanged.
+        If the layer uses a ring buffer, the returned mask is the bias that masks its unused
+        entries. Otherwise the arguments are returned unchanged.
 
         Args:
             keys: The keys that the attention function received.
@@ -252,7 +263,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         return (ring.keys.nbytes + ring.values.nbytes) // slots * rows_in_use
 
     def attributes(self) -> dict[str, Any]:
-        """Return the attributes that transformers' own layer would have."""
+        """Return the attributes that the same layer would have in transformers' own class."""
         self.settle()
         named = {"keys": self._keys, "values": self._values, "cumulative_length": self._length}
         return named | {name: one for name, one in vars(self).items() if name not in OWN}
@@ -267,8 +278,10 @@ OWN = {"_keys", "_values", "_length", "_ring", "_rolls"}
 
 
 def grows(layer: Any) -> str:
-    """Return why a cache layer prevents a CUDA graph, or "" if it does not. A layer prevents a
-    graph if it makes new tensors for each token."""
+    """Return the reason why this cache layer prevents a CUDA graph of decode steps.
+
+    Return "" if it does not. A layer prevents it if it makes new tensors for each token.
+    """
     if isinstance(layer, IndexedLayer):
         return ""
     if isinstance(layer, SlidingLayer):

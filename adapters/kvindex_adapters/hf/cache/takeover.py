@@ -74,8 +74,8 @@ def fill(
     Args:
         layers: The empty layers. After an error they must not be used.
         past: The filled cache.
-        probe: The same layers after a run on two tokens. They have the shape, dtype and device that
-            the model requires.
+        probe: Other layers of the same classes, filled by a run of the model on two tokens. They
+            show which shapes, dtypes and devices the model requires.
         ids: Token ids, int64 `[B, N]`, or None.
         valid: Bool `[B, N]`, False for padding, or None.
 
@@ -91,7 +91,8 @@ def fill(
             continue  # this layer uses the keys of another layer
         if number >= len(past.layers) or not _has_tokens(past.layers[number]):
             raise ValueError(
-                f"past: layer {number}: got 0 tokens, but the cache has {length} tokens"
+                f"past: layer {number}: got 0 tokens, but other layers of this cache have {length} "
+                "tokens"
             )
         try:
             _fill(layer, past.layers[number], like, length, ids, valid)
@@ -104,8 +105,8 @@ def _fill(
 ) -> None:
     if isinstance(layer, ChosenLayer):
         raise UnsupportedError(
-            "got a layer with a trained indexer, whose keys cannot be copied; run the model on the "
-            "prompt inside attach() instead"
+            "got a layer with a trained indexer, and the keys of this indexer cannot be copied; do "
+            "not pass a filled cache, but run the model on the prompt inside attach()"
         )
     kind = _kind(layer, given)
     if kind is None:
@@ -132,7 +133,7 @@ def _fill_index(
 ) -> None:
     assert like.attention is not None
     geometry = like.attention.index.geometry.options()
-    geometry.pop("rope")  # `layer.make` sets it for the attached model
+    geometry.pop("rope")  # `layer.make` sets the frequencies of the attached model
     keys, values = given.keys, given.values
     if geometry.get("value_in_key"):  # `keys` contains the latents, `values` the rotated keys
         keys, values = torch.cat([keys, values], dim=-1), keys
@@ -163,8 +164,11 @@ def _copied(value: Any) -> Any:
 
 
 def _check_like(name: str, value: Any, like: Any) -> None:
-    """Raise ValueError if the shape, dtype or device of a tensor differs from the same tensor of
-    the probe."""
+    """Check the shape, dtype and device of a tensor that is to be copied into a layer.
+
+    Raise ValueError if they differ from those of `like`, the tensor that the model itself made when
+    it was run on two tokens.
+    """
     if isinstance(value, dict) and isinstance(like, dict):
         for key, one in value.items():
             _check_like(f"{name}[{key!r}]", one, like.get(key))
@@ -181,8 +185,15 @@ def _check_rows(given: Any, like: Any) -> None:
 
 
 def _kind(layer: Any, given: Any) -> type | None:
-    """Return the transformers class whose attributes to copy from `given` to `layer`, or None if
-    `given` has the wrong class."""
+    """Return the transformers class whose attributes are copied from one cache layer to another.
+
+    Args:
+        layer: Empty layer of an `IndexCache`, to which attributes are copied.
+        given: Layer of the user's `DynamicCache`, from which they are copied.
+
+    Returns:
+        The class, or None if `given` is not a layer of the kind that `layer` replaces.
+    """
     kind = type(given)
     if isinstance(layer, SlidingLayer) or type(layer) is DynamicSlidingWindowLayer:
         window = getattr(given, "sliding_window", layer.sliding_window)
@@ -196,7 +207,10 @@ def _kind(layer: Any, given: Any) -> type | None:
 
 
 def _source_class(layer: Any) -> str:
-    """Return the name of the class that `past` must have at this layer, for an error message."""
+    """Return, for an error message, the class that the layer of `past` must have.
+
+    `past` is the cache whose tokens are taken over. `layer` is the layer that receives the tokens.
+    """
     if isinstance(layer, SlidingLayer) or type(layer) is DynamicSlidingWindowLayer:
         return f"DynamicSlidingWindowLayer of {layer.sliding_window} tokens, or a DynamicLayer"
     if isinstance(layer, HybridLayer):

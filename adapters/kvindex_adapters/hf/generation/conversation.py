@@ -76,7 +76,8 @@ def check_follows(cache: object, used: str, *, allowed: tuple[str, ...] = USED) 
 
 
 class CannotForgetError(UnsupportedError):
-    """The chat template changes earlier turns, and this cache cannot remove their tokens."""
+    """Raised if the chat template changes an earlier message, but the cache cannot remove the
+    tokens of this message."""
 
 
 @contextmanager
@@ -85,7 +86,8 @@ def following(cache: IndexCache, used: str, keep: int | None = None) -> Iterator
 
     Args:
         cache: The cache to which the prompt is appended.
-        used: "continue" or "branch"; or "refuse" for an empty cache.
+        used: "branch" also restores the cache if there is no error. "continue" and "refuse" do not.
+            (`check_follows` has checked that the cache is empty if the value is "refuse".)
         keep: Number of tokens to which the cache is truncated at the beginning. None keeps all
             tokens.
 
@@ -97,8 +99,8 @@ def following(cache: IndexCache, used: str, keep: int | None = None) -> Iterator
     """
     ids, conversation, done = cache.ids, cache.conversation, False
     cuts = keep is not None and keep < cache.get_seq_length()
-    # if tokens are removed, make a fork: new tokens overwrite them, and a checkpoint cannot restore
-    # them then
+    # If tokens are removed, restore the cache from a fork. A checkpoint is not enough, because new
+    # tokens overwrite the removed ones.
     fork = cache.fork() if cuts else None
     before: Any = None if cuts else cache.checkpoint()
     try:
@@ -180,7 +182,7 @@ class Turn(NamedTuple):
 
     Args:
         keep: Number of tokens of the cache to keep. Later tokens are removed.
-        ids: Int64 `[N]`, the ids to append after these.
+        ids: Int64 `[N]`, the ids to append after the kept tokens.
         messages: All messages of the chat, or None if the prompt is text or ids.
     """
 
@@ -212,8 +214,10 @@ def answered(messages: Messages, text: str) -> Messages:
 
 
 HISTORY_ROLES = {"system", "developer", "assistant"}
-"""Roles by which a list of messages is recognized as a whole conversation. New messages have only
-the roles of users and tools."""
+"""Roles by which a list of messages is recognized as a whole conversation.
+
+A list of new messages has only the roles `user` and `tool`.
+"""
 
 
 def next_turn(
@@ -276,9 +280,14 @@ def next_turn(
 
 
 def _continued(keep: int, ids: Tensor, messages: Messages) -> Turn:
-    """Keep the first `keep` of the ids, which are stored, and read the others."""
+    """Make a `Turn` that keeps the first `keep` tokens of the cache, and reads the rest of `ids`.
+
+    `ids` are the tokens of the whole conversation. The cache already stores the first `keep` of
+    them.
+    """
     if keep == len(ids):
-        # append at least two tokens, because a forward pass of one token would search the index
+        # let the model read the last two tokens again: it must read at least one token, and a
+        # forward pass of a single token would be a decode step, which searches the index
         keep = max(keep - 2, 0)
     return Turn(keep, ids[keep:], messages)
 
@@ -308,7 +317,10 @@ def _is_history(messages: Messages) -> bool:
 
 
 def _role(messages: Messages) -> str:
-    """Return the first role in the messages that occurs only in a whole conversation."""
+    """Find the message that shows that `messages` is a whole conversation. Return its role.
+
+    This is the first message with a role in `HISTORY_ROLES`. New messages do not have these roles.
+    """
     return next(str(m["role"]) for m in messages if m.get("role") in HISTORY_ROLES)
 
 

@@ -49,8 +49,8 @@ def read(
     Args:
         model: The attached model.
         tokenizer: The model's tokenizer.
-        prompt: Plain text, chat messages, or token ids int64 `[N]`. The chat template is applied to
-            messages without a generation prompt.
+        prompt: Plain text, chat messages, or token ids int64 `[N]`. Messages are converted to text
+            by the chat template, with `add_generation_prompt=False`.
         cache: The cache that `attach` yielded.
         used: What to do if the cache already contains tokens. "refuse" raises ValueError.
             "continue" appends the prompt.

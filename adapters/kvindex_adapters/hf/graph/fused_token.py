@@ -54,7 +54,7 @@ values are None and False."""
 
 
 class Step(NamedTuple):
-    """Passes one layer's attention to `FusedBody`, which calls `step`."""
+    """The attention of one layer, in the form that `FusedBody` needs: an object with `step`."""
 
     step: Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -90,7 +90,7 @@ class FusedToken:
             yield
         finally:
             self.forget()
-            with suppress(torch.OutOfMemoryError):  # if memory is short, the weights stay adjacent
+            with suppress(torch.OutOfMemoryError):  # then the weights simply stay adjacent
                 for modules in apart:
                     separate_in_memory(*modules)
 
@@ -118,14 +118,14 @@ class FusedToken:
     def forward(
         self, cache: IndexCache, ids: Tensor, positions: Tensor, *, captured: bool
     ) -> BaseModelOutputWithPast:
-        """Run the decoder on one token of each sequence.
+        """Run the decoder on one token of each sequence. No token may be padding.
 
         Args:
-            cache: The cache.
-            ids: Int64 `[B, 1]`.
-            positions: Int64 `[B or 1, 1]`.
-            captured: Whether a CUDA graph captures the call. Layers then count tokens on the
-                device. In both cases no token may be padding.
+            cache: The KV cache.
+            ids: Token ids, int64 `[B, 1]`.
+            positions: Positions of the tokens, int64 `[B or 1, 1]`.
+            captured: True if the call is captured in a CUDA graph. The layers then count their
+                tokens on the device.
 
         Returns:
             The last hidden states and the cache.
@@ -165,19 +165,23 @@ class FusedGraph(TokenGraph):
         super().__init__(asked=True)
 
     def another(self) -> FusedGraph:
-        """Make an object without a captured graph, for a copy of the cache."""
+        """Return a new `FusedGraph` without a captured graph, for a copy of the cache."""
         return FusedGraph(self._fused)
 
     @property
     def checks(self) -> bool:
-        """Always False: `run` needs no comparison with an ordinary call.
+        """False: the output of a graph need not be compared with that of a normal forward pass.
 
-        The kernels use the attention mask only for padding.
+        This comparison is for models that use the padding mask outside of attention. The kernels of
+        a fused decode step never use the padding mask outside of attention.
         """
         return False
 
     def run(self, forward: Forward, cache: IndexCache, **given: Any) -> Any:
-        """Run the first decode step with new weights or shapes, without a graph."""
+        """Run a decode step without a CUDA graph.
+
+        This is the first step after the weights or the shapes have changed.
+        """
         cache.padding.all_real = True
         output = self._output_of(cache, captured=False)
         self._alike, self._reading = True, self._fused.reading

@@ -34,7 +34,8 @@ host about as long as a decode step."""
 OTHER_LOOPS = (
     *ASSISTED,
     *("penalty_alpha", "dola_layers", "constraints", "force_words_ids", "custom_generate"),
-    # with these options, code of the caller would see tokens that are removed later
+    # The following three options are functions that the caller passes. kvindex's decoding loop may
+    # generate tokens that it later removes again, and would pass these tokens to the functions.
     *("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"),
     "synced_gpus",
 )
@@ -120,7 +121,7 @@ class RunAhead:
             input_ids: Int64 `[1, N]`, the ids of the prompt.
             logits_processor: Transformers' logits processors.
             stopping_criteria: Transformers' stopping criteria, which must include the maximum
-                length. They get ids on the CPU, and no scores.
+                length. Each criterion receives the ids as a CPU tensor, and no scores.
             generation_config: Transformers' generation configuration.
             **given: Keyword arguments for the model's forward pass.
 
@@ -170,7 +171,7 @@ class RunAhead:
         return ids[:, :read]
 
     def _goes_back(self) -> bool:
-        """Return True if every layer of the cache can return to a checkpoint."""
+        """Return True if every layer of the cache can be restored to a checkpoint."""
         indexes = self._cache.indexes()
         return not self._cache.overwrites and all(isinstance(one, Restorable) for one in indexes)
 
@@ -180,8 +181,10 @@ class RunAhead:
             self._checkpoints.append((made, dict(given), self._cache.checkpoint()))
 
     def _cut(self, model: Any, ids: Tensor, read: int) -> None:
-        """Undo the steps that ran past the end of the answer, which has `read` ids including the
-        prompt."""
+        """Undo the decode steps that ran past the end of the answer.
+
+        Prompt and answer together have `read` ids.
+        """
         made, given, before = next(one for one in reversed(self._checkpoints) if one[0] <= read)
         self._cache.rollback(before)
         for length in range(made, read):

@@ -34,12 +34,16 @@ from kvindex_adapters.hf.graph.trace import Trace, difference
 from kvindex_adapters.hf.model.module_state import ModuleState
 
 TRACES = 4
-"""Maximum number of steps to trace before giving up. Two may not be enough, because the first steps
-may allocate tensors that later steps only read."""
+"""Number of decode steps after which tracing stops, if no two successive steps were equal.
+
+Two steps may not be enough, because the first ones may allocate tensors that later steps only read.
+"""
 
 SHORT, SHORT_GRAPHS = 8, 3
-"""A graph with fewer than `SHORT` replays was not worth its capture. After `SHORT_GRAPHS` such
-graphs in succession, no more graphs are captured."""
+"""A graph that is replayed fewer than `SHORT` times takes more time to capture than it saves.
+
+After `SHORT_GRAPHS` such graphs in succession, no more graphs are captured.
+"""
 
 CACHE = object()
 """Placeholder for the cache in the output of a graph."""
@@ -62,7 +66,8 @@ class TokenGraph:
     """Whether an error in `run` is raised to the caller. If False, the step runs again without a
     graph."""
     first, replayed = "it was compared with the next", "replays"
-    """Phrases in `report`: why a traced step was not a replay, and the name of replays."""
+    """Phrases in `report`: the reason why a traced step was not a replay, and the word for replays.
+    """
 
     def __init__(self, *, asked: bool = True) -> None:
         self.asked = asked
@@ -73,9 +78,9 @@ class TokenGraph:
 
     @property
     def report(self) -> str:
-        """Number of decode steps that were graph replays.
+        """How many decode steps were graph replays, as text.
 
-        If the last one was not, also the reason.
+        If the last decode step was not a replay, the text also gives the reason.
         """
         said = f"{self._replays} of {self._tokens} tokens were {self.replayed}"
         return f"{said}; the last was not: {self._reason}" if self._reason else said
@@ -90,7 +95,10 @@ class TokenGraph:
         return TokenGraph(asked=self.asked)
 
     def look_again(self) -> None:
-        """Read the padding again before the next step, because tokens were added or removed."""
+        """Look for padding in the cache again before the next step.
+
+        Call this when tokens were added or removed without a replay.
+        """
         self._inputs.look_again()
 
     def _begin(self) -> None:
@@ -100,8 +108,10 @@ class TokenGraph:
         self._compare_anew(traces=0)
 
     def _compare_anew(self, traces: int) -> None:
-        """Delete the graph, and trace steps until two are equal. `traces` is the number of steps
-        traced since the last graph."""
+        """Delete the CUDA graph. From now on, trace decode steps until two of them are equal.
+
+        `traces` is the number of steps that were traced since the last graph.
+        """
         self._traces, self._alike = traces, False
         self._module: ModuleState | None = None
         self._contents: list[object] = []
@@ -116,10 +126,12 @@ class TokenGraph:
     # Run one call of the decoder
 
     def takes(self, forward: Forward, cache: IndexCache, given: Mapping[str, Any]) -> bool:
-        """Return True if a graph replay can compute this call of the decoder. May capture a graph.
+        """Return True if replaying a CUDA graph can replace this call of a decoder's `forward`.
+
+        The method may capture a graph first.
 
         Args:
-            forward: The decoder's forward method.
+            forward: The method `forward` of the decoder (the model without its LM head).
             cache: The cache.
             given: All arguments of the call, by name.
         """
@@ -131,7 +143,8 @@ class TokenGraph:
         layers = cache.attention_layers()
         self._reason = (
             self._refusal(cache, layers, given)
-            # skip this check if there is a graph, because `prepare_replay` then checks the layers
+            # `layer_refusal` checks whether the layers support CUDA graphs. If a graph exists,
+            # `prepare_replay` makes this check instead.
             or ("" if self._graph is not None else layer_refusal(cache))
             or self._inputs.mask_refusal(given.get(MASK), layers[0])
         )
@@ -178,7 +191,8 @@ class TokenGraph:
         self._refused = self._reason = why
 
     def replay(self, cache: IndexCache) -> Any:
-        """Run the decode step that `takes` has accepted, as a graph replay."""
+        """Run a decode step by a replay of the CUDA graph. Call this after `takes` returned
+        True."""
         assert self._graph is not None
         assert self._output is not None
         cache.count_replay(self._graph.replay)
@@ -210,8 +224,11 @@ class TokenGraph:
     # Compare traced steps
 
     def _compare(self, cache: IndexCache, trace: Trace, before: Contents) -> None:
-        """Compare a step with the step before it, and compare the cache layers before and after the
-        step."""
+        """Check that a decode step ran the same operations as the decode step before it.
+
+        `trace` lists the operations of the step. Also check that the step replaced no attribute of
+        a cache layer.
+        """
         module, last, after = self._module, self._last, _contents_by_name(cache.layers)
         assert module is not None
         why = _moved(before, after) or (last and difference(last, trace))
@@ -228,8 +245,10 @@ class TokenGraph:
             self._refused, self._last = why or "model: got other weights in each step", None
 
     def _unchanged(self, cache: IndexCache) -> bool:
-        """Return True if the model and the cache layers have not changed since two steps were
-        equal."""
+        """Return True if nothing has changed since two successive decode steps had equal traces.
+
+        This compares the model and the cache layers with their state at that time.
+        """
         module, parts = self._module, _parts(cache.layers)
         same = len(parts) == len(self._contents) and all(map(is_, parts, self._contents))
         return same and module is not None and module.unchanged
@@ -237,8 +256,10 @@ class TokenGraph:
     # Capture the graph
 
     def _ready(self, forward: Forward, cache: IndexCache, layers: list[AttentionLayer]) -> str:
-        """Capture a graph if there is no valid one. Return the reason if that is impossible,
-        otherwise ""."""
+        """Capture a graph, unless there is a valid graph already.
+
+        Return "", or the reason why no graph can be captured.
+        """
         reads = [layer.prepare_next() or layer.prepare_replay() for layer in layers]
         if None in reads:
             return layer_refusal(cache)
@@ -327,16 +348,22 @@ def _device(cache: IndexCache) -> torch.device:
 
 
 def _given_back(leaf: Any, cache: IndexCache) -> Any:
-    """Copy a tensor of a graph's output, which the next replay would overwrite. Replace the
-    placeholder `CACHE` by the cache."""
+    """Return one element of a graph's output in a form that the caller may keep.
+
+    A tensor is copied, because the next replay overwrites it. The placeholder `CACHE` is replaced
+    by the cache. Other elements are returned unchanged.
+    """
     if isinstance(leaf, Tensor):
         return leaf.clone()
     return cache if leaf is CACHE else leaf
 
 
 def _contents_by_name(layers: list[Any]) -> Contents:
-    """Map (layer number, attribute, key) to the attributes of cache layers. `key` is None unless
-    the attribute is a dict."""
+    """Return the values of all attributes of the cache layers, by layer number and attribute name.
+
+    The keys of the result are `(layer number, attribute name, key)`. If an attribute is a dict,
+    each of its entries is listed with its own key. Otherwise `key` is None.
+    """
     contents: Contents = {}
     for number, layer in enumerate(layers):
         for name, value in vars(layer).items():
@@ -346,7 +373,10 @@ def _contents_by_name(layers: list[Any]) -> Contents:
 
 
 def _parts(layers: list[Any]) -> list[object]:
-    """List layers and their attributes. This runs before each decode step, so it must be fast."""
+    """Return the layers and their attributes as a list of objects, to detect replaced attributes.
+
+    This runs before each decode step, so it must be fast.
+    """
     values = [value for layer in layers for value in vars(layer).values()]
     inner = [one for value in values if type(value) is dict for one in value.values()]
     return [*layers, *values, *inner]

@@ -1,5 +1,7 @@
-"""`TokenInputs`: copies the arguments of each decode step to fixed addresses, from which a graph
-reads."""
+"""`TokenInputs`: copies the arguments of each decode step to fixed addresses.
+
+The CUDA graph of the decode step reads the arguments from these addresses.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,14 @@ from kvindex_adapters.hf.cache.cache import IndexCache
 from kvindex_adapters.hf.cache.sliding import grows
 
 VALUES = (Tensor, bool, int, float, str, type(None))
-"""Allowed types of arguments. Tensors are copied to fixed addresses, from which a graph reads."""
+"""Allowed types of arguments. Tensors are copied to the addresses that the CUDA graph reads."""
 
 MASK = "attention_mask"
-"""The only argument that grows with each token. The decoder gets None instead, because the cache
-layers know the padding, and positions are passed separately."""
+"""The only argument whose size grows with each token.
+
+A captured decoder gets None instead, because the cache layers store the padding, and positions are
+passed as a separate argument.
+"""
 
 
 def is_one_token(given: Mapping[str, Any]) -> bool:
@@ -61,8 +66,10 @@ def refusal(cache: IndexCache, layers: list[AttentionLayer], given: Mapping[str,
 
 
 def layer_refusal(cache: IndexCache) -> str:
-    """Return number and reason of the first layer whose attention cannot be captured, or "" if all
-    can be."""
+    """Find the first layer whose attention cannot be captured in a CUDA graph.
+
+    Return the number of this layer and the reason, as text. Return "" if there is no such layer.
+    """
     for number, layer in zip(cache.indexed, cache.attention_layers(), strict=True):
         if why := layer.capture_refusal():
             return f"layer {number}: {why}"
@@ -70,8 +77,7 @@ def layer_refusal(cache: IndexCache) -> str:
 
 
 class TokenInputs:
-    """The arguments of decode steps at fixed addresses, and the padding of the tokens in the
-    cache."""
+    """The arguments of a decode step, copied to fixed addresses, and the padding in the cache."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, object] = {}
@@ -79,7 +85,11 @@ class TokenInputs:
         self.look_again()
 
     def look_again(self) -> None:
-        """Read the padding again at the next step, because tokens were added or removed."""
+        """Forget whether the cache contains padding, so that the next decode step checks this
+        again.
+
+        Call this when tokens were added or removed without a replay.
+        """
         self._known: Tensor | None = None  # bool [B, n], False for padding among the first n tokens
         self._padded = False
 
@@ -93,8 +103,10 @@ class TokenInputs:
         return {**self._values, "past_key_values": cache}
 
     def take(self, given: Mapping[str, Any]) -> bool:
-        """Copy the arguments of a step. Return True if only the contents of tensors differ from the
-        previous step."""
+        """Copy the arguments of a decode step to the fixed addresses that a CUDA graph reads.
+
+        Return True if nothing except the contents of tensors differs from the previous step.
+        """
         kinds = {
             name: check.kind(value) if isinstance(value, Tensor) else value
             for name, value in given.items()

@@ -28,8 +28,10 @@ OWN, TORCH = {Path(__file__), Path(count.__file__)}, Path(torch.__file__).parent
 model code called an operation."""
 
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-"""Tags of operations that make the host wait, because they return a number, or a tensor whose size
-depends on values."""
+"""Tags of torch operations for which the host must wait until the device has computed their result.
+
+They return a number, or a tensor whose size depends on values.
+"""
 
 INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
 """Operations that make the host wait only if an index is a bool mask."""
@@ -39,7 +41,10 @@ LEAVES = {
     **{Tensor.__array__: "reads a tensor", Tensor.__dlpack__: "gives away a tensor"},
     Tensor.data_ptr: "asks for an address, as kernels do that are no operations of torch",
 }
-"""Maps methods that pass data from torch to other code to descriptions for error messages."""
+"""Methods of a tensor that give its data to code outside of torch.
+
+The value of each is its description in error messages.
+"""
 
 PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 """Tensor classes whose operations the trace can record. Other subclasses may do more than their
@@ -115,7 +120,7 @@ class Trace(TorchDispatchMode):
             self.refuse(f"{function}: the host reads what the device has")
         given, read = self._operands(call), call
         if function is torch.ops.aten.lift_fresh.default and args[0].device.type == "cpu":
-            with self._pause():  # made from Python numbers, at a new address each time
+            with self._pause():  # a tensor of Python numbers: its address is new each time
                 given, read = [args[0].tolist()], ()
         result = function(*call[0], **call[1])
         self._note(str(function), given, read, result)
@@ -127,8 +132,16 @@ class Trace(TorchDispatchMode):
         return bool(READS & set(function.tags))
 
     def whole(self, name: str, call: Callable[[], Tensor], *read: Any) -> Tensor:
-        """Run `call` and record it as a single operation with the operands `read`. Return the
-        result of `call`."""
+        """Run a function, and record it in the trace as one operation.
+
+        Args:
+            name: Name of the operation.
+            call: The function, which has no arguments.
+            *read: The tensors and numbers that the function reads: the operands of the operation.
+
+        Returns:
+            The result of the function.
+        """
         given = self._operands(read)
         with self._pause():
             result = call()
@@ -136,8 +149,10 @@ class Trace(TorchDispatchMode):
         return result
 
     def refuse(self, why: str) -> None:
-        """Record that the forward pass did something that a graph cannot repeat, with file and
-        line."""
+        """Record that the forward pass did something that a CUDA graph cannot repeat.
+
+        The record contains the reason `why`, and the file and line where it happened.
+        """
         if not self._paused:
             self.refusals.append(f"{why} ({_place()})")
 
@@ -186,8 +201,10 @@ class Trace(TorchDispatchMode):
 
 
 class _Leaving(TorchFunctionMode):
-    """Notifies a trace when code reads the data of a tensor in another way than by torch
-    operations."""
+    """Reports to a trace that code reads a tensor's data without a torch operation.
+
+    An example of such code is `Tensor.numpy`.
+    """
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
@@ -202,8 +219,10 @@ class _Leaving(TorchFunctionMode):
 
 
 def difference(before: Trace, after: Trace) -> str | None:
-    """Return the reason why a graph of one decode step cannot replace the next step, or None if it
-    can."""
+    """Return the reason why a CUDA graph of one decode step cannot run the next step.
+
+    Return None if it can.
+    """
     for refusal in (*before.refusals, *after.refusals):
         return refusal
     for one, other in zip_longest(before.operations, after.operations):

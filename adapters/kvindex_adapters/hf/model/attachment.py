@@ -43,19 +43,28 @@ class Attachment:
         )
 
     def set_pending(self, cache: DynamicCache, layer: Any, states: tuple[Tensor, Tensor]) -> None:
-        """Record the last `update`: cache, layer, and new keys and values. The attention function
-        takes this record."""
+        """Record a call of the cache's `update`: the cache, the layer, and the new keys and values.
+
+        The attention function, which runs next, reads this record with `take_pending`.
+        """
         self._pending = cache, layer, states
 
     def take_pending(self) -> tuple[DynamicCache, Any, tuple[Tensor, Tensor]] | None:
-        """Return and clear the record of the last `update`: cache, layer, and new keys and values.
-        None if there is none."""
+        """Return and delete the record that `set_pending` made in the last `update` of the cache.
+
+        The record contains the cache, the layer, and the new keys and values. Return None if there
+        is no record.
+        """
         pending, self._pending = self._pending, None
         return pending
 
     def shared(self, layer: int) -> tuple[DynamicCache, Any, None] | None:
-        """For a layer that uses another layer's keys, return the cache and the other cache layer.
-        None for other layers."""
+        """Look up the keys and values of a layer that computes none of its own.
+
+        Such a layer attends to the keys and values of another layer. The result is a tuple: the
+        cache of the current forward pass, the cache layer of that other layer, and always None. For
+        a layer with keys and values of its own, return only None.
+        """
         producer = self.sharing.get(layer)
         if producer is None or self.running is None:
             return None

@@ -80,8 +80,8 @@ def attention(
         )
     (cache, layer, states), ids = pending, None
     latent = isinstance(layer, IndexedLayer) and not shares_keys and is_latent(module)
-    # some models have projected latents to keys and values before `update`, so they need no
-    # conversion
+    # Some models with latent attention pass keys and values to `update`, not latents. Then `key` is
+    # the tensor that `update` received, and is not converted to latents.
     latent = latent and states[0] is not key
     if isinstance(layer, ChosenLayer):
         chosen = kwargs.pop("indices", None), kwargs.pop("block_indices", None)

@@ -32,7 +32,7 @@ class TransactionDecoder(nn.Module):
     `past_key_values`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the decoder's forward pass. After an error, restore the cache."""
+        """Run the forward pass of the model's decoder layers. After an error, restore the cache."""
         attachment = attached.get(self)
         if attachment is None or attachment.decoder is not self:
             return super().__call__(*args, **kwargs)
@@ -75,7 +75,9 @@ class TransactionModel(nn.Module):
 def _step(
     forward: Callable[..., Any], attachment: Attachment, args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Run a forward pass of the decoder, by graph replay if possible. After an error, undo it.
+    """Run a forward pass of the model's decoder layers, as a CUDA graph replay if possible.
+
+    After an error, the changes of this forward pass to the cache are undone.
 
     Raises UnsupportedError if the cache was not yielded by the current `attach`.
     """
@@ -105,8 +107,12 @@ def _step(
 def _compared(
     graph: TokenGraph, forward: Callable[..., Any], cache: IndexCache, kwargs: dict[str, Any]
 ) -> Any:
-    """Run a decode step with tracing, for comparison with the previous step. If tracing fails, run
-    it normally."""
+    """Run a decode step, and record its operations in a trace.
+
+    `TokenGraph` compares this trace with that of the previous decode step. If both contain the same
+    operations, a CUDA graph can replace later decode steps. If the traced step fails, run the step
+    again without a trace.
+    """
     plain = partial(_undone_if_failed, forward, cache, (), kwargs)
     ids = cache.ids
     try:
@@ -129,7 +135,10 @@ def _compared(
 
 
 def _agree(output: Any, expected: Any) -> bool:
-    """Return True if the first tensors in two outputs are equal up to rounding errors."""
+    """Return True if two outputs of a model are equal up to rounding errors.
+
+    Only the first tensor in each output is compared.
+    """
     one, other = (next(filter(torch.is_tensor, tree_leaves(each))) for each in (output, expected))
     return bool((one - other).abs().max() <= CLOSE * other.abs().max())
 
@@ -168,8 +177,9 @@ def _by_name(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str,
 def _whole(attachment: Attachment, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Remove `logits_to_keep` from the arguments if layers share keys and sequences are padded.
 
-    With `logits_to_keep`, layers that use the keys of another layer process only the last tokens,
-    and would truncate the padding mask `[B, N]` to these.
+    With `logits_to_keep`, a layer that uses the keys of another layer processes only the last
+    tokens. It would also truncate the padding mask `[B, N]` to the last tokens, although attention
+    needs the mask of all tokens.
     """
     if not attachment.sharing or "logits_to_keep" not in kwargs:
         return kwargs

@@ -20,18 +20,21 @@ PASSING = ("_name_or_path", "transformers_version", "architectures", "dtype", "t
 
 
 def identity(decoder: nn.Module, config: Any) -> tuple[dict[str, Any], State]:
-    """Describe a model for `check_identity`. This runs the decoder on a few tokens.
+    """Describe a model, so that `check_identity` can later recognize it.
+
+    This runs the model's decoder layers on a few fixed tokens.
 
     Args:
-        decoder: The module with a forward pass that takes `past_key_values`.
+        decoder: The module of the model whose forward pass takes `past_key_values`.
         config: The model's configuration.
 
     Returns:
-        A description that can be written as JSON (name, configuration, dtype, rounding error), and
-        the tensors of the probe.
+        Two parts. The first can be written as JSON: name, configuration, dtype, and the relative
+        rounding error of this dtype. The second contains tensors: samples of the keys, values and
+        hidden states that the decoder computed for the fixed tokens.
 
-        Raises:
-            RuntimeError: The decoder failed on the fixed tokens.
+    Raises:
+        RuntimeError: The decoder failed on the fixed tokens.
     """
     computed = probe(decoder, config)
     about = {
@@ -86,6 +89,6 @@ def check_identity(
 
 
 def _fields(config: Any) -> dict[str, Any]:
-    """Return the fields of a configuration as JSON, without the fields in `PASSING`."""
+    """Return the fields of a configuration that affect the model's results, as JSON."""
     fields = {name: value for name, value in config.to_diff_dict().items() if name not in PASSING}
     return dict(json.loads(json.dumps(fields, default=str)))

@@ -28,11 +28,12 @@ def reads_chunks(model: PreTrainedModel) -> bool:
 
 
 def text_positions(model: PreTrainedModel, start: int, end: int) -> Tensor | None:
-    """Return the `position_ids` that `generate` would pass, int64 `[1, end - start]`, or None.
+    """Return the `position_ids` to pass to a model for tokens `start` to `end - 1` of a text.
 
-    Pass them explicitly, because some models otherwise compute other positions than in `generate`
-    (roberta starts at its padding id). The result is None for models without `position_ids`, and
-    for models with their own method to compute positions (for images).
+    They are the positions that transformers' `generate` would pass, int64 `[1, end - start]`. A
+    model that is called without them may compute other positions: for roberta, they start at the
+    padding id. The result is None for models without the argument `position_ids`, and for models
+    with their own method to compute positions (for images).
     """
     usual, own = (getattr(one, PREPARES_POSITIONS, None) for one in (GenerationMixin, type(model)))
     if usual is not own or "position_ids" not in _parameters(model):
@@ -65,7 +66,7 @@ def layer_device(decoder: nn.Module, number: int) -> torch.device:
     weights.
 
     Args:
-        decoder: The decoder.
+        decoder: The module of a transformers model that contains the decoder layers.
         number: The layer's `layer_idx`.
     """
     layers = [m for m in decoder.modules() if getattr(m, "layer_idx", None) == number]

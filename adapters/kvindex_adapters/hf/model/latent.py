@@ -50,7 +50,15 @@ def absorbed(
 
 
 def projected(module: Any, output: Tensor) -> Tensor:
-    """Project the attention outputs in the space of latents, `[B, H, T, r]`, to `[B, H, T, Dv]`."""
+    """Multiply attention outputs by the module's value projection.
+
+    Args:
+        module: The attention module.
+        output: Attention outputs, computed with latents as values, `[B, H, T, r]`.
+
+    Returns:
+        Attention outputs `[B, H, T, Dv]`.
+    """
     _, up = _projections(module)
     return torch.matmul(output, up.mT)
 

@@ -1,4 +1,4 @@
-"""`ModuleState`: detects later changes of a model's weights, modules and hooks."""
+"""`ModuleState`: detects whether a model's weights, modules or hooks have changed."""
 
 from __future__ import annotations
 

@@ -22,15 +22,17 @@ IMPLEMENTATION = "_attn_implementation_internal"
 
 
 class Substitute(str):
-    """The name of kvindex's attention function. A deep copy or a pickle contains the original name
-    instead."""
+    """The name of kvindex's attention function, as a string that is not copied.
+
+    A deep copy or a pickle contains the name of the model's original attention function instead.
+    """
 
     __slots__ = ("_own",)
     _own: Any
 
     @classmethod
     def of(cls, ours: str, config: PreTrainedConfig) -> Substitute:
-        """Make a substitute for the attention name in a configuration.
+        """Make the string that replaces the name of the attention function in a configuration.
 
         Args:
             ours: The name of kvindex's attention function.
@@ -49,12 +51,15 @@ class Substitute(str):
 
 
 def copied_as(own: PreTrainedConfig, config: PreTrainedConfig) -> None:
-    """Make a deep copy or a pickle of `own` contain `config` instead.
+    """Change the configuration `own` so that a deep copy of it is a copy of `config`.
 
-    The modules of a copied model then share one configuration, as in the original model.
+    Pickling `own` also stores `config` instead. So after a model is copied, its modules share one
+    configuration, as in the original model.
     """
     vars(own)["__deepcopy__"] = lambda memo: deepcopy(config, memo)
-    # `getitem((config,), 0)` is `config`, and a pickle with it can be loaded without this package
+    # When Python loads the pickled object, it calls `getitem((config,), 0)`, which returns
+    # `config`. `getitem` is a function of Python's standard library, so the pickle can be loaded
+    # without this package.
     vars(own)["__reduce_ex__"] = lambda protocol: (getitem, ((config,), 0))
 
 
@@ -88,23 +93,28 @@ class Copies:
         return self._made[id(config)][1]
 
     def originals(self) -> dict[int, PreTrainedConfig]:
-        """Map the `id` of each copy to its original."""
+        """Return a dictionary from the `id` of each copied configuration to the original one."""
         return {id(other): config for config, other in self._made.values()}
 
     def substitute(self, ours: str) -> None:
-        """Make deep copies and pickles of the copied configurations contain the original attention
-        name.
+        """Replace the attention name `ours` in the copies of the model's configurations.
+
+        A `Substitute` takes its place. Deep copies and pickles of these configurations then contain
+        the original attention name.
 
         Args:
-            ours: The name of kvindex's attention function. Other configurations do not change.
+            ours: The name of kvindex's attention function. Configurations with another name do not
+                change.
         """
         for config, other in self._made.values():
             if vars(other).get(IMPLEMENTATION) == ours:
                 vars(other)[IMPLEMENTATION] = Substitute.of(ours, config)
 
     def hand_over(self, ours: str) -> None:
-        """Transfer the changes of each copy to its original configuration, except the attention
-        name `ours`."""
+        """Copy changes of the copied configurations to the original configurations.
+
+        The attention name `ours`, which kvindex itself has written to the copies, is not copied.
+        """
         originals = self.originals()
         for config, other, before in self._before:
             for name, value in vars(other).items():
@@ -147,9 +157,9 @@ def private_configurations(model: nn.Module, ours: str) -> Iterator[Copies]:
 def subclassed(module: nn.Module, first: type[nn.Module]) -> Iterator[None]:
     """Context manager that replaces a module's class by a subclass with the mixin `first`.
 
-    The original class is restored at the end, unless other code has subclassed the class in
-    between. So the methods of `first` must have no effect after the context. Copies and pickles of
-    the module have the original class.
+    The original class is restored at the end, unless other code has subclassed the new class in the
+    meantime. In that case the module keeps the mixin, so the methods of `first` must do nothing
+    once the context has ended. Copies and pickles of the module have the original class.
 
     Args:
         module: The module to change.

@@ -51,8 +51,12 @@ values of SmolLM2's first layer by 13 `eps` of bfloat16. With half of this norm,
 the values by 6.6 `eps`."""
 
 EXACT, TF32 = 2.0**-17, 2.0**-10
-"""`eps` for float32 models. `EXACT` is for CPUs: it allows 64 rounding errors, of which 3 were
-measured. `TF32` is for devices that may round products to TF32, which has 10 fraction bits."""
+"""Relative rounding errors (`eps`) that are assumed for float32 models.
+
+`EXACT` is for CPUs. It is 64 times the rounding error of float32, 2^-23. Differences of up to 3
+times this error were measured. `TF32` is for devices that may round products to TF32, which has 10
+fraction bits.
+"""
 
 
 class Probe(NamedTuple):
@@ -77,7 +81,7 @@ class Difference(NamedTuple):
         layer: Number of the layer.
         name: "keys", "values" or "hidden_states".
         size: The relative difference.
-        tolerance: The relative difference that rounding explains.
+        tolerance: The largest relative difference that is considered to be a rounding error.
     """
 
     layer: int
@@ -89,7 +93,7 @@ class Difference(NamedTuple):
 @in_plain_torch
 @torch.no_grad()
 def probe(decoder: nn.Module, config: Any) -> Probe:
-    """Run a decoder once on fixed tokens. The decoder may be attached.
+    """Run a decoder once on fixed tokens. This also works inside `attach`.
 
     Modules, configurations and random number generators are restored afterwards. Hooks are called,
     because they may change what the model computes.
@@ -110,8 +114,8 @@ def probe(decoder: nn.Module, config: Any) -> Probe:
     given = dict(past_key_values=cache, use_cache=True)
     try:
         with _plain(decoder):
-            # bypass the decoder's `__call__`, which `attach` replaces by a method that needs an
-            # `IndexCache`
+            # call the model without its own `__call__`, because inside `attach` that method
+            # accepts only a cache of the class `IndexCache`
             output = nn.Module.__call__(
                 decoder, input_ids=ids.reshape(SEQUENCES, TOKENS).to(device), **given
             )
@@ -125,8 +129,8 @@ def probe(decoder: nn.Module, config: Any) -> Probe:
     except Exception as error:
         raise RuntimeError(
             f"model: got {type(decoder).__name__}, which failed on {SEQUENCES} sequences of "
-            f"{TOKENS} tokens with {PLAIN!r} attention ({type(error).__name__}: {error}); the keys "
-            "and values of these tokens are needed to identify the model of a saved cache"
+            f"{TOKENS} tokens with {PLAIN!r} attention ({type(error).__name__}: {error}). A saved "
+            "cache needs the keys and values of these fixed tokens to identify its model"
         ) from error
     return Probe(hidden.dtype, _eps(hidden), parts)
 
@@ -161,7 +165,12 @@ def _eps(hidden: Tensor) -> float:
 
 
 def _size(one: Tensor, other: Tensor) -> float:
-    """Return the relative difference between two samples. NaN and infinity count as 0."""
+    """Return the median absolute difference of two tensors, relative to the second tensor.
+
+    The difference is divided by the median absolute value of the second tensor's elements.
+
+    NaN and infinity are replaced by 0. If the shapes differ, the result is infinity.
+    """
     if one.shape != other.shape:
         return torch.inf
     one, other = (part.nan_to_num(0, 0, 0) for part in (one, other))
@@ -178,11 +187,11 @@ def _sample(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _plain(decoder: nn.Module) -> Iterator[None]:
-    """Context manager that sets evaluation mode and eager attention, and restores everything at the
+    """Context manager that sets evaluation mode and eager attention, and restores the model at the
     end.
 
-    This includes attributes and buffers of modules, because some rotary embeddings change theirs
-    with the sequence length.
+    It also restores the attributes and buffers of modules, because some rotary embeddings change
+    their buffers with the sequence length.
     """
     own = [vars(module) for module in decoder.modules()]
     before = [(each, dict(each), each["_buffers"], dict(each["_buffers"])) for each in own]

@@ -35,9 +35,11 @@ def crosses(model: PreTrainedModel, before: int, after: int) -> bool:
 def prefilled(model: PreTrainedModel, tokens: int, chunk: int) -> int:
     """Return how many tokens of a prompt to prefill before `model.generate` gets the rest.
 
-    Usually all tokens except the last `chunk`. 0 for a model that must process its prompt in one
-    call. If the model would drop its cache within the rest, the result is the smallest number with
-    which it does not, or 0 if fewer than two tokens would remain.
+    Usually these are all tokens except the last `chunk`. The result is 0 for a model that must
+    process its prompt in one call. A model of the Phi-3 family drops its cache when the sequence
+    becomes longer than a certain length. If the rest of the prompt would cross this length, the
+    result is this length plus 1, so that the model keeps its cache while it reads the rest. The
+    result is 0 if fewer than two tokens would then remain.
     """
     stop = max(tokens - chunk, 0) if reads_chunks(model) else 0
     if not crosses(model, stop, tokens):
@@ -85,7 +87,11 @@ def unread(
 
 
 class RereadingModel(TransactionModel):
-    """Mixin for models that drop their cache: keeps the cache, to be emptied and filled again."""
+    """Mixin for models that drop their cache when the rotary frequencies change (Phi-3 family).
+
+    Without the mixin, the model would continue without a cache. The mixin passes the `IndexCache`
+    to the decoder nevertheless. The decoder then empties the cache, and reads all tokens again.
+    """
 
     def prepare_inputs_for_generation(
         self,
@@ -94,8 +100,8 @@ class RereadingModel(TransactionModel):
         next_sequence_length: int | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Call the model's own method. If it drops an `IndexCache`, add the cache to the inputs
-        again."""
+        """Call this method of the model's class. If the result no longer contains the `IndexCache`,
+        add it again."""
         parent: Any = super()
         given = {**kwargs, "past_key_values": past_key_values}
         inputs: dict[str, Any] = parent.prepare_inputs_for_generation(
@@ -105,8 +111,9 @@ class RereadingModel(TransactionModel):
         if not isinstance(cache, IndexCache) or inputs.get("past_key_values") is not None:
             return inputs
         if length := cache.get_seq_length():
-            # take the larger length: transformers passes no mask if all entries are ones, and no
-            # positions if the model has no such argument
+            # Take the number of tokens from the mask or the positions, whichever is longer. Either
+            # may be missing: transformers passes no mask if all entries are ones, and no positions
+            # if the model has no such argument.
             by_token = [kwargs.get(name) for name in ("attention_mask", "position_ids")]
             total = max((one.shape[-1] for one in by_token if one is not None), default=0)
             if total > (new := input_ids.shape[1]):
@@ -115,7 +122,8 @@ class RereadingModel(TransactionModel):
                     f"{type(self).__name__} has other rotary frequencies for {total} tokens and "
                     f"must process all of them again; pass all {total} ids"
                 )
-            # for text without images, phi4_multimodal drops the cache but passes only the last id
+            # The call above has dropped the cache, but may have returned only the last token id
+            # (phi4_multimodal, for text without images). The call below returns all ids.
             given["is_first_iteration"] = kwargs.get("inputs_embeds") is None
             inputs = parent.prepare_inputs_for_generation(input_ids, **given)
             cache.rereads = input_ids.shape[1]
@@ -127,7 +135,8 @@ class RereadingDecoder(nn.Module):
     """Mixin that empties the cache before a decoder processes all tokens again."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Empty the cache if all tokens are passed again, then run the decoder's forward pass."""
+        """Empty the cache if the input contains all tokens of the sequence again, then run the
+        forward pass of this module."""
         cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
         if isinstance(cache, IndexCache):
             rereads, cache.rereads = cache.rereads, 0
@@ -137,12 +146,15 @@ class RereadingDecoder(nn.Module):
 
 
 class RereadingTransactionDecoder(TransactionDecoder, RereadingDecoder):
-    """Empties the cache inside the transaction, so that the cache is restored if the forward pass
-    fails."""
+    """Decoder that empties the cache if its input contains all tokens of the sequence again.
+
+    It empties the cache inside a transaction, so the cache is restored if the forward pass fails.
+    """
 
 
 def patched_classes(model: PreTrainedModel) -> tuple[type[nn.Module], type[nn.Module]]:
-    """Return the mixins that `attach` adds to the classes of the model and of the decoder."""
+    """Return two mixins: one that `attach` adds to the class of the model, and one that it adds to
+    the class of the model's inner module, whose forward pass takes `past_key_values`."""
     if model.config.model_type in FAMILIES:
         return RereadingModel, RereadingTransactionDecoder
     return TransactionModel, TransactionDecoder

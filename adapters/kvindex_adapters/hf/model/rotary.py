@@ -34,7 +34,10 @@ about 1."""
 
 
 class _CaughtError(Exception):
-    """Raised by `_Catcher`, with the keys that a layer passed to the cache."""
+    """Ends the forward pass of a layer that has passed its keys to a `_Catcher` as its cache.
+
+    The attribute `keys` contains these keys.
+    """
 
     def __init__(self, keys: Tensor) -> None:
         super().__init__()
@@ -91,13 +94,13 @@ def rotary_frequencies(decoder: nn.Module, layer: int) -> Tensor | None:
     """Determine the inverse rotary frequencies of a full-attention layer.
 
     Args:
-        decoder: The decoder.
+        decoder: The module of a transformers model that contains the decoder layers.
         layer: Number of the layer.
 
     Returns:
         Float32 `[F]`, all 0 for a layer without rotation. None if they cannot be determined: the
-        decoder has no `rotary_emb`, the frequencies depend on the sequence length, the layer
-        rotates other pairs of coordinates or caches latents, or the layer cannot be called
+        module `decoder` has no `rotary_emb`, the frequencies depend on the sequence length, the
+        layer rotates other pairs of coordinates or caches latents, or the layer cannot be called
         separately.
     """
     embedding = getattr(decoder, "rotary_emb", None)
@@ -155,10 +158,12 @@ def _rotated_by(keys: Tensor, rope: Tensor) -> bool:
 
 @contextmanager
 def counting_ahead(embeddings: Collection[nn.Module], tokens: int) -> Iterator[None]:
-    """Context manager that makes rotary embeddings use the frequencies of a longer sequence.
+    """Context manager that makes rotary embeddings use the frequencies of the whole prompt.
 
-    Each call of an embedding gets one more position, that of the prompt's last token. The angles
-    for this position are removed from the result.
+    Inside the `with` block, the model reads one chunk of the prompt. Some rotary embeddings choose
+    their frequencies by the largest position that they receive. Therefore this function appends the
+    position of the prompt's last token to the positions of each call, and removes the angles for
+    this position from the result.
 
     Args:
         embeddings: The result of `length_dependent` for the model.

@@ -1,4 +1,7 @@
-"""`unwrapped`: get the transformers model inside a `PeftModel`. Other wrappers raise an error."""
+"""`unwrapped`: get the transformers model inside a `PeftModel`.
+
+Any other object around a model raises an error.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ class Adapted(Protocol):
     peft_config: Mapping[str, Any]
 
     def get_base_model(self) -> nn.Module:
-        """Return the model to which the adapters were added."""
+        """Return the base model, to which PEFT added adapters such as LoRA."""
         ...
 
 
