@@ -98,8 +98,7 @@ class FusedBody:
         if overlap is None:
             overlap = device.type == "cuda" and torch.cuda.get_device_capability(device) >= OVERLAPS
         self._overlap = overlap
-        # a captured CUDA graph reads these tensors, so they must stay allocated as long as this
-        # object
+        # a captured CUDA graph reads these tensors, so this object keeps them allocated
         self._slots = torch.zeros(BATCH, dtype=torch.int64, device=device)
         self._no_residual: Tensor | None = None
         if weights.ranks is not None and weights.ranks.rank:
@@ -188,8 +187,10 @@ class FusedBody:
 
     @property
     def _after_sum(self) -> bool:
-        """True if the launch after a residual addition may overlap it. With several ranks an
-        all-reduce comes in between, which must not be overlapped."""
+        """True if the next kernel may begin while the kernel of a residual addition still runs.
+
+        With several ranks, the next kernel must wait for an all-reduce.
+        """
         return self._overlap and self._weights.ranks is None
 
     def _residual(self, hidden: Tensor) -> Tensor:
@@ -239,10 +240,10 @@ class Fused(FusedBody):
         return whole(logits, self._whole)
 
     def chooser(self) -> Callable[[Tensor], Tensor]:
-        """Return a function from logits `[B, V]` to the most likely tokens, int64 `[B]`.
+        """Return a function that maps logits `[B, V]` to the most likely tokens, int64 `[B]`.
 
-        The function has a scratch buffer. Use it on one stream at a time, and keep it as long as
-        any CUDA graph that captured a call.
+        The function writes to a scratch buffer of its own. So do not call it on two streams at the
+        same time. If a CUDA graph has captured a call, keep the function as long as the graph.
         """
         scratch = self._slots.new_zeros(BATCH, 2)
         return partial(self._run.most_likely, scratch=scratch, overlap=self._after_sum)

@@ -92,7 +92,7 @@ class HeadRanks:
         return self._ranks.sum(partial)
 
     def gather_logits(self, logits: Tensor) -> Tensor:
-        """All-gather the logits: join the `[B, V / W]` of each of `W` ranks to `[B, V]`."""
+        """All-gather the logits: concatenate `[B, V / W]` of all `W` ranks to `[B, V]`."""
         (every,) = self._ranks.gather(logits)
         return every.movedim(0, 1).flatten(1)
 
@@ -105,5 +105,8 @@ class HeadRanks:
         self._ranks.wait_for(event)
 
     def check_same(self, what: str, facts: dict[str, Any]) -> None:
-        """Check that `facts` are equal on all ranks. Raise ValueError if they are not."""
+        """Check that all ranks pass the same names and values in `facts`.
+
+        Raise ValueError if they differ.
+        """
         self._ranks.check_same(what, facts)

@@ -135,7 +135,11 @@ def read_weights(model: PreTrainedModel) -> Weights:
 
 
 def products(body: Any) -> list[tuple[nn.Linear, ...]]:
-    """List the groups of modules with the same input: query, key and value; gate and up."""
+    """List groups of linear modules that have the same input.
+
+    Each layer has two groups: the projections to queries, keys and values, and the gate and up
+    projections of the MLP.
+    """
     found: list[tuple[nn.Linear, ...]] = []
     for layer in body.layers:
         attention, mlp = layer.self_attn, layer.mlp
@@ -174,8 +178,10 @@ def are_joined(*modules: nn.Linear) -> bool:
 
 
 def adjacent(parts: Sequence[Tensor]) -> Tensor | None:
-    """Return one tensor that covers all parts, without a copy. Return None if they are not adjacent
-    in memory."""
+    """Join tensors along their first dimension without a copy.
+
+    Return None if the tensors are not adjacent in memory.
+    """
     first, end = parts[0], parts[0].data_ptr()
     storage = first.untyped_storage().data_ptr()
     for part in parts:
