@@ -51,8 +51,9 @@ def named_backend() -> Any:
 
     members = AttentionBackendEnum.__members__
     if BACKEND not in members:
-        # vLLM pickles the configuration for its worker processes, which unpickle it before they
-        # load plug-ins. So unpickling the member must add it to the enumeration there.
+        # vLLM pickles its configuration, which contains this enum member, for its worker processes.
+        # These unpickle it before they load plug-ins. So unpickling calls this function, which adds
+        # the member to the enum of the worker process.
         member = AttentionBackendEnum.register(BACKEND, f"{__name__}.gpu.SearchingFlashBackend")
         member.__reduce_ex__ = lambda protocol: (named_backend, ())
     return members[BACKEND]

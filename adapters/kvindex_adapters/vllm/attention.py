@@ -49,7 +49,10 @@ class Sequence:
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """One layer's attention over pages that are passed to each method."""
+    """The attention of one layer. Keys, values and codes are in vLLM's pages.
+
+    The object does not store the pages: each method receives them as arguments.
+    """
 
     geometry: Geometry
     options: Options
@@ -58,19 +61,29 @@ class PagedAttention:
 
     @staticmethod
     def of(options: Options, geometry: Geometry) -> PagedAttention:
-        """Make the attention of a layer with these options and sizes."""
+        """Create the `PagedAttention` object of one attention layer.
+
+        Args:
+            options: Options of the plug-in.
+            geometry: Sizes of the layer.
+        """
         encoding = Encoding.of(options.config, geometry, ops)
         return PagedAttention(geometry, options, encoding, options.layout(geometry.head_dim))
 
     def explain(self) -> str:
-        """Describe which index the layer uses, and for which sequences."""
+        """Return a description of the layer: its index, and the sequences that use the index."""
         return f"{self.options.explain()}, in plain torch; prefill is exact"
 
     def encode(self, rows: Tensor, records: Tensor, slots: Tensor) -> None:
-        """Encode each segment of 256 tokens whose last token is among the new tokens `slots`, int64
-        `[T]`.
+        """Encode the segments of 256 tokens that the new tokens complete.
 
-        Codes depend only on the 256 keys of their segment. They overwrite older codes in the page.
+        The codes of a segment depend only on its 256 keys. They overwrite the codes that the page
+        contained for an earlier segment in the same place.
+
+        Args:
+            rows: Keys and values in the engine's pages.
+            records: Codes in the engine's pages, written by this call.
+            slots: Positions of the new tokens in the pages, int64 `[T]`.
         """
         segments = pages.filled(slots)
         if not len(segments):
@@ -90,8 +103,8 @@ class PagedAttention:
         return self.attend_dense(queries, sequence)
 
     def searched(self, length: int) -> int:
-        """Return how many tokens a decode step searches in a sequence of this length. These are
-        whole segments before the local window."""
+        """Return how many tokens a decode step searches in a sequence of this length. Only complete
+        segments that are older than the local window are searched."""
         if length < self.options.dense_below:
             return 0
         indexed = max(length - self.options.local_window, 0) // BLOCK * BLOCK

@@ -35,8 +35,10 @@ class SearchingBackend(CPUAttentionBackend):
 
 
 class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
-    """One attention layer on a CPU. Sliding-window layers use vLLM's own attention, other layers an
-    index in plain torch."""
+    """One attention layer on a CPU.
+
+    Sliding-window layers use vLLM's own attention. Other layers use an index in plain torch.
+    """
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -52,7 +54,7 @@ class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
         self.codes = CodesLayer(config, geometry.kv_heads, self.paged.layout.head_bytes)
 
     def explain(self) -> str:
-        """Describe which index the layer uses, and for which sequences."""
+        """Return a description of the layer: its index, and the sequences that use the index."""
         return self.paged.explain()
 
     def do_kv_cache_update(

@@ -128,10 +128,10 @@ class CodesLayer(AttentionLayerBase):
     """The pages with the codes (compressed keys) of one attention layer, as an additional layer of
     vLLM.
 
-    A block has one record of codes per KV head and 256 tokens. vLLM treats this layer as a
-    full-attention layer, and puts it into the same KV cache group as the attention layer. So both
-    layers have the same block table, and codes are shared, copied and freed together with keys and
-    values.
+    For each KV head and each segment of 256 tokens, a block contains one record of codes. vLLM
+    treats this layer as a full-attention layer, and puts it into the same KV cache group as the
+    attention layer. So both layers have the same block table, and codes are shared, copied and
+    freed together with keys and values.
     """
 
     def __init__(self, config: VllmConfig, kv_heads: int, record_bytes: int) -> None:
@@ -145,22 +145,27 @@ class CodesLayer(AttentionLayerBase):
 
     @staticmethod
     def name(number: int) -> str:
-        """Return the name of a layer of codes. vLLM requires exactly one integer in a layer name.
+        """Return the name that vLLM uses for a `CodesLayer`.
+
+        vLLM requires exactly one integer in a layer name.
 
         Args:
-            number: Number of the layer of codes in the engine, from 0.
+            number: Number of the `CodesLayer` in the engine, from 0.
         """
         return f"kvindex.codes.{number}"
 
     @property
     def records(self) -> Tensor:
-        """The pages as records, uint8 `[blocks, G, tokens / 256, bytes]`, without a copy."""
+        """A view of the pages, uint8 `[blocks, G, tokens / 256, bytes]`.
+
+        Each record of `bytes` bytes has the codes of 256 tokens of one KV head.
+        """
         blocks, heads, _, token_bytes = self.kv_cache.shape
         records = self.kv_cache.view(blocks, heads, -1, BLOCK * token_bytes)
         return records[..., : self.record_bytes]
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        """Return the backend class for pages of codes."""
+        """Return the class of the backend for this layer. vLLM calls this method."""
         return CodesBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> FullAttentionSpec:
@@ -178,16 +183,16 @@ class CodesLayer(AttentionLayerBase):
 class PluginAttention:
     """Base class of the plug-in's attention implementations for CPUs and GPUs.
 
-    Constructors raise ValueError for a layer that is not supported. In an engine that does not use
-    kvindex, the classes behave like vLLM's own, because vLLM may use a cached class for all engines
-    of a process.
+    Constructors raise ValueError for a layer that is not supported. vLLM caches the class of the
+    attention implementation, and may use it for all engines of a process. So the subclasses also
+    work in an engine that does not use kvindex, and then behave like vLLM's own classes.
     """
 
     codes: CodesLayer | None = None
     """The pages with the layer's codes. None in a layer without an index."""
 
     def explain(self) -> str:
-        """Describe which index the layer uses, and for which sequences."""
+        """Return a description of the layer: its index, and the sequences that use the index."""
         raise NotImplementedError
 
 
@@ -243,20 +248,25 @@ class CodesBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> Any:
-        """Raise NotImplementedError, because no attention is computed with codes alone."""
+        """Raise NotImplementedError, because this layer only stores codes and computes no
+        attention."""
         raise NotImplementedError(
-            "kvindex: got a call of get_impl_cls for codes, which have no attention"
+            "kvindex: got a call of get_impl_cls for a layer that only stores codes (compressed "
+            "keys); such a layer computes no attention"
         )
 
     @staticmethod
     def get_builder_cls() -> type[CodesBuilder]:
-        """Return the class that builds the metadata."""
+        """Return the class that builds this backend's attention metadata for vLLM."""
         return CodesBuilder
 
 
 class CodesBuilder(AttentionMetadataBuilder[Any]):
-    """Metadata builder for the pages of codes. Its results are not used, because the attention
-    layer has the same block table."""
+    """Metadata builder for a layer that only stores codes (compressed keys) in pages of the cache.
+
+    vLLM needs a builder for each such layer, but the results are not used: the attention layer has
+    the same block table.
+    """
 
     _cudagraph_support = AttentionCGSupport.ALWAYS
 

@@ -23,14 +23,19 @@ from kvindex_cuda.pariskv.steps.paged import PagedSteps
 
 
 class Searching:
-    """A batch with decode steps first, followed by prompts. All layers of a builder share it.
+    """Computes attention for a batch of vLLM in which some sequences search an index.
+
+    The sequences that run a decode step come first in the batch. They search. The sequences whose
+    prompts are being read come after them. All layers that use the same metadata builder of vLLM
+    share this object.
 
     Args:
         steps: The fused decode steps of the layers.
         numbers: Maps the `CodesLayer` of each layer to the layer's number in `steps`.
-        rows: Number of sequences with a decode step. They come first in the batch.
-        parts: If keys and values are in host memory: groups of the other sequences, each with its
-            metadata for FlashAttention. The rows of a group are copied to the device together.
+        rows: Number of sequences that run a decode step.
+        parts: The sequences whose prompts are being read, in groups, and FlashAttention's metadata
+            for each group. The keys and values of a group are copied from host memory to the device
+            together. Empty if keys and values are on the device anyway.
         common: vLLM's metadata of the whole batch.
     """
 
@@ -105,8 +110,8 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
                 False  # the plan of a step cannot be copied to another block table
             )
         if self._host is not None:
-            # with this value, vLLM puts the decode steps first in each batch, so that they can use
-            # the fused search
+            # a threshold of 1 makes vLLM put the decode steps first in each batch, so that they can
+            # use the fused search
             self.reorder_batch_threshold = 1
 
     @classmethod
@@ -156,7 +161,7 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
     def _parts(
         self, common: CommonAttentionMetadata, starts: list[int], first: int
     ) -> list[tuple[Part, FlashAttentionMetadata]]:
-        """Group the sequences from number `first` on. Return each group with its metadata.
+        """Divide the sequences from number `first` on into groups. Return them with their metadata.
 
         The rows of a group are copied from host memory together. In the copy, each sequence has as
         many pages as the longest sequence of the group.
@@ -175,8 +180,10 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
 
     @in_plain_torch
     def _opened(self) -> PagedSteps:
-        """Return the fused steps for the layers' present caches. Make them again if vLLM has
-        replaced a cache."""
+        """Return the object that runs the fused decode steps of all layers.
+
+        It is created again if vLLM has replaced the KV cache of a layer since the last call.
+        """
         caches = [layer.kv_cache for layer in self._layers]
         caches += [layer.impl.codes.kv_cache for layer in self._layers]
         same = len(caches) == len(self._caches)

@@ -63,7 +63,7 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         self.options = options
 
     def explain(self) -> str:
-        """Describe which index the layer uses, and for which sequences."""
+        """Return a description of the layer: its index, and the sequences that use the index."""
         others = "FlashAttention computes all other batches"
         if self.options.rows == "host":
             others = (
@@ -115,8 +115,10 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         self.host.write(self.number, key[:count], value[:count], slot_mapping)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """If keys and values are in host memory, reduce the layer's pages before vLLM asks for
-        their size."""
+        """If keys and values are in host memory, make the layer's pages small.
+
+        vLLM calls this before it asks for the size of a page.
+        """
         super().process_weights_after_loading(act_dtype)
         if self.host is not None:
             mine = (part for part in self.context.values() if isinstance(part, Attention))

@@ -1,4 +1,6 @@
-"""Group prompts whose keys and values are copied from host memory to the device together.
+"""Divide the sequences of a vLLM batch into groups.
+
+The keys and values of a group are copied together, from host memory to the device.
 
 This module does not import vLLM. It uses only the field names of vLLM's batch metadata.
 """
@@ -15,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Part:
-    """A group of sequences of a batch that are copied to the device together.
+    """A group of sequences of a batch. Their keys and values are copied to the device together.
 
     Args:
         sequences: Range of the sequences in the batch.
@@ -32,8 +34,13 @@ class Part:
     new: int
 
     def of(self, common: Any, table: Tensor) -> Any:
-        """Return vLLM's batch metadata for only these sequences, with the block table `table` of
-        the copy."""
+        """Return vLLM's batch metadata for this part of the batch.
+
+        Args:
+            common: The metadata of the whole batch.
+            table: Block table of the pages on the device to which the keys and values of these
+                sequences are copied.
+        """
         some, first = self.sequences, self.tokens.start
         rows = slice(some.start, some.stop + 1)
         lengths = common.seq_lens_cpu_upper_bound

@@ -41,8 +41,8 @@ class Options:
         k: Number of rows (a row is one token's key and value) to retrieve per KV head in a decode
             step.
         sink: Number of first tokens that each step attends to exactly.
-        local_window: Minimum number of newest tokens that each step attends to exactly. It can be
-            up to 255 more, because only whole segments of 256 tokens are searched.
+        local_window: Minimum number of newest tokens that each step attends to exactly. A step
+            attends to up to 255 more, because only whole blocks of 256 tokens are searched.
         dense_below: Sequences with fewer tokens use full attention.
         rows: Where keys and values are stored: "device" for vLLM's pages, or "host" for pinned
             memory.
@@ -127,8 +127,8 @@ class Options:
         name, written = split_spec(self.index)
         if name != INDEX:
             raise ValueError(
-                f"index: got {self.index!r}, allowed is {INDEX!r}, possibly with options, because "
-                "sequences share pages, so codes must depend only on the keys of their block"
+                f"index: got {self.index!r}, allowed is {INDEX!r}, with or without options; "
+                "sequences share pages, so the codes of a block must depend only on its own keys"
             )
         kind = kvindex.get(INDEX)
         given = read_options(written, kind.Config)

@@ -1,11 +1,12 @@
 """Read and write keys, values and codes in vLLM's pages, with a sequence's block table.
 
+The functions of this module use these terms:
+
 - A row is one token's key and value. The rows of a block are `[G, tokens, 2 D]`; the first `D`
   numbers of a row are the key.
 - A segment is 256 consecutive tokens of a block.
 - A record contains the codes (compressed keys) of a segment, in the layout of
-`kvindex.pariskv.block_layout`. The
-  records of a block are `[G, tokens / 256, bytes]`.
+  `kvindex.pariskv.block_layout`. The records of a block are `[G, tokens / 256, bytes]`.
 - A block table is int `[blocks]`: the numbers of a sequence's blocks, in order.
 - A slot is the position of a token in the pages: `block · tokens + offset`, as in PagedAttention.
 """
@@ -45,8 +46,10 @@ def gather_rows(pages: Tensor, table: Tensor, ids: Tensor) -> Rows:
 
 
 def filled(slots: Tensor) -> Tensor:
-    """Return the numbers of the segments whose last token is in `slots`. Segments are numbered
-    across all blocks."""
+    """Return the numbers of the segments whose last token is written to one of `slots`.
+
+    A segment is 256 consecutive tokens of a block. Segments are numbered across all blocks.
+    """
     ends = slots[slots >= 0] + 1
     return torch.div(ends[ends % BLOCK == 0], BLOCK, rounding_mode="floor") - 1
 
@@ -60,22 +63,32 @@ def segment_keys(pages: Tensor, segments: Tensor) -> Tensor:
 
 
 def write_records(records: Tensor, segments: Tensor, codes: Tensor) -> None:
-    """Write the codes of segments, uint8 `[E, G, bytes]`, to the pages `records` `[blocks, G,
-    tokens / 256, bytes]`."""
+    """Write the codes of segments of 256 tokens to pages.
+
+    Args:
+        records: The pages, uint8 `[blocks, G, tokens / 256, bytes]`.
+        segments: Numbers of the segments, int64 `[E]`.
+        codes: Codes of the segments, uint8 `[E, G, bytes]`.
+    """
     blocks, places = _places(segments, records.shape[2])
     records[blocks, :, places] = codes
 
 
 def read_records(records: Tensor, table: Tensor, count: int) -> Tensor:
-    """Read the codes of a sequence's first `count` segments, uint8 `[count, G, bytes]`."""
+    """Read the codes of a sequence's first `count` segments of 256 tokens.
+
+    The result is uint8 `[count, G, bytes]`.
+    """
     parts = records.shape[2]
     some = records[table[: -(-count // parts)].long()].transpose(1, 2)
     return some.flatten(0, 1)[:count]
 
 
 def _places(numbers: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Convert slot or segment numbers to block numbers and positions in the block. A block has
-    `size` positions."""
+    """Convert the numbers of slots (or of segments) to block numbers, and to positions in a block.
+
+    A block has `size` slots (or segments).
+    """
     return torch.div(numbers, size, rounding_mode="floor"), numbers % size
 
 

@@ -1,4 +1,5 @@
-"""Checks that raise ValueError for unsupported engines and layers before the first token."""
+"""Checks for engines and layers that are not supported. They raise ValueError before vLLM
+generates the first token."""
 
 from __future__ import annotations
 
@@ -172,8 +173,11 @@ def check_output(*scales: Tensor | None) -> None:
 
 
 def refuse_capture(captured: bool) -> None:
-    """Raise ValueError if a CUDA graph is captured before there are pages. The graph would not
-    write keys and values."""
+    """Raise ValueError if `captured` is True.
+
+    This means that vLLM captures a CUDA graph before it has allocated its KV cache pages. Such a
+    graph would not write keys and values.
+    """
     own = "vLLM's default splitting_ops, with which only graphs of decode steps write rows"
     _refuse(
         ("rows", "host, with a graph that is captured before there are pages", not captured, own)
