@@ -2,11 +2,17 @@
 
     python -m benchmarks.answers FOLDER --json benchmarks/results/answers_field.json
 
-`kvindex compare` has written FOLDER. The small file has no single answers. If the run ended early,
-`--index A,B` keeps only these indexes, and only the prompts that all of them answered with each k.
-The report shows files with these names: `answers_field` (all indexes with one prompt length and one
-k), `answers_lengths` (several lengths), `answers_rows` (several k) and `answers_depth` (several
-depths of the answer). A name may have a suffix, such as `answers_field_MODEL`.
+FOLDER is the folder that `kvindex compare` has written. The small file contains accuracies and
+other summaries, but not the model's answers to each prompt. If the run of `kvindex compare` ended
+early, use `--index A,B`: the file then contains only the indexes A and B, and only the prompts that
+both answered with every measured k (the number of tokens that a decode step retrieves).
+
+The report shows files with these names, to which a suffix can be added (`answers_field_MODEL`):
+
+- `answers_field`: all indexes, with one prompt length and one k
+- `answers_lengths`: several prompt lengths
+- `answers_rows`: several values of k
+- `answers_depth`: several positions of the answer in the prompt
 """
 
 from __future__ import annotations
@@ -32,9 +38,10 @@ Row = dict[str, Any]
 def reduced(summary: Row) -> Row:
     """Reduce the content of `results.json` to the parts that the report shows.
 
-    If there are several prompt lengths, accuracies of single tasks over all lengths are left out.
-    Of the differences in accuracy, only those over all tasks from full attention and from `exact`
-    remain.
+    - Accuracies: keep the accuracy over all tasks, and the accuracy of each task at each prompt
+      length. If there are several lengths, drop the accuracy of a task over all lengths.
+    - Differences in accuracy: keep the difference from full attention and the difference from the
+      index `exact`, each over all tasks.
 
     Raises:
         ValueError: `results.json` has another format.
@@ -54,10 +61,10 @@ def reduced(summary: Row) -> Row:
 
 
 def answered_by_all(folder: Path, indexes: list[str]) -> Row:
-    """Return what `results.json` would contain for only these indexes and their common prompts.
+    """Summarize the results of some indexes, only for the prompts that all of them answered.
 
-    Full attention is always included. A prompt is common if each of the indexes answered it with
-    every `k` that was measured.
+    The result has the format of `results.json`, and always includes full attention. A prompt is
+    used only if each of the indexes answered it with every `k` that was measured.
 
     Raises:
         ValueError: An index has no answers in the folder.
@@ -102,13 +109,14 @@ def _rounded(value: Any) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line: convert a folder, write the small file, and print a table of it."""
+    """Run the command line: convert the results in a folder, write them to a small file, and print
+    them as a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="Folder that `kvindex compare` has written")
     parser.add_argument(
         "--index",
         type=lambda text: text.split(","),
-        help="Indexes to keep, separated by commas (default: all)",
+        help="Indexes whose results are written, separated by commas (default: all)",
     )
     parser.add_argument(
         "--json",

@@ -1,5 +1,12 @@
 """Measure the time per generated token of a whole model, with an index and with full attention.
 
+Each command compares several ways to generate tokens, which are called plans. In each round, every
+plan generates a few tokens (`--turn`), so that a slow moment of the host affects all plans. Results
+are medians with quartiles (`_low`, `_high`) and the values of each round (`_rounds`). `ratio` is
+the time of a plan divided by the time of another plan in the same round. No measurement begins
+while a background thread pins memory. No round begins after `--seconds` seconds. `left_out` is the
+number of rounds that were therefore not run.
+
     python -m benchmarks.generation --text FILE [--tokens N] [--written T] [--turn T] [--layers L]
         [--context N] [--steps S] [--seconds S] [--index SPEC] [--model … --gguf-file … --lora …]
         [--dtype …] [--device …] [--without-graphs] --json OUT
@@ -10,20 +17,13 @@
         --json OUT
     python -m benchmarks.generation --decoder SHAPE --prefill N [--weights fp8] … --json OUT
 
-Each command compares several plans (ways to generate tokens). In each round, every plan generates
-a few tokens (`--turn`), so that a slow moment of the host affects all plans. Results are medians
-with quartiles (`_low`, `_high`) and the values of each round (`_rounds`). `ratio` is the time of a
-plan divided by the time of another plan in the same round. No measurement begins while a background
-thread pins memory. No round begins after `--seconds` seconds; `left_out` is the number of rounds
-that were not run.
-
 **With --text** there are two parts:
 
 - `layers`: L attention layers (32 query heads, 8 KV heads, D = 128) with N synthetic tokens each.
-  First, results with CUDA graphs must equal results without graphs to the bit; otherwise nothing is
-  timed. Then S decode steps are timed, in which layers also move tokens into their index. Two times
-  per layer are measured in microseconds: the time that the host spends, and the time until the
-  device is done. The device is idle at the start of each step.
+  First, results with CUDA graphs are compared with results without graphs. Nothing is timed unless
+  they are equal bit by bit. Then S decode steps are timed, in which layers also move tokens into
+  their index. Two times per layer are measured in microseconds: the time that the host spends, and
+  the time until the device is done. The device is idle at the start of each step.
 - `model_run`: the first N tokens of the text are the prompt. transformers reads the prompt and
   generates T tokens greedily, with its own cache (`dense`) and with the index, each with a copy of
   the model. Two times are measured: milliseconds per token, and the seconds of reading the prompt
@@ -33,34 +33,42 @@ that were not run.
 
 **With --decoder**, kvindex's own decoder generates tokens with random weights in the shape of a
 model (`common/token.py`). Each decode step is one CUDA graph. Every layer contains N synthetic
-tokens for each of B sequences (at most 16 with matrix products in Triton). Plans:
+tokens for each of B sequences. (Matrix products in Triton support at most 16 sequences.) Plans:
 
 - `weights`: a decode step without attention.
-- `dense`: full attention over keys and values in device memory, if they fit, with torch's kernel
-  and buffers of exactly this length.
-- `growing`: full attention with the decoder's own kernel and buffers that grow.
-- `cached`: the index. A factor of the attention logits is chosen so that the device cache contains
-  a fraction `--hit-rate` of the keys and values that decode steps need from host memory.
-- `uncached`: the index, with an empty device cache before each token.
+- `dense`: full attention with torch's kernel, over keys and values in device memory. Buffers have
+  exactly the length of the sequence. This plan is left out if keys and values do not fit.
+- `growing`: full attention with the decoder's own kernel, in buffers that grow.
+- `cached`: the index. Attention logits are multiplied by a factor. The factor is chosen so that the
+  device cache contains a fraction `--hit-rate` of the retrieved keys and values, which are then not
+  read from host memory.
+- `uncached`: the index. The device cache is emptied before each token.
 
-`device_ms` is the time per token on the device. `token_ms` and `between_ms` are times between two
-tokens as the host receives them: the mean of a round, and each single time. `tokens_per_s` counts
-the tokens of all sequences. `ratio` is the ratio to `dense`, or to `weights` if `dense` does not
-fit. `floor_ms` is the time to read the weights from memory; a shorter time per token ends the run
-with an error. Before anything is timed, a model of two layers must generate the same tokens with
-CUDA graphs and without.
+Results of each plan:
 
-**With --through transformers**, a transformers model of the same shape and the decoder with the
-same weights generate sampled tokens, each with an index of N tokens per layer. Plans of
-transformers: `fused` (one CUDA graph per token with the decoder's kernels, on a GPU with Triton),
-`token_graph` (one graph per token of the model's own forward pass) and `layer_graphs` (one graph
-per layer and token). `ratio` is the ratio to the plan `decoder`.
+- `device_ms`: time per token on the device.
+- `token_ms`: time between two tokens as the host receives them, as a mean over each round.
+- `between_ms`: the single times between two tokens as the host receives them.
+- `tokens_per_s`: number of tokens per second, of all sequences together.
+- `ratio`: ratio to the time of `dense`, or of `weights` if `dense` does not fit.
 
-**With --prefill N**, the decoder reads N random tokens layer by layer, with an index (`indexed`)
-and with full attention (`full`, if all keys and values fit), and computes the logits of the last
-token. Results are the seconds of the `first` reading and of later readings, and the peak device
-memory (`peak_bytes`). `memory` is the peak divided by the memory for the weights, the keys and
-values of one layer, and the activations of a chunk.
+`floor_ms` is the time to read the weights from memory. A time per token below it is not possible,
+and ends the run with an error. Before anything is timed, a model of two layers must generate the
+same tokens with CUDA graphs and without.
+
+**With --through transformers**, two models with the same random weights generate sampled tokens: a
+transformers model, and kvindex's decoder (the plan `decoder`). Each has an index of N tokens per
+layer. `ratio` is the ratio to the time of the decoder. Plans of transformers:
+
+- `fused`: one CUDA graph per token with the decoder's kernels, on a GPU with Triton.
+- `token_graph`: one CUDA graph per token, of the model's own forward pass.
+- `layer_graphs`: one CUDA graph for the decode step of each layer.
+
+**With --prefill N**, the decoder reads a prompt of N random tokens, and computes the logits of the
+last token. It reads the prompt with an index (`indexed`), and with full attention (`full`) if all
+keys and values fit. Results are the seconds of the `first` reading and of later readings, and the
+peak device memory (`peak_bytes`). `memory` is the peak divided by the memory that is at least
+needed: for the weights, the keys and values of one layer, and the activations of a chunk.
 """
 
 from __future__ import annotations
@@ -135,7 +143,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "--batch",
         type=int,
         default=1,
-        help="Number of sequences for which the decoder generates tokens together",
+        help="Batch size: number of sequences that the decoder extends in each decode step",
     )
     parser.add_argument(
         "--torch-products",
@@ -146,16 +154,20 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "--weights",
         choices=WEIGHTS,
         default=PLAIN,
-        help="Precision of the decoder's weights: plain (the data type of --dtype) or fp8",
+        help="Data type of the weights of kvindex's decoder: plain (the one of --dtype) or fp8",
     )
     parser.add_argument(
         "--hit-rate",
         type=float,
         default=0.93,
-        help="Fraction of the retrieved keys and values that the device cache shall contain",
+        help="Fraction of the retrieved keys and values that are already in the cache in GPU "
+        "memory (the benchmark simulates this rate)",
     )
     parser.add_argument(
-        "--tokens", type=int, default=7000, help="Number of tokens of the prompt from --text"
+        "--tokens",
+        type=int,
+        default=7000,
+        help="Length of the prompt (the beginning of --text) in tokens",
     )
     parser.add_argument(
         "--written",
@@ -173,7 +185,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "--layers",
         type=int,
         default=16,
-        help="Number of attention layers that are timed without a model (only without --decoder)",
+        help="Number of attention layers to time without a model (ignored with --decoder)",
     )
     parser.add_argument(
         "--context",
@@ -185,13 +197,14 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "--steps",
         type=int,
         default=300,
-        help="Number of timed decode steps of these attention layers (only without --decoder)",
+        help="Number of timed decode steps of the layers that --layers sets (only without "
+        "--decoder)",
     )
     parser.add_argument(
         "--seconds",
         type=float,
         default=600,
-        help="Time in seconds after which no new round begins",
+        help="Start no new round of measurements after this time, in seconds",
     )
     parser.add_argument(
         "--index", default="pariskv", help="Name and options of the index, as in kvindex.create"
@@ -199,7 +212,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--without-graphs",
         action="store_true",
-        help="Measure without CUDA graphs, and only whole models (for a CPU)",
+        help="Measure only the generation of tokens by the whole model, not the time of single "
+        "attention layers (--layers). Needed on a CPU, which has no CUDA graphs",
     )
     parser.add_argument(
         "--dtype",
@@ -236,9 +250,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def turn(decoding: Decoding, steps: int) -> Figures:
-    """Run decode steps of attention layers, and return two times per layer in microseconds.
+    """Measure decode steps of attention layers.
 
-    `host_us` is the time that the host spends, and `done_us` the time until the device is done.
+    Return two durations for each step, in microseconds per layer. `host_us` is the time until the
+    host has launched the step. `done_us` is the time until the device has finished the step.
     """
     found: Figures = {"host_us": [], "done_us": []}
     each = 1e6 / len(decoding.layers)
@@ -274,11 +289,13 @@ def measured_layers(given: argparse.Namespace, end: float) -> Iterator[dict[str,
 
 
 class Writer:
-    """A transformers model that has read a prompt and generates tokens, with an index or without.
+    """A transformers model that reads a prompt and then generates tokens.
 
-    The plan "dense" uses full attention, "graphs" the index with one CUDA graph per layer, and
-    "eager" the index without graphs. When `until` closes, the model is detached from the index.
-    The attribute `ids` contains the prompt and the generated tokens, int64 `[1, N + written]`.
+    With the plan "dense", it uses full attention. With "graphs", it uses the index, and one CUDA
+    graph for each layer. With "eager", it uses the index without graphs. `until` is a stack of
+    contexts (`ExitStack`); when it is closed, the `attach` context of the model ends. The attribute
+    `ids` contains the token ids of the prompt and of the generated tokens, int64
+    `[1, N + written]`.
     """
 
     def __init__(self, model: Any, plan: str, ids: Tensor, index: str, until: ExitStack) -> None:

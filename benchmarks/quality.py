@@ -1,5 +1,21 @@
 """Measure the quality of indexes on a real model: recall, coverage of attention weight, KL.
 
+There are seven commands:
+
+- `recall`: recall of the presets of the index `pariskv` (the fraction of each query head's best
+  tokens that are found), the attention weight of the found tokens, and the bytes per key. It is
+  measured for several values of the option `beta`, the fraction of keys that become candidates.
+- `kl`: KL divergence of the model's output from that with full attention, compared with the KL
+  divergence of an exact search that retrieves the same number of tokens.
+- `fidelity`: KL divergence from full attention, fraction of equal predictions, and recall. The
+  model reads a fixed text token by token.
+- `rows`: error of the attention output, and KL divergence, if keys and values are compressed by a
+  row codec.
+- `scales`: error of the attention output if keys have 2 or 4 bits per number. A group of numbers
+  that share a scale belongs to one token or to one channel.
+- `lists`: loss of quality if all heads of a layer attend to the same retrieved tokens.
+- `field`: comparison of all indexes on the same keys and queries.
+
     python -m benchmarks.quality recall --text FILE… [--tokens N …] [--presets SPEC …] [--beta β …]
     python -m benchmarks.quality kl --text FILE… [--tokens N …] [--steps T] [--index SPEC …]
     python -m benchmarks.quality fidelity [--index SPEC …]
@@ -7,18 +23,6 @@
     python -m benchmarks.quality scales --text FILE… [--tokens N]
     python -m benchmarks.quality lists --text FILE… [--tokens N] [--steps T]
     python -m benchmarks.quality field --text FILE… [--tokens N] [--index SPEC …] [--rows K …]
-
-- `recall`: fraction of each query head's best tokens that presets of pariskv find, their attention
-  weight, and the bytes per key, for several fractions of candidates.
-- `kl`: KL divergence from full attention, compared with an exact search for as many tokens.
-- `fidelity`: KL divergence, fraction of equal predictions, and recall on a fixed text, token by
-  token.
-- `rows`: effect of compressed keys and values (row codecs) on the attention output and on KL
-  divergence.
-- `scales`: effect of keys with few bits on the attention output, with one scale for numbers of a
-  token or of a channel.
-- `lists`: loss of quality if all heads of a layer attend to the same retrieved tokens.
-- `field`: comparison of all indexes on the same keys and queries.
 
 All commands take `--json OUT` and `--model … --gguf-file … --lora … --device …`. The default model
 is SmolLM2-135M-Instruct. Each command has more options: `python -m benchmarks.quality recall
@@ -44,7 +48,7 @@ COMMANDS = {
 def refuse(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Exit with an error message if an index cannot be created, or if `--steps` is too small.
 
-    The check runs before the model is loaded, because loading takes long.
+    This check runs before the model is loaded, because loading takes long.
 
     Args:
         given: The parsed command line. It has `index` or `presets` if the command has this option.
@@ -64,7 +68,7 @@ def refuse(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one of the commands."""
+    """Parse the command line, and run the subcommand that it names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(required=True, metavar="|".join(COMMANDS))
     for name, module in COMMANDS.items():

@@ -1,37 +1,43 @@
-"""Measure the time per generated token on several GPUs, among which heads or tokens are divided.
+"""Measure the time per generated token if several GPUs share the heads or the tokens of a model.
+
+kvindex's own decoder generates tokens on GPUs of one host, with random weights in the shape of a
+model. Each decode step is one CUDA graph, which contains the communication. Every layer contains
+synthetic tokens, with keys and values in host memory. Decode steps on one GPU are compared with
+decode steps on several GPUs.
 
     torchrun --nproc-per-node=2 -m benchmarks.ranks [--decoder SHAPE] [--context N] [--index SPEC]
         [--written T] [--turn T] [--parts heads tokens] [--hit-rate R] [--dtype …] [--device …]
         --json OUT
 
-kvindex's own decoder generates tokens on GPUs of one host, with random weights in the shape of a
-model. Each decode step is one CUDA graph, which contains the communication. Every layer contains
-synthetic tokens, with keys and values in host memory. One run measures:
+One run measures:
 
 - `one`: rank 0 alone generates tokens after a context of N tokens, while all other ranks wait.
-- `tokens`: every rank has the whole model, and N tokens of a longer sequence. The index has the
-  wrapper `+sharded`.
-- `heads`: all ranks have the same N tokens, and each rank has a part of the heads. NCCL adds up the
-  activations.
+- `tokens`: the GPUs share the tokens of one long sequence. Every rank has the whole model, and N
+  tokens of the sequence. The index has the wrapper `+sharded`.
+- `heads`: the GPUs share the heads. All ranks have the same N tokens, and each rank computes some
+  of the heads. NCCL adds up the activations of the ranks.
 - `one_shot`: like `heads`, but one kernel adds up the activations, in memory that all GPUs can
   access. This measurement is left out if there is no such memory.
 - `silent`: like `heads`, but activations are not added up. Results are wrong, but the difference
-  from `heads` shows how long the sums take.
+  from `heads` shows how long it takes to add them up.
 
-A factor of the attention logits is chosen so that the device cache of one GPU contains a fraction
-`--hit-rate` of the keys and values that a decode step retrieves.
+Attention logits are multiplied by a factor. The factor is chosen so that the device cache of one
+GPU contains a fraction `--hit-rate` of the keys and values that a decode step retrieves.
 
-First, a model of two layers is checked. Nothing is timed if the check fails. With k as large as the
-sequence, logits must agree with those of one process with full attention. (`check` contains the
-distance relative to the norm.) CUDA graphs must generate the same tokens as the same operations
-without graphs.
+**Check.** First, a model of two layers is checked. Nothing is timed if the check fails. With k as
+large as the sequence, logits must agree with those of one process with full attention. (`check` in
+the results is the norm of the difference, relative to the norm of the logits.) With CUDA graphs,
+the model must generate the same tokens as without graphs.
 
-Times are milliseconds per token on rank 0. They include moving tokens from the local window into
-the index. `device_ms` is the time on the device, and `token_ms` the time between two tokens as the
-host receives them. Both are medians with quartiles (`_low`, `_high`) and the values of each round
-(`_rounds`). `ratio` compares medians of `device_ms` with those of `one`. `sum_us` is the time in
-microseconds to add up the activations of one token, measured in a graph with 64 sums. Each rank
-pins host memory for its own keys and values. All ranks together need memory for 2 N tokens.
+**Results.** Times are milliseconds per token on rank 0. They include the time of moving tokens from
+the local window into the index. `device_ms` is the time on the device, and `token_ms` the time
+between two tokens as the host receives them. Each is a median with quartiles (`_low`, `_high`) and
+the values of each round (`_rounds`). `ratio` is the median of `device_ms` divided by that of `one`.
+`sum_us` is the time in microseconds to add up the activations of one token, measured in a CUDA
+graph that adds up activations 64 times.
+
+Each rank pins host memory for its own keys and values. All ranks together need memory for 2 N
+tokens.
 """
 
 from __future__ import annotations
@@ -65,7 +71,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "--decoder",
         choices=SHAPES,
         default="llama-3.1-8b",
-        help="Model whose sizes the random weights have",
+        help="Name of a model. The benchmark uses its shape with random weights.",
     )
     parser.add_argument(
         "--context",
@@ -101,13 +107,14 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "--turn",
         type=int,
         default=20,
-        help="Number of tokens that a variant generates before the next variant takes its turn",
+        help="The compared variants generate tokens alternately, this many tokens at a time",
     )
     parser.add_argument(
         "--hit-rate",
         type=float,
         default=0.93,
-        help="Fraction of the retrieved keys and values that the device cache shall contain",
+        help="Fraction of the retrieved keys and values that the device cache already contains "
+        "(the benchmark simulates this hit rate)",
     )
     parser.add_argument(
         "--dtype",
@@ -125,7 +132,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def shown(found: dict[str, Any]) -> list[str]:
-    """Return a line of text for each way of dividing the work that was measured."""
+    """Return lines of text with the results: one for each way of dividing the work among GPUs."""
     lines = [f"check: {found['check']}; {found['seconds']:.0f} s so far"]
     for plan in (plan for plan in PLANS if plan in found):
         ms, low, high = (found[plan][f"device_ms{part}"] for part in ("", "_low", "_high"))
@@ -136,7 +143,8 @@ def shown(found: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Run the command line: check results, then measure. Results are printed and written."""
+    """Check that the results with several ranks are correct, measure times, and print and store
+    them."""
     given = arguments()
     if parallel.launched():
         given.device = parallel.join(given.device, ranks.WAIT_S)

@@ -1,14 +1,19 @@
-"""Measure KL divergence from full attention if the tokens are divided among several ranks.
+"""Measure KL divergence from full attention if several ranks share the tokens of a sequence.
 
     torchrun --nproc-per-node=2 -m benchmarks.ranks_quality --text FILE… [--index SPEC …]
         [--tokens N] [--steps T] [-k K] [--model … --gguf-file … --lora …] --json OUT
 
 On each rank, the whole model (SmolLM2-135M-Instruct by default) reads N tokens of a text, and then
-the next T tokens one by one, with each index. In `one`, a single process has all tokens. If the
-tokens are divided among W ranks, a decode step attends to K tokens of each rank (`own`), to K / W
-tokens of each rank (`own_part`), or to the best K tokens of all ranks (`best`). The KL divergence
-is divided by that of the same index in one process, over all texts. The confidence interval of this
-ratio is the paired bootstrap of `benchmarks.quality kl`. The benchmark runs on CPUs with gloo.
+the next T tokens one by one, with each index. Four variants are compared:
+
+- `one`: a single process stores all tokens, and a decode step attends to K of them.
+- `own`: W ranks share the tokens, and a decode step attends to K tokens of each rank.
+- `own_part`: W ranks share the tokens, and a decode step attends to K / W tokens of each rank.
+- `best`: W ranks share the tokens, and a decode step attends to the best K tokens of all ranks.
+
+`ratio` is the KL divergence of a variant divided by that of `one` with the same index, over all
+texts. Its confidence interval is a paired bootstrap, as in `benchmarks.quality kl`. The benchmark
+runs on CPUs with gloo.
 """
 
 from __future__ import annotations
@@ -47,7 +52,8 @@ def followed(model: Any, cache: Any, rest: Tensor, full: Tensor, k: int, rows: s
         rest: Token ids that follow the prompt, int64 `[T]`.
         full: Logits of full attention after each of these tokens, `[T, V]`.
         k: Number of tokens that a decode step retrieves per KV head.
-        rows: Value of the option `rows` of the wrapper `Sharded`.
+        rows: Value of the option `rows` of the wrapper `Sharded`: "own" retrieves `k` tokens of
+            each rank, "best" the best `k` tokens of all ranks.
 
     Returns:
         KL divergence from full attention at each token, float64 `[T]`.
@@ -61,9 +67,17 @@ def followed(model: Any, cache: Any, rest: Tensor, full: Tensor, k: int, rows: s
 
 
 def summary(ways: dict[str, list[Tensor]]) -> dict[str, Any]:
-    """Summarize the KL divergence for each way of dividing tokens, over all texts and by text.
+    """Summarize the KL divergence from full attention for each variant.
 
-    Each summary contains the ratio to the KL divergence in one process.
+    The variants are one process that stores all tokens, and several ways to divide the tokens among
+    ranks.
+
+    A summary has the mean over all texts, the mean of each text, and `ratio`: the KL divergence
+    divided by that of one process, with its 95% confidence interval `ratio_95`.
+
+    Args:
+        ways: Name of a variant (`one`, `own`, `own_part` or `best`) -> KL divergence at each token
+            of each text, float64 `[T]`.
     """
     summaries: dict[str, Any] = {}
     for way, cells in ways.items():
@@ -91,7 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--steps",
         type=int,
         default=100,
-        help="Number of tokens after the prompt at which predictions are compared",
+        help="Compare the predictions for this number of tokens after the prompt",
     )
     parser.add_argument(
         "-k", type=int, default=100, help="Number of tokens that each KV head retrieves"

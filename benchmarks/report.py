@@ -2,10 +2,11 @@
 
     python -m benchmarks.report [--check] [--draw NAME …]
 
-In a page, a table stands between `<!-- name:begin -->` and `<!-- name:end -->`. `--check` writes
-nothing, and exits with status 1 if a table differs from the results. `--draw NAME` draws the
-picture docs/pictures/NAME.png. Allowed names are decode_step, decoder_tokens, ranks, recall,
-cpu_steps, answers_lengths, answers_rows, answers_depth and answers_along.
+In a page, the script replaces the text between `<!-- name:begin -->` and `<!-- name:end -->` by the
+table with this name. `--check` writes nothing, and exits with status 1 if a table differs from the
+results. `--draw NAME` draws the picture docs/pictures/NAME.png. Allowed names are decode_step,
+decoder_tokens, ranks, recall, cpu_steps, answers_lengths, answers_rows, answers_depth and
+answers_along.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "tokens_summary": tokens.summary,
     "decode_step": gpu.decode_step,
     "decode_step_h100": gpu.steps,
-    "step_drawn": gpu.beside,
+    "step_drawn": gpu.others,
     "decode_presets": gpu.presets,
     "append_layers": gpu.append_layers,
     "generate_speed": gpu.generate_speed,
@@ -110,10 +111,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="Write nothing, and exit with status 1 if a table differs from the results",
+        help="Write nothing, and exit with status 1 if a table of the docs differs from the result "
+        "files",
     )
     parser.add_argument(
-        "--draw", nargs="+", default=[], metavar="NAME", help="Names of the pictures to draw"
+        "--draw",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="Names of figures in docs/pictures to draw again",
     )
     given = parser.parse_args(arguments)
     changed = stale()

@@ -1,34 +1,37 @@
 """Measure the time per generated token in vLLM, with kvindex's plug-in and without.
 
+The benchmark needs a GPU, and vLLM 0.26 or newer. It compares two vLLM engines with the same random
+weights in the shape of a model. The engine `stock` uses the attention that vLLM selects, and the
+engine `kvindex` uses the plug-in. Each runs in a process of its own.
+
     python -m benchmarks.serving [--shape SHAPE] [--layers L] [--context N] [--batch B …] [--shared]
         [--index SPEC] [--k K] [--rows WHERE] [--written T] [--rounds R] [--stock-block TOKENS]
         [--plain] [--arrivals PER_S --requests N] [--without-check] --json OUT
 
-The benchmark needs a GPU, and vLLM 0.26 or newer. It compares two engines, each in its own process,
-with the same random weights in the shape of a model. `stock` uses the attention that vLLM selects,
-and `kvindex` uses the plug-in.
+**Check.** First, each engine generates tokens greedily with a model that has only four layers. The
+plug-in retrieves all tokens (k is as large as the sequence). The engines must generate the same
+tokens, for single sequences and for a batch. They may differ only where the log probabilities of
+the two best tokens are so close that rounding decides. If there is another difference, nothing is
+timed.
 
-**Check.** A model with four layers of this shape generates tokens greedily, with k as large as the
-sequence. Both engines must generate the same tokens, for single sequences and for a batch. A
-difference is only allowed if the log probabilities of the two best tokens are so close that
-rounding decides. Otherwise nothing is timed.
+**Batches.** Each engine reads B sequences of N random tokens, and then generates T tokens for each
+sequence. It does so R times, and later rounds find the prompts in the prefix cache. With
+`--shared`, the sequences have all tokens in common except the last 256, so that they share pages of
+the KV cache and fit on a smaller GPU. Results:
 
-**Batches.** The engine reads B sequences of N random tokens, and generates T tokens for each
-sequence, R times. Later rounds find the prompts in the prefix cache. With `--shared`, the sequences
-have all tokens in common except the last 256, so that they share pages and fit on a smaller GPU.
-`token_ms` is the time between two tokens of the batch as the host receives them: medians with
-quartiles, and the values of each round. `ratio` is the ratio to `stock`. `prefill_s` is the time to
-read all sequences one after another.
+- `token_ms`: time between two tokens of the batch as the host receives them. It is a median with
+  quartiles, and the values of each round.
+- `ratio`: `token_ms` of the plug-in divided by that of `stock`.
+- `prefill_s`: time in seconds to read all sequences one after another.
 
-**--arrivals.** Instead of batches, requests arrive at random times, which are the same for both
-engines. At most `--batch` requests run at a time. Results are the milliseconds from the arrival of
-a request to its first token (`first_ms`) and between two of its tokens (`between_ms`), as medians
-and 99th percentiles.
+**--arrivals.** Instead of batches, requests arrive at random times. The times are the same for both
+engines. At most `--batch` requests run at a time. Results are medians and 99th percentiles of two
+times in milliseconds: from the arrival of a request to its first token (`first_ms`), and between
+two tokens of a request (`between_ms`).
 
 `--rows host` stores keys and values in pinned host memory, with a device cache for 2,048 tokens of
-each sequence. The engine then gets as many pages as the sequences need. `--plain` turns off
-torch.compile for both engines and captures CUDA graphs only for decode steps, so that engines start
-faster.
+each sequence. The engine then gets as many pages as the sequences need. `--plain` lets the engines
+start faster: it turns off torch.compile, and captures CUDA graphs only for decode steps.
 """
 
 from __future__ import annotations
@@ -65,7 +68,8 @@ CHECKED, CHECK_LAYERS, CHECK_TOKENS = (700, 20, 1500, 3000), 4, 24
 tokens."""
 
 CLOSE = 0.1
-"""Difference in log probability of the two best tokens below which rounding may decide."""
+"""Difference between the log probabilities of the two best tokens. If it is not larger, rounding
+may decide which of them is generated."""
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -75,7 +79,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "--shape",
         choices=SHAPES,
         default="qwen3-8b",
-        help="Model whose sizes the random weights have",
+        help="Name of a model. The benchmark uses its shape with random weights.",
     )
     parser.add_argument(
         "--layers", type=int, help="Number of layers (default: as many as the model has)"
@@ -126,7 +130,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "vLLM)",
     )
     parser.add_argument(
-        "--plain", action="store_true", help="Run both engines without torch.compile"
+        "--plain",
+        action="store_true",
+        help="Run vLLM without torch.compile, both with the plug-in and without the plug-in",
     )
     parser.add_argument(
         "--arrivals",
@@ -138,12 +144,12 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "--requests",
         type=int,
         default=32,
-        help="Total number of requests that arrive with --arrivals",
+        help="Total number of requests if --arrivals is given",
     )
     parser.add_argument(
         "--without-check",
         action="store_true",
-        help="Do not check that both engines generate the same tokens",
+        help="Do not check that vLLM generates the same tokens with the plug-in and without it",
     )
     parser.add_argument(
         "--plans",
@@ -199,8 +205,10 @@ def configuration(shape: Shape, layers: int, tokens: int) -> dict[str, Any]:
 def randomize(model: torch.nn.Module) -> None:
     """Set random weights that preserve the variance of activations, the same in every process.
 
-    The weights of the output head favor two tokens, and the sign of one number decides between
-    them. So rounding changes fewer tokens than if all tokens were equally likely.
+    Rounding should rarely change which token the model generates. Therefore, in the output head,
+    the weights of token 1 are those of token 0 with the opposite sign, and the weights of all other
+    tokens are small. So the model generates token 0 or 1, depending on the sign of one logit, and
+    rounding rarely changes this sign.
     """
     draw = torch.Generator(next(model.parameters()).device).manual_seed(1)
     with torch.no_grad():
@@ -223,8 +231,8 @@ def opened(given: argparse.Namespace, plan: str, folder: str, **options: Any) ->
         given: The parsed command line.
         plan: "stock" for an engine without the plug-in, or "kvindex" for one with it.
         folder: Folder for the file config.json.
-        options: `layers` (number of layers; None for all of the model), `tokens` (maximum length of
-            a sequence), `rows` (maximum number of sequences), and options of the plug-in.
+        options: `layers` (number of layers; None for as many as the model has), `tokens` (maximum
+            length of a sequence), `rows` (maximum number of sequences), and options of the plug-in.
     """
     from vllm import LLM
 
@@ -298,9 +306,10 @@ def answered(engine: Any, ids: list[list[int]], count: int) -> list[dict[str, An
 
 
 def checked(given: argparse.Namespace, plan: str, folder: str) -> Any:
-    """Return the tokens that an engine generates in the check, for single sequences and a batch.
+    """Let an engine generate tokens, for a check that two engines generate the same tokens.
 
-    The model is small, and the index retrieves all tokens.
+    The tokens are generated for single sequences and for a batch. The model has few layers, and the
+    index retrieves all tokens of a sequence.
     """
     tokens = max(CHECKED) + CHECK_TOKENS + BLOCK
     options = dict(index=given.index, k=tokens, dense_below=0, sink=4, local_window=16)
@@ -336,7 +345,8 @@ def timed(given: argparse.Namespace, plan: str, folder: str) -> Any:
 def written(engine: Any, ids: list[list[int]], count: int) -> list[float]:
     """Generate tokens for a batch, and return the milliseconds between two tokens of the batch.
 
-    Only times in which all sequences of the batch generate tokens count.
+    Only intervals in which all sequences of the batch generate tokens are returned. Intervals in
+    which vLLM still reads prompts, or in which some sequences have ended, are left out.
     """
     from vllm import SamplingParams
 
@@ -428,9 +438,11 @@ def ran(what: str, plan: str) -> Any:
 
 
 def compared(stock: list[dict[str, Any]], mine: list[dict[str, Any]]) -> dict[str, int]:
-    """Compare the tokens that both engines have generated. Return the number of equal tokens.
+    """Compare the tokens that vLLM generated without the plug-in (`stock`) and with it (`mine`).
 
-    Raise SystemExit if tokens differ although the best token was clearly better than the second.
+    Return the number of equal tokens and the number of all tokens. If two tokens differ because
+    their probabilities are almost equal, rounding explains the difference. Raise SystemExit if
+    vLLM's token was clearly more probable than any other.
     """
     equal = total = 0
     for number, (one, other) in enumerate(zip(stock, mine, strict=True)):
@@ -438,9 +450,11 @@ def compared(stock: list[dict[str, Any]], mine: list[dict[str, Any]]) -> dict[st
             if token != other["tokens"][place]:
                 if gap > CLOSE:
                     raise SystemExit(
-                        f"check: in answer {number}, token {place} is {other['tokens'][place]} "
-                        f"instead of {token}, which was better than the second best token by "
-                        f"{gap:.3f} in log probability; nothing is timed"
+                        f"check: the engines generate different tokens; nothing is timed. In "
+                        f"answer {number}, token {place} is {token} without the plug-in and "
+                        f"{other['tokens'][place]} with it. Without the plug-in, the log "
+                        f"probability of the second best token was lower by {gap:.3f}, which is "
+                        f"more than rounding can explain (at most {CLOSE})."
                     )
                 break  # the texts differ from here on
             equal += 1
@@ -449,7 +463,7 @@ def compared(stock: list[dict[str, Any]], mine: list[dict[str, Any]]) -> dict[st
 
 
 def summarized(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the median times of both engines for each batch size, and their ratio."""
+    """Return the median times with and without the plug-in for each batch size, and their ratio."""
     batches = []
     for number, first in enumerate(next(iter(found.values()))):
         plans: dict[str, dict[str, Any]] = {}
@@ -466,7 +480,10 @@ def summarized(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def waits(found: dict[str, list[float]]) -> dict[str, float]:
-    """Return the median and the 99th percentile of the times to the first and between tokens."""
+    """Return the median and the 99th percentile of each kind of time.
+
+    `found` has the times that `arriving` returns: to the first token, and between two tokens.
+    """
     fractions = {"": 0.5, "_99": 0.99}
     return {
         f"{kind}{end}": float(torch.tensor(times).quantile(fraction))
@@ -476,7 +493,11 @@ def waits(found: dict[str, list[float]]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run the command line: check both engines, time them, then print and write the results."""
+    """Run the command line.
+
+    Check that the engines with and without kvindex give the same tokens, measure the times of
+    both, and print and write the results.
+    """
     given = arguments()
     if given.worker:
         worker(given)

@@ -1,6 +1,7 @@
-"""Time decode steps of a transformers model with an index, and of the decoder with equal weights.
+"""Time decode steps of a transformers model with an index, and of kvindex's own decoder.
 
-The model is attached to the index by `attach`. The decoder is kvindex's own.
+The transformers model and the decoder have the same weights, and each uses the same kind of index.
+`attach` connects the transformers model to its index.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from kvindex_adapters.llama.weights import read_weights
 class Marks(BaseStreamer):
     """A transformers streamer that records the time in seconds at which each token arrives.
 
-    The first recorded time is that of the prompt.
+    The first recorded time is the one at which transformers passes the prompt to the streamer.
     """
 
     def __init__(self) -> None:
@@ -53,10 +54,10 @@ class Marks(BaseStreamer):
 
 
 class Attached:
-    """A transformers model with an index that samples tokens in the same way as `kvhf.generate`.
+    """A transformers model with an index, which samples tokens in the same way as `kvhf.generate`.
 
-    The constructor fills an empty KV cache with `tokens` synthetic tokens in each layer, and
-    reserves memory for `room` more tokens.
+    The constructor fills the empty cache with `tokens` synthetic tokens in each layer, and reserves
+    memory for `room` more tokens.
     """
 
     def __init__(self, model: Any, cache: IndexCache, tokens: int, room: int) -> None:
@@ -72,8 +73,9 @@ class Attached:
     def turn(self, count: int, graph: TokenGraph | None) -> Figures:
         """Generate `count` tokens, and return the times between tokens in milliseconds.
 
-        Times are taken when the host receives a token. The first token is not timed. With `graph`,
-        a whole decode step is one CUDA graph; with None, each layer's step is a graph.
+        Times are taken when the host receives a token. The first token is not timed. If `graph` is
+        given, it runs a whole decode step as one CUDA graph. If it is None, the decode step of each
+        layer is a CUDA graph of its own.
         """
         drained()
         self._cache.token_graph = graph
@@ -89,13 +91,14 @@ class Attached:
 
 
 def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
-    """Time the decoder, and transformers with each kind of CUDA graph, in alternation.
+    """Time kvindex's decoder and transformers with each kind of CUDA graph, alternately.
 
-    Yield the results after each round, in which every variant is measured once.
+    In each round, every variant is measured once. Yield the results so far after each round.
     """
     shape = SHAPES[given.decoder]
     g = shape.geometry(getattr(torch, given.dtype), given.device)
-    # reserve memory for all tokens: timed ones, and those that warm up or set the cache hit rate
+    # Number of tokens that are generated in all. Before the timed tokens, other tokens are
+    # generated to warm up the GPU, or to bring the row cache to a certain hit rate.
     room = 4 * given.written + (given.written // given.turn + 4) * token.WARM
     model = model_of(shape, g, given.context + room)
     weights = read_weights(model)

@@ -19,11 +19,14 @@ CHECKED = 20_224
 """Number of tokens in the index that is checked."""
 
 SAME, CLOSE = 0.98, 5e-3
-"""`SAME`: smallest allowed fraction of token ids that equal those of the torch implementation.
+"""Tolerances of the check.
 
-`CLOSE`: largest allowed relative error of attention outputs. Ids may differ where two keys have
-equal scores, or where rounding decides which key is the last candidate. Rounding to bfloat16 alone
-gives an error of 1e-3.
+`SAME`: smallest allowed fraction of the retrieved tokens that the torch implementation retrieves,
+too. Tokens may differ where two keys have equal scores, or where rounding decides which key is the
+last candidate.
+
+`CLOSE`: largest allowed relative error of attention outputs. Rounding to bfloat16 alone gives an
+error of 1e-3.
 """
 
 ROUNDED = {"int8": 0.02, "fp8": 0.1}
@@ -33,11 +36,11 @@ ROUNDED = {"int8": 0.02, "fp8": 0.1}
 def check(
     g: Geometry, spec: str, *, batch: int = 2, k: int = K, window: int = WINDOW, **options: Any
 ) -> dict[str, Any]:
-    """Compare an index with plain torch, on synthetic tokens.
+    """Compare the decode step of an index with plain torch, on synthetic tokens.
 
-    The retrieved token ids are compared with those of the same index with `backend="torch"`. The
-    attention output is compared with SDPA over the same tokens. Tokens are appended in two calls,
-    and the first call ends in the middle of a block.
+    The positions of the retrieved tokens are compared with those that the same index finds with
+    `backend="torch"`. The attention output is compared with SDPA over the same tokens. Tokens are
+    appended in two calls, and the first call ends in the middle of a block of 256 tokens.
 
     Args:
         g: Shapes of the layer.
@@ -85,9 +88,10 @@ def check(
 
 
 def over(g: Geometry, queries: Tensor, keys: Tensor, values: Tensor, hits: Hits, n: int) -> Tensor:
-    """Compute attention with SDPA over the hits among the first `n` tokens, and all later tokens.
+    """Compute attention with SDPA over the retrieved tokens `hits` and the newest tokens.
 
-    The result is `[B, H, D]`.
+    The index contains the first `n` tokens. Of these tokens, attention reads only `hits`. It also
+    reads all tokens from position `n` on. The result is `[B, H, D]`.
     """
     chosen = hits.ids.clamp_min(0)[..., None]
     rows = [

@@ -75,7 +75,7 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     for name in befores:
         about["hit_rates"][name] = []
     written: dict[str, list[float]] = {name: [] for name in turns}
-    if (more := 2 * token.UPDATE - given.written) > 0:  # each layer shall update its index twice
+    if (more := 2 * token.UPDATE - given.written) > 0:  # let each layer update its index twice
         noted("cached", partial(through.turn, more))
     turns = {name: partial(noted, name, run) for name, run in turns.items()}
     over = "dense" if "dense" in turns else "weights"

@@ -17,8 +17,7 @@ from kvindex.layer import AttentionLayer
 from kvindex_adapters.common.placement import default_placement
 
 UPDATE = 256
-"""A layer moves this number of tokens from its local window into its index, after as many decode
-steps."""
+"""Every 256 decode steps, a layer moves 256 tokens from its local window into its index."""
 
 LOCAL = 256
 """Size of the local window in tokens. There is no sink."""
@@ -27,7 +26,8 @@ LOCAL = 256
 class Decoding:
     """Attention layers that contain `tokens` tokens each and run decode steps together.
 
-    Each layer moves tokens from its local window into its index at a different decode step.
+    Once in each period of `UPDATE` decode steps, every layer moves tokens from its local window
+    into its index. Each layer does so at a different step of the period.
 
     Args:
         g: Shapes of the layers.
@@ -48,7 +48,8 @@ class Decoding:
             index = kvindex.create(spec, **g.options(), **default_placement(g.device, spec))
             layer = AttentionLayer(index, update_phase=number / layers, **options)
             keys, values = next(workload.tokens_of(g, number, 1, tokens, tokens))
-            # append to the index directly: `layer.step` would compute attention over all tokens
+            # Append these tokens to the index directly, because `layer.step` would also compute
+            # the attention of all tokens, which takes long.
             index.append(keys[:, :, :-LOCAL], values[:, :, :-LOCAL])
             keys, values = keys[:, :, -LOCAL:], values[:, :, -LOCAL:]
             layer.step(keys.repeat_interleave(g.group_size, dim=1), keys, values)

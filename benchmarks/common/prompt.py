@@ -20,7 +20,8 @@ from kvindex_adapters.decoder.prefill import default_chunk, token_bytes
 from kvindex_adapters.llama.weights import Weights
 
 ROUNDS = 3
-"""How often the prompt is read with the index, and how often without, after a first reading."""
+"""Number of timed readings of the prompt with the index, and also without it. One reading of each
+kind comes before these, and its time is reported separately."""
 
 
 def read(decoder: Decoder, ids: Tensor, index: str | None) -> Figures:
@@ -88,7 +89,8 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
 
 
 def shown(found: dict[str, Any]) -> Iterator[str]:
-    """Yield a line of text for the index, and one for full attention if it was measured."""
+    """Yield the lines to print: one line for each kind of attention that was measured, and one line
+    for the memory that is needed."""
     for plan, first in found["first"].items():
         line = f"{plan:8} first {first['seconds'][0]:.2f} s"
         if found["rounds"]:

@@ -1,4 +1,4 @@
-"""Time decode steps on several GPUs of one host, among which heads or tokens are divided."""
+"""Time decode steps if several GPUs of one host share the heads or the tokens of a model."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ long."""
 CHECKED, ALL, CLOSE = 700, 512, 3e-2
 """Constants of the check: `CHECKED` tokens are in each layer, and a step retrieves `ALL` of them.
 
-`CLOSE` is the largest allowed distance of logits, relative to their norm. It fits two layers in
-bfloat16 whose keys and values have eight bits per number.
+`CLOSE` is the largest allowed difference of logits, relative to their norm. It is chosen for a
+model of two layers in bfloat16 whose keys and values have eight bits per number.
 """
 
 TRIED = 20
@@ -49,25 +49,31 @@ SUMS = 64
 
 
 class Silent(HeadRanks):
-    """Ranks that exchange no data. Results are wrong, but show the time without communication."""
+    """Ranks that exchange no data, used to measure the time of a decode step without communication.
+
+    The results of such a decode step are wrong.
+    """
 
     def sum(self, partial: Tensor) -> Tensor:
-        """Return this rank's tensor without adding those of the other ranks."""
+        """Return `partial` unchanged, instead of the sum of this tensor over all ranks."""
         return partial
 
     def gather_logits(self, logits: Tensor) -> Tensor:
-        """Return the logits of this rank, repeated in place of the logits of the other ranks."""
+        """Return the logits of this rank, copied `count` times, instead of gathering all ranks'.
+
+        So the result has the right shape, but needs no communication.
+        """
         return logits.repeat(1, self.count)
 
     def first(self, tokens: Tensor) -> Tensor:
-        """Return the tokens of this rank in place of those of the first rank."""
+        """Return `tokens` unchanged, instead of the tokens that rank 0 sampled."""
         return tokens
 
 
 class Together:
-    """This process as one of several ranks, with the shapes that are measured.
+    """Describes the group of ranks, the rank of this process, and the shapes that are measured.
 
-    Ranks can wait for each other without using the GPU.
+    With its methods, ranks can exchange values and wait for each other without using the GPU.
     """
 
     def __init__(self, shape: Shape, g: Geometry, spec: str) -> None:
@@ -89,16 +95,22 @@ class Together:
             dist.barrier(self._waiting)
 
     def ranks(self, kind: type[HeadRanks] = HeadRanks, **how: bool) -> HeadRanks:
-        """Return the ranks as `HeadRanks`, which divide the heads of the model among them."""
+        """Create the `HeadRanks` object that divides the heads of the model among the ranks."""
         return kind(Ranks.of(None, WAIT_S), self.g.device, **how)
 
     def sharded(self, block: int) -> str:
-        """Return the name and options of an index whose tokens are distributed over all ranks."""
+        """Return the name and options of an index that stores only the tokens of this rank.
+
+        The wrapper `+sharded` gives `block` successive tokens to each rank in turn.
+        """
         return f"{self.spec}+sharded:block={block}:timeout_s={WAIT_S}"
 
     @property
     def own(self) -> tuple[Shape, Geometry]:
-        """Return the shape of the model and of a layer with only the heads of this rank."""
+        """Shapes for this rank if the ranks share the heads: of the model, and of a layer.
+
+        Both count only the heads of this rank.
+        """
         shape = self.shape._replace(
             q_heads=self.shape.q_heads // self.count, kv_heads=self.shape.kv_heads // self.count
         )
@@ -114,7 +126,7 @@ class Together:
 
 
 def with_ranks(weights: Weights, ranks: HeadRanks) -> Weights:
-    """Return weights that use `ranks` to add up activations, and are otherwise the same."""
+    """Return a copy of `weights` whose layers add up their outputs over the ranks in `ranks`."""
     layers = tuple(replace(layer, ranks=ranks) for layer in weights.layers)
     return replace(weights, layers=layers)
 
@@ -123,15 +135,17 @@ def with_ranks(weights: Weights, ranks: HeadRanks) -> Weights:
 
 
 def check(together: Together, block: int) -> dict[str, float]:
-    """Check a small model whose heads, and then whose tokens, are divided among the ranks.
+    """Check the output of a small model that runs on several ranks.
+
+    The check runs twice: first each rank has a part of the heads, then a part of the tokens.
 
     Returns:
-        The relative distance of the logits from those of full attention in one process, for
-        "heads" and for "tokens".
+        The relative difference of the logits from those of full attention in one process, for each
+        of the two runs: "heads" and "tokens".
 
     Raises:
-        SystemExit: On any rank, a distance is too large, or the tokens that CUDA graphs generate
-            differ from those of the same operations without graphs. All ranks raise it.
+        SystemExit: On any rank, a difference is too large, or the model generates other tokens with
+            CUDA graphs than without. All ranks then raise it.
     """
     few, (own, g) = together.shape._replace(layers=2), together.own
     own = own._replace(layers=2)
@@ -159,14 +173,15 @@ def check(together: Together, block: int) -> dict[str, float]:
         wrong = [one for one in gathered(together, right) if not one]
         if wrong:
             raise SystemExit(
-                f"{name}: logits are {found[name]:.3f} from those of one process (relative), and "
-                f"CUDA graphs generate {graphs}, single operations {steps}; nothing is timed"
+                f"{name}: the check failed; nothing is timed. The relative difference of the "
+                f"logits from those of one process is {found[name]:.3f}, allowed is less than "
+                f"{CLOSE}. The generated tokens are {graphs} with CUDA graphs and {steps} without."
             )
     return found
 
 
 def gathered(together: Together, value: bool) -> list[bool]:
-    """Return the values of all ranks on each rank."""
+    """Collect the value of each rank. Return the values of all ranks; all ranks get the same."""
     if together.count == 1:
         return [value]
     said = [torch.tensor([value], device=together.g.device)]
@@ -174,7 +189,7 @@ def gathered(together: Together, value: bool) -> list[bool]:
 
 
 def dense(together: Together) -> list[DenseAttention]:
-    """Return two layers of full attention with the same tokens that `token.indexed` appends."""
+    """Return two layers of full attention, filled with the tokens that `token.indexed` appends."""
     g, made = together.g, []
     for number in range(2):
         layer = DenseAttention(g.scale, CHECKED + 64)
@@ -187,7 +202,7 @@ def dense(together: Together) -> list[DenseAttention]:
 
 @contextmanager
 def op_by_op(device: torch.device) -> Iterator[None]:
-    """Within a `with` block, replace CUDA graphs: a replay runs the captured function again."""
+    """Run without CUDA graphs in a `with` block: a "replay" calls the captured function again."""
 
     class Again:
         def __init__(self, device: torch.device, work: Callable[[], Any], draws: Any) -> None:
@@ -207,9 +222,11 @@ def op_by_op(device: torch.device) -> Iterator[None]:
 
 
 def measured(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Measure one GPU alone, then GPUs that divide the tokens, then GPUs that divide the heads.
+    """Measure one GPU, then several GPUs with the tokens split among them, then with the heads
+    split.
 
-    Yield the results so far after each of the three. All ranks yield the times of rank 0.
+    Yield the results so far after each of these three measurements. All ranks yield the times of
+    rank 0.
     """
     shape, start = SHAPES[given.decoder], time.monotonic()
     g = shape.geometry(getattr(torch, given.dtype), given.device)
@@ -272,7 +289,7 @@ def measured(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         shared = shard(weights, together.ranks())
         del weights
         empty()
-        workload.free()  # the next rows have other sizes
+        workload.free()  # the next keys and values have other shapes
         size = given.context, shape.layers, ROOM
         layers = token.indexed(geometry, given.index, *size, draw=together.draw)
         together.wait()
@@ -292,13 +309,13 @@ def measured(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 HEADS = ("heads", "one_shot", "silent")
-"""Ways to add up activations over the ranks among which the heads are divided."""
+"""Ways to add up activations if ranks share the heads: with NCCL, in one kernel, or not at all."""
 
 
 def sum_us(ranks: HeadRanks, g: Geometry, hidden: int) -> float:
     """Return how many microseconds it takes to add up a token's activations over all ranks.
 
-    The time is measured with a CUDA graph that contains `SUMS` such sums.
+    The time is measured with a CUDA graph that adds up activations `SUMS` times.
     """
     part = torch.zeros((1, hidden), dtype=g.dtype, device=g.device)
 

@@ -1,4 +1,7 @@
-"""Load a real model for benchmarks, let it read and generate text, and capture its layers."""
+"""Load a real model for benchmarks, and let it read and generate text.
+
+The keys, values and queries of its layers can be recorded.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ In float32, attention with grouped heads stores all logits, which take 39 GB for
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add command-line options for the model, the device and the output file."""
     parser.add_argument(
-        "--model", help="Folder or hub id of the model (default: SmolLM2-135M-Instruct)"
+        "--model", help="Folder or Hugging Face id of the model (default: SmolLM2-135M-Instruct)"
     )
     parser.add_argument("--gguf-file", help="Name of the .gguf file inside the model's folder")
     parser.add_argument(
@@ -107,9 +110,9 @@ def continued(model: Any, ids: Tensor, written: int) -> Tensor:
 def read_and_write(
     model: Any, ids: Tensor, written: int, progress: Progress, title: str
 ) -> list[Captured]:
-    """Let a model continue a text with `written` sampled tokens, and capture its layers.
+    """Let a model continue a text with `written` sampled tokens, and record data of its layers.
 
-    Return keys and values of all tokens, and the queries of the sampled tokens.
+    Return keys and values of all tokens, and the queries of the sampled tokens, for each layer.
     """
     everything = continued(model, ids, written).cpu()
     return capture(model, everything, queries=written, on_progress=reported(progress, title))

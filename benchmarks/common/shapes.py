@@ -25,7 +25,7 @@ class Shape(NamedTuple):
         kv_heads: Number of KV heads.
         head_dim: Dimension of a query and a key.
         vocabulary: Number of tokens in the vocabulary.
-        normed: Whether queries and keys are normalized, as in Qwen3.
+        normed: Whether each head normalizes queries and keys with an RMSNorm, as in Qwen3.
         tied: Whether the output head uses the matrix of the embedding.
     """
 
@@ -55,7 +55,7 @@ SHAPES = {
 
 
 def weights_of(shape: Shape, g: Geometry, kind: str = PLAIN) -> Weights:
-    """Return random weights for the decoder, which preserve the variance of activations.
+    """Return random weights for a decoder. Each matrix preserves the variance of its input.
 
     `kind` is "plain", or "fp8" for matrices in FP8.
     """
@@ -121,9 +121,15 @@ def bytes_read(weights: Weights) -> int:
 
 
 def model_of(shape: Shape, g: Geometry, positions: int) -> Any:
-    """Return a transformers model of this shape, with random weights, on the device of `g`.
+    """Return a transformers model of this shape with random weights.
 
-    transformers initializes the weights. No token ends an answer, so answers have any length.
+    transformers initializes the weights. The model has no end-of-sequence token, so it generates as
+    many tokens as requested.
+
+    Args:
+        shape: Sizes of the model.
+        g: Shapes of a layer, with the dtype and the device of the model.
+        positions: Largest number of tokens in a sequence (`max_position_embeddings`).
     """
     kind: type[PreTrainedConfig] = Qwen3Config if shape.normed else LlamaConfig
     config = kind(

@@ -1,4 +1,7 @@
-"""Measure times: of CUDA graphs with cold caches, of tokens, and of several variants in turn."""
+"""Measure the time of CUDA graph replays with a cold L2 cache, and the time per generated token.
+
+To compare several variants, they are measured in alternation.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ def quartiles(times_us: list[float]) -> Times:
 
 
 class GraphTimer:
-    """Times a function as a CUDA graph. Other data fill the L2 cache before each replay."""
+    """Captures a function as a CUDA graph, and times replays of the graph.
+
+    Before each replay, the L2 cache is filled with other data.
+    """
 
     def __init__(self, replays: int) -> None:
         self._replays = replays
@@ -38,8 +44,8 @@ class GraphTimer:
     ) -> Times:
         """Return the time of a replay of `run` in microseconds, divided by `layers`.
 
-        `before`, if given, is called with the number of each replay before the replay. It is not
-        timed.
+        If `before` is given, it is called before each replay, with the number of the replay. Its
+        time is not measured.
         """
         replay = captured(run).replay
         marks = [
@@ -67,7 +73,7 @@ def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # thread_local, because another thread may pin memory during the capture
+    # use the error mode "thread_local", so that other threads may pin memory during the capture
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         run()
     return graph
@@ -84,7 +90,7 @@ def settled() -> float:
 
 
 def drained() -> None:
-    """Wait until the device has finished all launched work, so that it affects no later time."""
+    """Wait until the device has finished all launched work, so that later timings exclude it."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -92,22 +98,25 @@ def drained() -> None:
 def of_tokens(at: list[float]) -> Figures:
     """Compute the milliseconds per token from the times at which the host received tokens.
 
-    `token_ms` is the mean time between two tokens, and `between_ms` has each time between two
-    tokens. If the host is late, it receives several tokens together, so a time may be shorter than
-    a decode step.
+    `token_ms` is the mean time between two successive tokens, and `between_ms` is a list of these
+    times. If the host is late, it receives several tokens together, so a single time may be shorter
+    than a decode step.
 
     Args:
-        at: Times in seconds. The first is the beginning of the first decode step, on an idle
-            device.
+        at: Times in seconds. The first is the time at which the first decode step began, while the
+            device was idle. The others are the times at which tokens were received.
     """
     between = [1e3 * (new - old) for old, new in pairwise(at)]
     return {"token_ms": [sum(between) / len(between)], "between_ms": between}
 
 
 def check_floor(found: Mapping[str, Any], plans: Iterable[str], floor_ms: float) -> None:
-    """Raise SystemExit if a decode step took less time than reading the weights, `floor_ms`.
+    """Raise SystemExit if a decode step took less time than `floor_ms`, which is not possible.
 
-    `found` is a result of `in_turns`, and `plans` are the measured variants.
+    Args:
+        found: A result of `in_turns`.
+        plans: Names of the measured variants.
+        floor_ms: Time in milliseconds to read the weights from memory.
     """
     for plan in plans if found["rounds"] else ():
         for name in ("device_ms", "token_ms"):
@@ -123,9 +132,9 @@ def check_floor(found: Mapping[str, Any], plans: Iterable[str], floor_ms: float)
 def in_turns(
     turns: Mapping[str, Callable[[], Figures]], rounds: int, end: float, over: str = "graphs"
 ) -> Iterator[dict[str, Any]]:
-    """Measure several variants in alternation, so that a slow moment of the host affects all.
+    """Measure several variants alternately, so that a slow moment of the host affects all variants.
 
-    In each round, every variant is measured once. Each round begins with a different variant.
+    In each round, every variant is measured once. Successive rounds begin with different variants.
 
     Args:
         turns: Name of each variant -> function that measures the variant once.
@@ -134,10 +143,12 @@ def in_turns(
         over: Name of the variant with which the other variants are compared.
 
     Yields:
-        The results so far, before the first round and after each round. `rounds` and `left_out` are
-        the numbers of rounds that were run and not run. `settled_s` is the time in seconds spent
-        waiting for pinned memory. Each variant has medians and quartiles, and the median of each
-        round. `ratio` contains the ratio of each variant's values to those of `over`.
+        The results so far, before the first round and after each round:
+
+        - `rounds`, `left_out`: number of rounds that were run, and that were not run.
+        - `settled_s`: time in seconds spent waiting until background threads had pinned memory.
+        - an entry for each variant: medians and quartiles, and the median of each round.
+        - `ratio`: ratio of each variant's values to those of `over`.
     """
     taken: dict[str, list[Figures]] = {plan: [] for plan in turns}
     waited = settled()
@@ -166,7 +177,10 @@ def spread(name: str, values: list[float]) -> dict[str, float]:
 
 
 def _ratios(found: dict[str, dict[str, Any]], over: str) -> dict[str, dict[str, float]]:
-    """Return the ratio of each variant's median to the median of `over` in the same round."""
+    """Divide the median of each variant by the median of the variant `over` in the same round.
+
+    Return the median and the quartiles of these ratios over all rounds.
+    """
     ratios: dict[str, dict[str, float]] = {}
     for plan in [plan for plan in found if plan != over]:
         ratios[plan] = {}

@@ -1,8 +1,9 @@
 """Decode steps of kvindex's decoder with random weights and synthetic keys and values.
 
 The decoder reads no text: each decode step gets a new random token as input, and there is no rotary
-embedding. A factor of the attention logits (`sharpen`) determines how many of the tokens that a
-step retrieves were retrieved by earlier steps.
+embedding. `sharpen_for` multiplies the attention logits by a factor. The
+factor determines how often decode steps retrieve tokens that earlier steps have retrieved too. So
+it sets the hit rate of the cache that stores recently retrieved tokens on the GPU.
 """
 
 from __future__ import annotations
@@ -37,22 +38,22 @@ from kvindex_adapters.llama.weights import Weights
 from kvindex_cuda.memory.row_cache import RowCache
 
 SINK, LOCAL, UPDATE, K = 64, 256, 256, 100
-"""The defaults of `attach`: sizes of the sink and the local window, number of tokens that leave the
-window together, and number of tokens to retrieve per KV head."""
+"""The defaults of `attach` in tokens: size of the sink, size of the local window, number of tokens
+that move from the window into the index together, and number to retrieve per KV head."""
 
 
 WARM, REFILLED = 24, 128
 """Number of tokens that are generated, but not timed, before a measurement.
 
-`REFILLED` tokens are generated if the device caches of keys and values may be empty.
+It is `WARM`, or the larger number `REFILLED` if the device caches of keys and values may be empty.
 """
 
 
 class Everything:
-    """A layer with full attention over exactly `tokens` tokens, in torch's fused kernel.
+    """A layer with full attention over a fixed number of tokens, computed by torch's SDPA.
 
-    Its time is a lower bound for full attention in a CUDA graph, because no token is masked and no
-    buffer grows. Each decode step overwrites the last token.
+    Each decode step overwrites the last token. So no buffer grows and no mask is needed, and full
+    attention in a CUDA graph cannot be faster than this layer.
     """
 
     def __init__(self, g: Geometry, tokens: int, batch: int = 1) -> None:
@@ -61,7 +62,7 @@ class Everything:
         self._keys, self._values = torch.empty(shape, dtype=g.dtype, device=g.device).normal_()
 
     def capture_refusal(self) -> str | None:
-        """Return None: a CUDA graph can contain the decode step."""
+        """Return None, because nothing prevents a CUDA graph of the decode step."""
         return None
 
     def prepare_replay(self) -> object:
@@ -81,7 +82,7 @@ class Everything:
         return self.captured_step(queries, keys, values)
 
     def count_replay(self) -> None:
-        """Do nothing: the number of tokens does not change."""
+        """Do nothing, because a decode step of this benchmark does not add a token."""
 
 
 def dense(
@@ -101,13 +102,16 @@ def dense(
 
 
 class Nothing(Everything):
-    """A layer that computes no attention, to time the rest of a decode step."""
+    """A layer that computes no attention.
+
+    With such layers, a benchmark measures how long a decode step takes without attention.
+    """
 
     def __init__(self) -> None:
         """Make a layer that stores no keys and values."""
 
     def captured_step(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Return the queries in place of attention outputs."""
+        """Return the queries themselves, because no attention output is computed."""
         return queries
 
 
@@ -152,7 +156,7 @@ def indexed(
 
 
 def first() -> int:
-    """Return after how many tokens a layer has appended its first tokens to its index."""
+    """Return how many tokens a layer must read before its index contains any token."""
     return LOCAL + max(UPDATE, SINK)
 
 
@@ -165,8 +169,8 @@ def fill(
 ) -> None:
     """Fill a layer with `tokens` tokens, and reserve memory for `room` more.
 
-    The layer has already read the first tokens, among them its sink. The other tokens are appended
-    to the index directly, which is faster.
+    The layer must already contain its first tokens (see `first`), which include the sink. All later
+    tokens are appended to the index directly, which is faster than reading them with the layer.
     """
     index, read = layer.index, len(layer)
     for keys, values in draw(index.geometry, number, layer.batch_size, tokens):
@@ -176,15 +180,19 @@ def fill(
 
 
 def fits(g: Geometry, tokens: int, layers: int) -> bool:
-    """Return True if the keys and values of all layers take less than 90% of the free memory."""
+    """Return True if the keys and values of `tokens` tokens fit into GPU memory.
+
+    They fit if those of all `layers` layers take less than 90% of the free memory. Always True on a
+    CPU.
+    """
     need = 2 * layers * tokens * g.kv_heads * g.head_dim * g.dtype.itemsize
     return g.device.type != "cuda" or need < 0.9 * torch.cuda.mem_get_info(g.device)[0]
 
 
 class Plan:
-    """A decoder that generates tokens, with each decode step as one CUDA graph if `graphs` is True.
+    """A decoder that generates tokens. Each decode step is one CUDA graph if `graphs` is True.
 
-    `how` contains options of the decoder's fused kernels.
+    `how` contains options of `Fused`, the decoder's fused kernels.
     """
 
     def __init__(
@@ -210,7 +218,8 @@ class Plan:
         self._written = 0
 
     def tokens(self, count: int) -> list[list[int]]:
-        """Generate `count` tokens for each sequence. Return a list of token ids for each step."""
+        """Generate `count` tokens for each sequence. Return one list per step: a token id for each
+        sequence."""
         made = []
         for _ in range(count):
             self._graph.step()
@@ -218,10 +227,13 @@ class Plan:
         return made
 
     def logits(self, ids: Sequence[int]) -> Tensor:
-        """Read `n` given tokens of one sequence, and return the logits `[n, V]` after each token.
+        """Run a decode step for each of `n` given tokens of one sequence.
 
-        The operations are those of a CUDA graph of the decode step, if there can be a graph, but
-        are launched one by one.
+        No CUDA graph is captured here. If a step could be captured, its operations are those of the
+        graph (`captured_step`), launched one by one. Otherwise they are those of a normal step.
+
+        Returns:
+            The logits `[n, V]` after each token.
         """
         session, made = self._session, []
         for number in ids:
@@ -237,9 +249,10 @@ class Plan:
     def turn(self, count: int, before: Callable[[], None] | None = None) -> Figures:
         """Generate `count` tokens, and return the milliseconds per token.
 
-        `device_ms` is the time of a decode step on the device. `token_ms` and `between_ms` are
-        times between two tokens as the host receives them. The first step begins on an idle device.
-        `before`, if given, is called before each step. It is not part of `device_ms`.
+        `device_ms` is the time of each decode step on the device. `token_ms` and `between_ms` are
+        times between two tokens as the host receives them (see `of_tokens`). The first step begins
+        on an idle device. If `before` is given, it is called before each step, and `device_ms` does
+        not include its time.
         """
         drained()
         token = self._session.token
@@ -251,7 +264,8 @@ class Plan:
             at.append(time.perf_counter())
 
         for _ in range(count):
-            # replace the sampled tokens by token ids that have not occurred yet
+            # Instead of the tokens that it has generated, the model reads random token ids that
+            # have not occurred yet.
             first = self._written % (len(self._ids) - batch)
             token.copy_(self._ids[first : first + batch, None])
             self._written += batch
@@ -269,7 +283,11 @@ class Plan:
 
 
 class Mark:
-    """A point in time, on the current stream of a GPU, or on the host if the device is a CPU."""
+    """A point in time, to measure the time until another one.
+
+    The constructor records the current time: on a GPU with a CUDA event in the current stream, on
+    a CPU with the clock of the host.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._at, self._event = time.perf_counter(), None
@@ -278,7 +296,7 @@ class Mark:
             self._event.record(torch.cuda.current_stream(device))
 
     def until(self, later: Mark) -> float:
-        """Wait for the point `later`, and return the milliseconds from this point to `later`."""
+        """Wait until the device has reached `later`. Return the milliseconds between the marks."""
         if self._event is None or later._event is None:
             return 1e3 * (later._at - self._at)
         later._event.synchronize()
@@ -295,7 +313,10 @@ def check(
     kind: str = PLAIN,
     batch: int = 1,
 ) -> None:
-    """Raise SystemExit if CUDA graphs change the tokens that a model of two layers generates."""
+    """Check that CUDA graphs do not change the tokens that a model of two layers generates.
+
+    If the tokens with and without CUDA graphs differ, raise SystemExit.
+    """
     few = shape._replace(layers=2)
     weights = weights_of(few, g, kind)
     made = []
@@ -305,8 +326,8 @@ def check(
         made.append(Plan(few, g, weights, layers, **how).tokens(count))
     if made[0] != made[1]:
         raise SystemExit(
-            f"with CUDA graphs, a small model generates {made[0]}, without graphs {made[1]}; "
-            "nothing is timed"
+            "check: a small model generates different tokens with and without CUDA graphs; nothing "
+            f"is timed. The tokens are {made[0]} with graphs, and {made[1]} without."
         )
 
 
@@ -316,16 +337,17 @@ def caches() -> list[RowCache]:
 
 
 class Hits:
-    """Measures the hit rate of all device caches of rows between two calls of `rate`.
+    """Measures the hit rate of all device caches for keys and values that are in host memory.
 
-    A hit is a key and value that the cache contains, so that it is not read from host memory.
+    A hit is a retrieved token whose key and value are in a cache, so that they are not read from
+    host memory. Each call of `rate` returns the hit rate since the call before.
     """
 
     def __init__(self) -> None:
         self._before = self._counts()
 
     def rate(self) -> float:
-        """Return the hit rate since the last call, or 0 if the caches were not used."""
+        """Return the hit rate of the row caches since the last call, or 0 if they were not used."""
         before, self._before = self._before, self._counts()
         looked_up, found = (self._before - before).tolist()
         return found / looked_up if looked_up else 0.0
@@ -340,9 +362,10 @@ MOST_SHARPENED = 640
 
 
 def sharpen_for(weights: Weights, plan: Plan, wanted: float, count: int = 40) -> float:
-    """Find the factor of the attention logits with which the caches of rows have a given hit rate.
+    """Multiply attention logits by a factor, so that device caches have the hit rate `wanted`.
 
-    The weights are changed, and the factor is returned. It is found by bisection.
+    A bisection finds the factor. The function changes the model's weights so that they produce
+    these logits, and returns the factor.
     """
     hits, sharpness, step = Hits(), 1.0, 4.0
     nearest = math.inf, sharpness

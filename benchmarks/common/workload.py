@@ -45,16 +45,17 @@ SEGMENT = 256
 """Number of consecutive tokens whose synthetic keys have a common mean."""
 
 PIECE = 2**16
-"""Number of tokens whose keys and values are generated and appended together."""
+"""Number of tokens that are generated together, and appended to an index in one call."""
 
 SETS = 8
-"""Number of sets of queries that decode steps use in rotation."""
+"""Number of different sets of queries. Decode steps use the sets one after another, repeatedly."""
 
 
 LATENT = dict(kv_heads=1, head_dim=512 + 64, value_dim=512, scale=192**-0.5, value_in_key=True)
 """Shapes of an attention layer of DeepSeek-V3 (MLA).
 
-A token has a latent of 512 coordinates and a rotated key of 64. Query heads have 128 + 64.
+Each token has a latent of 512 coordinates, and a key of 64 coordinates to which the rotary
+embedding is applied. `scale` belongs to query heads of 128 + 64 coordinates.
 """
 
 
@@ -73,11 +74,11 @@ def geometry(device: str, latents: int | None = None) -> Geometry:
 
 
 def synthetic(g: Geometry, sequence: int, start: int, count: int) -> Tensor:
-    """Return synthetic keys `[1, G, count, D]` of the tokens from `start` on, a multiple of 256.
+    """Return synthetic keys `[1, G, count, D]` of `count` tokens, from position `start` on.
 
-    A key is normal noise plus a mean. 256 consecutive tokens (a segment) have the same mean. In
-    each head and coordinate, the mean follows a cosine of amplitude 1 with a period of 20 to 2000
-    segments.
+    `start` must be a multiple of 256. A key is the sum of normal noise and a mean. All tokens of a
+    segment (256 consecutive tokens) have the same mean. From segment to segment, each coordinate of
+    the mean follows a cosine of amplitude 1, with a random period of 20 to 2000 segments.
     """
     draw = torch.Generator(g.device)
     shape, options = (g.kv_heads, 1, g.head_dim), dict(generator=draw, device=g.device)
@@ -125,10 +126,10 @@ def created(g: Geometry, spec: str, **options: Any) -> KVIndex:
 
 
 def split_store(g: Geometry, spec: str, tokens: int, batch: int, fraction: float) -> BlockStore:
-    """Return an empty store that keeps only a fraction `share` of keys and values on the device.
+    """Return an empty store for keys and values, of which only a part is on the device.
 
-    The first tokens are stored on the device, and all later tokens on the host. `store="auto"`
-    makes such a store when device memory is short.
+    The first tokens, a fraction `fraction` of all tokens, are stored on the device, and all later
+    tokens on the host. `store="auto"` makes such a store when device memory is short.
     """
     device, on_device = g.device, DeviceAllocator(g.device)
     row_codec = parse_spec(spec.partition("+")[0])[1].get("row_codec", "plain")
@@ -155,15 +156,17 @@ def measurable(spec: str) -> str:
 
 
 class Layers:
-    """The indexes of several layers, filled with synthetic tokens, whose decode steps are timed.
+    """The indexes of several layers, filled with synthetic tokens, for timing decode steps.
 
-    The queries of a decode step, `[L, B, H, D]` for `L` layers, are one of `SETS` fixed sets. For a
-    hit rate below 1, some KV heads get new queries, so that the cache lacks the tokens they select.
+    There are `SETS` fixed sets of queries `[L, B, H, D]` for `L` layers. A decode step uses one of
+    the sets. To lower the hit rate of the device cache, some KV heads get new queries instead.
+    These queries retrieve tokens whose rows are not in the device cache.
 
     Args:
         g: Shapes of a layer.
         spec: Name and options of the index.
-        place: Memory that stores keys and values: "host", "device", or the fraction on the device.
+        place: Memory that stores keys and values: "host", "device", or a number: the fraction of
+            them that is on the device, with all others on the host.
         tokens: Number of tokens in each layer and sequence.
         batch: Number of sequences.
         layers: Number of layers.
@@ -214,10 +217,14 @@ class Layers:
         ]
 
     def ask(self, number: int, hit_rate: float = 0.0) -> None:
-        """Set the queries of the next decode step, which has the number `number`.
+        """Set the queries of the next decode step.
 
         A fraction `hit_rate` of the KV heads gets queries that earlier steps have used. All other
-        KV heads get new queries.
+        KV heads get new queries, so that they retrieve tokens that are not in the device cache.
+
+        Args:
+            number: Number of the decode step, which selects the set of queries.
+            hit_rate: Fraction of the KV heads, in [0, 1].
         """
         g, again = self.geometry, self._sets[number % SETS]
         fresh = queries_of(g, *again.shape[:2], seed=1000 + number).unflatten(2, (g.kv_heads, -1))
@@ -227,13 +234,14 @@ class Layers:
         self.queries.copy_(again.unflatten(2, (g.kv_heads, -1)).where(known, fresh).flatten(2, 3))
 
     def fill(self) -> None:
-        """Run a step with each set of queries, so that the caches contain the selected tokens."""
+        """Run a step with each set of queries, which puts the retrieved tokens into the row
+        caches."""
         for number in range(SETS):
             self.queries.copy_(self._sets[number])
             self.run()
 
     def placement(self) -> Placement:
-        """Return where keys and values of all layers are stored, and the hit counts of caches."""
+        """Return where rows of all layers are stored, and how often row caches contained a row."""
         return reduce(add, [required(each, PlacesRows).placement() for each in self.indexes])
 
     def answers(self) -> Tensor:
@@ -255,9 +263,9 @@ class Layers:
 
 
 def layers_that_fit(g: Geometry, tokens: int, batch: int, most: int, fraction: float = 0.6) -> int:
-    """Return how many layers, at most `most`, fit into the free memory of device and of host.
+    """Return how many layers, at most `most`, fit into the memory of the device and of the host.
 
-    They may use a fraction `share` of the free memory.
+    The layers may use only a part of the free memory: `fraction`, between 0 and 1.
     """
     need = tokens * batch * g.kv_heads * (g.head_dim + g.value_dim) * g.dtype.itemsize
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
@@ -267,7 +275,7 @@ def layers_that_fit(g: Geometry, tokens: int, batch: int, most: int, fraction: f
 
 
 def free() -> None:
-    """Free unused memory of the host, of the device, and pinned memory."""
+    """Free unused host memory, device memory and pinned memory."""
     gc.collect()
     release_pinned()
     if torch.cuda.is_available():

@@ -1,7 +1,7 @@
 """Measure KL divergence from full attention, equal predictions and recall, on a fixed text.
 
-The model reads 4,000 tokens of the Python language reference. It then reads the next 200 tokens one
-by one, with each index. With full attention, it reads the same tokens in one forward pass.
+With each index, the model reads 4,000 tokens of the Python language reference, and then the next
+200 tokens one by one. With full attention, it reads all these tokens in one forward pass.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def text_ids(tokenizer: Any, count: int, seed: int) -> Tensor:
-    """Return the first `count` token ids of the Python language reference, int64 `[count]`.
+    """Return `count` token ids of the Python language reference, int64 `[count]`.
 
-    Its paragraphs are shuffled with the seed.
+    First the paragraphs of the reference are brought into a random order, which `seed` determines.
     """
     text = python_reference()
     random.Random(seed).shuffle(text)

@@ -1,16 +1,21 @@
-"""Compare all indexes on the same keys and queries of a model, with the same number of tokens.
+"""Compare all indexes on the same keys and queries of a model.
 
-The model reads --tokens tokens of each text. (With --sampled, it generates the end of the text
-itself.) It then generates --written tokens. Each index searches with the queries of these tokens,
-and gets the text twice: in one append, and with the end of the text in chunks, as if the model
-generated it.
-An index with the option `stale` gets the text a third time, in chunks with `stale=true`. Attention
-reads sink and local window in all cases. Indexes also get the token ids of the text, and indexes
-that need the ids of punctuation get them from the tokenizer.
+1. The model reads --tokens tokens of each text, and then generates --written tokens. With
+   --sampled, the last --generated of the --tokens tokens are not read from the text: the model
+   generates them.
+2. The text is appended to each index: once in a single call, and once with the last --generated
+   tokens in chunks, as if the model generated them. An index with the option `stale` is also
+   measured with `stale=true`, in chunks.
+3. Each index searches with the queries of the --written tokens. All indexes retrieve the same
+   number of tokens. Attention reads these tokens, the sink and the local window.
 
-On a CUDA device, pariskv runs on its kernels and FAISS on its GPU indexes, where possible. All
-indexes are measured on one layer before the next layer. With --first N, only N layers are measured.
-The file --json is written after each layer. With --add, it keeps its results of other text lengths.
+Indexes also get the token ids of the text, and those that need the ids of punctuation get them from
+the tokenizer. On a CUDA device, pariskv runs on its kernels and FAISS on its GPU indexes, where
+possible.
+
+All indexes are measured on one layer before the next layer. With --first N, only N layers are
+measured. The file --json is written after each layer. With --add, the results of other runs that
+are in this file remain in it.
 """
 
 from __future__ import annotations
@@ -64,21 +69,21 @@ SPECS = {
 ROWS = (64, 100, 256, 512, 1024)
 
 LEAST = 1e-9
-"""Smallest error in a ratio of two errors. A smaller error is replaced by this number."""
+"""Smallest error that is used in a ratio of two errors. It replaces all smaller errors."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command `field` to its parser."""
     parser.add_argument("--text", nargs="+", type=Path, required=True, help="Text files to read")
     parser.add_argument(
-        "--tokens", type=int, default=7000, help="Number of tokens of each text that are read"
+        "--tokens", type=int, default=7000, help="Number of tokens to read from each text"
     )
     parser.add_argument(
         "--written",
         type=int,
         default=32,
-        help="Number of tokens that the model samples after each text. Each index searches "
-        "with their queries.",
+        help="Number of tokens that the model generates after each text. Each index searches "
+        "with the queries of these tokens.",
     )
     parser.add_argument(
         "--index", nargs="+", help="Names and options of the indexes to measure (default: all)"
@@ -106,13 +111,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--generated",
         type=int,
         default=2048,
-        help="Number of tokens at the end of each text that are appended in chunks, as if the "
-        "model generated them",
+        help="Number of tokens at the end of each text that are treated like generated tokens: "
+        "they are appended to an index in chunks, after the rest of the text",
     )
     parser.add_argument(
         "--sampled",
         action="store_true",
-        help="Let the model sample the last --generated tokens of each text itself",
+        help="Replace the last --generated tokens of each text by tokens that the model samples",
     )
     parser.add_argument(
         "--add",
@@ -145,15 +150,19 @@ def stale(spec: str) -> str | None:
 
 
 def middle(rows: Sequence[int]) -> int:
-    """Return the number of tokens to retrieve where only one of `rows` is measured."""
+    """Select one element of `rows`, the numbers of tokens that a search retrieves.
+
+    Some measurements are made for one such number only.
+    """
     return MIDDLE if MIDDLE in rows else rows[0]
 
 
 def faster(device: torch.device) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Find out which indexes can run on kernels of this device.
+    """Find out which indexes can run on the GPU, with CUDA kernels of kvindex or of FAISS.
 
-    Return the options with which these indexes do so, by index; and for each other index with such
-    kernels, a sentence with the reason why they are not used.
+    Returns:
+        Name of an index that can run on the GPU -> options that select the GPU. The second result
+        has a sentence for each index that has GPU kernels but cannot use them, with the reason.
     """
     found: dict[str, dict[str, Any]] = {}
     notes = []
@@ -175,8 +184,8 @@ def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Summarize the results of one index over texts and layers.
 
     The summary has means, medians of times, and the error of the worst layer. `of_exact` is the
-    error divided by that of exact search, as a geometric mean over layers. So a layer with small
-    errors counts as much as any other layer.
+    error divided by the error of exact search on the same layer, as a geometric mean over layers.
+    Because of this division, a layer with small errors counts as much as any other layer.
     """
 
     def over(each: list[dict[str, Any]]) -> dict[str, float]:
@@ -198,9 +207,10 @@ def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def joined(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
-    """Add the run `new` to the results `old`, where it replaces a run of the same kind.
+    """Add the results of a run to earlier results. Return all results.
 
-    Two runs are of the same kind if their text lengths, LoRA files and `--sampled` are equal.
+    If `old` contains a run of the same kind, `new` replaces it. Two runs are of the same kind if
+    they have the same text length, LoRA file and option `--sampled`.
     """
 
     def kind(run: dict[str, Any]) -> tuple[int, bool, str]:
@@ -212,14 +222,14 @@ def joined(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Comparison:
-    """A comparison of indexes on captured layers, with the results measured so far.
+    """A comparison of indexes on keys and queries of a real model, with the results so far.
 
     Args:
         setting: Division of a text into sink, local window and tokens in the index.
         rows: Numbers of tokens that a search retrieves per KV head.
-        layers: Captured layers of all texts.
-        index_options: Name and options of an index -> further options for `kvindex.create`.
-        failed: Name and options of an index -> error message, for indexes that have failed.
+        layers: Captured layers of all texts: their keys, values and queries.
+        index_options: Further options for `kvindex.create`, by the name and options of an index.
+        failed: The error messages of the indexes that have failed, by name and options.
     """
 
     setting: Setting
@@ -235,7 +245,7 @@ class Comparison:
         self._found: dict[str, dict[str, list[dict[str, Any]]]] = {}
 
     def measure(self, spec: str, number: int) -> None:
-        """Measure one index on the layer with this number. If it fails, store the error message."""
+        """Measure one index on layer number `number`. If it fails, store the error message."""
         if spec in self.failed:
             return
         ways = self._faster.get(spec.split("+")[0].split(":")[0], {})
@@ -287,7 +297,10 @@ class Comparison:
 def captured(
     given: argparse.Namespace, model: Any, tokenizer: Any, progress: Progress
 ) -> list[list[Layer]]:
-    """Let the model read each text and generate tokens. Return the captured layers of each text."""
+    """Let the model read each text and generate tokens, and record its keys, values and queries.
+
+    Return them for each text and each recorded layer.
+    """
     texts, own = [], given.generated if given.sampled else 0
     for text in given.text:
         ids = ids_of(tokenizer, text.read_text(encoding="utf-8"), given.tokens - own)
@@ -301,15 +314,21 @@ def captured(
 
 
 def in_turn(texts: list[list[Layer]]) -> list[Layer]:
-    """Order captured layers so that the first ones come from different texts and model layers."""
+    """Return the captured layers (keys, values and queries) of all texts in one mixed list.
+
+    The first few layers of the list come from different texts, and from different layers of the
+    model. So if the option `--first` limits a measurement to these layers, it still covers several
+    texts and depths.
+    """
     depth = len(texts[0])
     return [each[(at + step) % depth] for step in range(depth) for at, each in enumerate(texts)]
 
 
 def run(given: argparse.Namespace) -> None:
-    """Run the command `field`: capture layers, then measure all indexes layer by layer.
+    """Run the command `field`: record a model's keys and queries, then measure all indexes.
 
-    Results are written after each layer, and printed at the end.
+    Indexes are measured layer by layer. Results are written after each layer, and printed at the
+    end.
     """
     start, setting = time.monotonic(), Setting(given.tokens, generated=given.generated)
     specs, rows = given.index or default_specs(), sorted(given.rows)

@@ -1,9 +1,11 @@
 """Measure the KL divergence of an index's next-token distribution from that of full attention.
 
-The model reads N tokens of a text, and then the next T tokens with each index. The results are
-those of decoding token by token, but decode steps run in parallel where the index does not change.
-The KL divergence is compared with that of the index `exact`. The confidence interval of the ratio
-is a paired bootstrap over blocks of tokens, with the same blocks for both indexes.
+The model reads N tokens of a text, and then the next T tokens with each index. The results equal
+those of reading the T tokens one by one. To save time, tokens between two changes of the index are
+read together.
+
+The KL divergence is divided by that of the index `exact`. The confidence interval of this ratio is
+a paired bootstrap over blocks of tokens: the same blocks are resampled for both indexes.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from kvindex_adapters.evaluate.fidelity import divergences, full_logits
 PRESETS = ("paper:beta=.05:rho=.25", "fast", "accurate", "precise", "scan")
 INDEXES = tuple(f"pariskv:preset={preset}" for preset in PRESETS)
 BLOCK, RESAMPLES = 50, 4000
-"""`BLOCK`: number of successive tokens that the bootstrap resamples together, because they are not
-independent. `RESAMPLES`: number of resamples."""
+"""`BLOCK`: number of successive tokens that the bootstrap resamples together, because the KL
+divergences of neighboring tokens are not independent. `RESAMPLES`: number of resamples."""
 
 Kls = dict[tuple[str, int], Tensor]
 """(text, length of the prompt) -> KL divergence at each token, float64 `[T]`."""
@@ -41,7 +43,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--steps",
         type=int,
         default=2000,
-        help="Number of tokens after the prompt at which predictions are compared",
+        help="Compare the predictions for this number of tokens after the prompt",
     )
     parser.add_argument(
         "--index", nargs="+", default=INDEXES, help="Names and options of the indexes to measure"
@@ -54,7 +56,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def ratio_interval(
     cells: list[tuple[Tensor, Tensor]], *, block: int = BLOCK
 ) -> tuple[float, float, float]:
-    """Compare the KL divergence of an index with that of `exact`.
+    """Divide the KL divergence of an index by that of `exact`, with a confidence interval.
 
     Args:
         cells: KL divergence of the index and of `exact` at each token, float64 `[T]` each, for each
@@ -79,7 +81,10 @@ def ratio_interval(
 
 
 def group_of(spec: str) -> str:
-    """Return the index `exact` with the same option `group` as the index `spec`, if it has one."""
+    """Return the name and options of the exact index with which the index `spec` is compared.
+
+    If `spec` has the option `group`, the index `exact` gets the same value of this option.
+    """
     policy = [part for part in spec.split("+")[0].split(":") if part.startswith("group=")]
     return ":".join(["exact", *policy])
 

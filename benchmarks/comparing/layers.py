@@ -1,4 +1,4 @@
-"""Capture what the attention layers of a real model pass to an index while it reads a text."""
+"""Capture layers: record the keys, values and queries of a real model while it reads a text."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ class Layer(Captured):
 
 
 class _Keeper(Wrapper):
-    """A wrapper around the index of a layer that stores the queries of the layer.
+    """A wrapper around the index of a layer, which records the queries of the layer.
 
-    `wrappers` lists the wrappers of all layers in order. Only every `every`-th wrapper stores
-    queries.
+    `wrappers` is a list of the wrappers of all layers, in the order of the layers. Only the wrapper
+    of every `every`-th layer records queries.
     """
 
     own = frozenset({ObservesQueries})
@@ -89,11 +89,17 @@ class _Keeper(Wrapper):
 
 
 def capture(model: Any, ids: Tensor, *, every: int = 1, progress: Any = None) -> list[Layer]:
-    """Let a model read token ids int64 `[N]` with full attention, and capture its layers.
+    """Let a model read a text with full attention, and record keys, values and queries of layers.
 
-    Only the layers 0, `every`, 2 · `every` and so on are captured.
+    Args:
+        model: The model.
+        ids: Token ids of the text, int64 `[N]`.
+        every: Only the layers 0, `every`, 2 · `every` and so on are recorded.
+        progress: Function that `prefill` calls to report how many tokens were read, or None.
     """
-    wrappers: list[_Keeper] = []  # without indexes that `attach` creates only to check options
+    wrappers: list[
+        _Keeper
+    ] = []  # `attach` also makes an index only to check options; it is not added
 
     def keeper(**geometry: Any) -> KVIndex:
         return _Keeper(kvindex.create("exact", **geometry), wrappers, every)

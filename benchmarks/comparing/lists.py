@@ -1,10 +1,13 @@
 """Measure the loss of quality if all query heads of a layer attend to the same list of tokens.
 
-In latent attention (MLA) all heads have the same keys, so one list of retrieved tokens serves all
-of them. This benchmark uses models with several KV heads. An exact search retrieves one list of
-tokens for each KV head, or one list for all query heads of a layer. The model reads N tokens of a
-text, and then the next T tokens one by one. In latent attention, a step with one list of R tokens
-would read R tokens, and a step with m lists would read m · R.
+In latent attention (MLA), all heads have the same keys. So an index retrieves one list of tokens
+for all heads. This benchmark measures the effect of such a common list in models with several KV
+heads. An exact search retrieves either one list of tokens for each KV head, or one common list for
+all query heads of a layer. The model reads N tokens of a text, and then the next T tokens one by
+one.
+
+In latent attention, a decode step with one list of R tokens would read R tokens from memory. With m
+lists, it would read m · R tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +46,10 @@ class OneList(Exact):
 
 
 WAYS = {"one": OneList, "several, as many rows": Exact, "several": Exact}
-"""Number of lists of retrieved tokens per layer -> class of the index."""
+"""Number of lists of retrieved tokens per layer, "one" or "several" -> class of the index.
+
+With "several, as many rows", all lists together contain as many tokens as the list of "one".
+"""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -54,15 +60,21 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--steps",
         type=int,
         default=200,
-        help="Number of tokens after the prompt at which predictions are compared",
+        help="Compare the predictions for this number of tokens after the prompt",
     )
     parser.add_argument(
-        "-k", type=int, default=100, help="Number of tokens that each list contains"
+        "-k",
+        type=int,
+        default=100,
+        help="Number of tokens that a search retrieves for one KV head",
     )
 
 
 def run(given: argparse.Namespace) -> None:
-    """Run the command `lists`: measure with one and with several lists; print and write results."""
+    """Run the command `lists`: compare one list of tokens per layer with several lists.
+
+    The results are printed, and written to the JSON file.
+    """
     model, tokenizer = loaded(given)
     heads = model.config.num_attention_heads, model.config.num_key_value_heads
     sizes = {"one": given.k, "several, as many rows": -(-given.k // heads[1]), "several": given.k}

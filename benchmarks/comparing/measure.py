@@ -1,6 +1,7 @@
-"""Measure one index on one captured layer, for several numbers of tokens to retrieve.
+"""Measure one index on one layer of a real model, for several numbers of tokens to retrieve.
 
-The index is compared with full attention and with the index `exact`.
+The keys, values and queries of the layer were recorded while the model read a text. The index is
+compared with full attention and with the index `exact`.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from kvindex.wrappers import Wrapper
 
 Made = TypeVar("Made")
 Truths = dict[int, Truth]
-"""Number of tokens after which an index is evaluated -> ground truth at this point."""
+"""Number of tokens after which an index is evaluated -> ground truth for the next queries."""
 
 
 def built(
     layer: Layer, spec: str, setting: Setting, *, k: int, pieces: bool = False, **options: Any
 ) -> Iterator[tuple[int, KVIndex, float]]:
-    """Build an index from a captured layer, and yield it at each point to be evaluated.
+    """Build an index from recorded keys and values, and yield it at each length to evaluate.
 
-    The index gets the calls that an attention layer makes: the queries of the prompt, all tokens of
-    the prompt in one append, their token ids, and `end_prompt`.
+    The function makes the calls that an attention layer makes: it passes the queries of the prompt
+    to the index, appends all tokens of the prompt in one call, passes their token ids, and calls
+    `end_prompt`.
 
     Args:
         layer: The captured layer.
@@ -41,8 +43,8 @@ def built(
         k: Number of tokens to retrieve per KV head.
         pieces: Whether the end of the text is appended in chunks after the prompt, as if the model
             generated it. Before each chunk, the index gets the queries and token ids of the chunk.
-            A wrapper that decides in each step whether to search gets the queries one by one, and
-            searches after each query.
+            Some wrappers decide in each decode step whether to search. They get the queries one by
+            one, with a search after each query.
         options: Further options of `kvindex.create`.
 
     Yields:
@@ -85,15 +87,16 @@ def built(
 
 
 def read(layer: Layer, index: KVIndex, start: int, stop: int) -> None:
-    """Pass the ids of the tokens `start` to `stop` to the index, as an attention layer does."""
+    """Pass the token ids at positions `start` to `stop` to the index, as a real layer does."""
     if layer.tokens is not None:
         index.observe_tokens(layer.tokens[start:stop], first=start)
 
 
 def truths(layer: Layer, setting: Setting, rows: list[int]) -> Truths:
-    """Compute the ground truth at each point at which an index is evaluated.
+    """Compute the ground truth at each position of a text at which indexes are evaluated.
 
-    It comes from full attention, and from the index `exact` with its default options.
+    The ground truth consists of results of full attention, and of the index `exact` with its
+    default options.
     """
     exact = built(layer, "exact", setting, k=rows[0], pieces=True)
     return {point: truth(layer, setting, index, point, rows) for point, index, _ in exact}
@@ -109,10 +112,10 @@ def measure(
     pieces: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Measure an index on a captured layer.
+    """Measure an index on a captured layer: on keys, values and queries of a real model.
 
-    A wrapper, or an index with a budget, is built again for each number in `rows`, because it
-    supports only one.
+    An index with a wrapper, or with a budget, supports only one number of tokens to retrieve. It is
+    built again for each number in `rows`.
 
     Args:
         layer: The captured layer.
@@ -124,10 +127,12 @@ def measure(
         options: Further options of `kvindex.create`.
 
     Returns:
-        `layer`: name of the layer. `build_s`: time of building the index in seconds. `rows`: number
-        of retrieved tokens -> quality (see `truth.worth`) and search time `search_s` in seconds.
-        `along`: with `pieces`, number of tokens after the prompt -> the same for the first of
-        `rows`.
+        - `layer`: name of the layer.
+        - `build_s`: time of building the index in seconds.
+        - `rows`: number of retrieved tokens -> quality (see `truth.worth`) and search time
+          `search_s` in seconds, at the end of the text.
+        - `along`: number of tokens after the prompt -> quality and search time with the first
+          number in `rows`. It is empty without `pieces`.
     """
     found: dict[str, Any] = {"layer": layer.name, "rows": {}, "along": {}}
     for some in [[k] for k in rows] if "+" in spec or "{k}" in spec else [rows]:
@@ -145,9 +150,10 @@ def measure(
 def _asked(
     layer: Layer, setting: Setting, index: KVIndex, known: Truth, rows: list[int]
 ) -> dict[int, dict[str, Any]]:
-    """Search with the queries after a point, for each number of tokens to retrieve.
+    """Search with the queries of the tokens that follow the tokens in the index.
 
-    Return the quality of the search results, and the median search time in seconds.
+    Return the quality of the search results and the median search time in seconds (`search_s`), for
+    each number of tokens to retrieve in `rows`.
     """
     found: dict[int, list[tuple[Hits, Rows]]] = {k: [] for k in rows}
     times: dict[int, list[float]] = {k: [] for k in rows}
@@ -167,9 +173,9 @@ def _asked(
 
 
 def sizes(layer: Layer, spec: str, setting: Setting, k: int, **options: Any) -> dict[str, float]:
-    """Return the memory that the index needs per key in bytes, as name of the data -> bytes.
+    """Return how many bytes per key the index stores, for each kind of data.
 
-    Keys are those of the layer in bfloat16.
+    The index is built from the keys of the layer, converted to bfloat16.
     """
     _, index, _ = next(built(layer.to(dtype=torch.bfloat16), spec, setting, k=k, **options))
     return inmost(index).bytes_per_key()

@@ -1,7 +1,7 @@
 """Measure recall, coverage of attention weight, and bytes per key of pariskv's presets.
 
-The model reads N tokens of each text, and then generates some tokens. The index searches the keys
-of the text with the queries of the generated tokens, separately for each query head.
+The model reads N tokens of each text, and then generates some tokens. The index `pariskv` searches
+the keys of the text with the queries of the generated tokens, separately for each query head.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def add(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=int,
         default=[7000],
-        help="Numbers of tokens of each text that are read",
+        help="Numbers of tokens to read from each text",
     )
     parser.add_argument(
         "--written",
         type=int,
         default=64,
-        help="Number of tokens that the model samples after each text. Each index searches "
-        "with their queries.",
+        help="Number of tokens that the model generates after each text. The queries of these "
+        "tokens are used for the searches.",
     )
     parser.add_argument(
         "--presets",
@@ -61,9 +61,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def expand(presets: list[str], betas: list[float], rho: float) -> list[str]:
-    """Combine each preset with each value of `beta`. Return names and options of the indexes.
+    """Combine each preset with each value of the option `beta`. Return a list of specs.
 
-    `scan`, which has no option `beta`, and presets with options of their own occur only once.
+    Two kinds of presets are not combined, and occur only once: the preset `scan`, which has no
+    option `beta`, and presets to which the command line adds an option.
     """
     specs = []
     for preset in presets:
@@ -90,7 +91,7 @@ def summary(found: Recall) -> dict[str, float]:
 
 
 def cell_of(layers: Any, spec: str, given: argparse.Namespace, **where: Any) -> dict[str, Any]:
-    """Measure one index on the captured layers of a text. Return a row of the results."""
+    """Measure one index on recorded keys and queries of a text. Return one entry of the results."""
     options = parse_spec(spec)[1]
     found = summary(measure(layers, spec, k=given.k, prompt=where["tokens"]))
     return {
@@ -104,7 +105,10 @@ def cell_of(layers: Any, spec: str, given: argparse.Namespace, **where: Any) -> 
 
 
 def run(given: argparse.Namespace) -> None:
-    """Run the command `recall`: capture layers, measure presets, print and write the results."""
+    """Run the command `recall`: record a model's keys and queries, and measure presets on them.
+
+    The results are printed, and written to the JSON file.
+    """
     model, tokenizer = loaded(given)
     specs = expand(given.presets, given.beta, given.rho)
     about = {"k": given.k, "queries_per_head": given.written, "seed": SEED}

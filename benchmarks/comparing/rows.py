@@ -1,13 +1,13 @@
 """Measure the loss of quality if a row codec compresses the stored keys and values.
 
-There are two measurements. In both, the first 64 tokens (the sink) are stored exactly.
+There are two measurements. In each, the first 64 tokens of a text (the sink) are not compressed.
 
 1. Error of the attention output: the model reads N + T tokens of a text. The queries of the last T
    tokens attend to all earlier tokens, once with the original keys and values, and once with keys
-   and values that a codec has encoded and decoded.
+   and values that a row codec has encoded and decoded.
 2. KL divergence from full attention: the model reads N tokens, and then T tokens with an index that
-   stores encoded keys and values. Attention reads all tokens, or k tokens that the index `exact` or
-   `pariskv` retrieves.
+   stores compressed keys and values. Attention reads either all tokens, or k tokens that the index
+   `exact` or `pariskv` retrieves.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def coded(rows: Rows, name: str) -> Rows:
-    """Encode and decode keys and values, float32 `[1, G, N, D]`, with the row codec `name`.
+    """Encode keys and values, float32 `[1, G, N, D]`, with the row codec `name`, and decode them.
 
-    The codec "plain" rounds them to bfloat16. The first `SINK` tokens are not changed.
+    The codec "plain" rounds numbers to bfloat16. The first `SINK` tokens are not changed.
     """
     dtype = torch.bfloat16 if name == "plain" else torch.float32
     G, _, D = rows.keys.shape[1:]
@@ -81,8 +81,11 @@ def coded(rows: Rows, name: str) -> Rows:
 def errors(layer: Captured, names: tuple[str, ...] = NAMES) -> dict[tuple[str, str], Tensor]:
     """Return the relative error of the attention output, `‖õ − o‖ / ‖o‖`, for each codec.
 
-    `o` is the output with the original keys and values, and `õ` the output with encoded and decoded
-    ones. The result has an error for each head and query, `[H, T]`, by codec and encoded part.
+    `o` is the attention output with the original keys and values. `õ` is the output after the codec
+    has encoded and decoded the keys, the values, or both.
+
+    Returns:
+        (codec, encoded part, one of `PARTS`) -> error for each head and query, `[H, T]`.
     """
     plain = Rows(layer.keys[None].float(), layer.values[None].float())
     N, T = plain.keys.shape[2], layer.queries.shape[1]
@@ -102,7 +105,10 @@ def errors(layer: Captured, names: tuple[str, ...] = NAMES) -> dict[tuple[str, s
 
 
 def summary(layers: list[Tensor]) -> dict[str, float]:
-    """Return the mean and the 90th percentile of errors, and the mean error of the worst layer."""
+    """Summarize the relative errors of the attention output, one tensor for each layer.
+
+    Returns the mean and the 90th percentile over all layers, and the mean of the worst layer.
+    """
     every = torch.cat([layer.flatten() for layer in layers]).sort().values
     return {
         "mean": float(every.mean()),
@@ -112,9 +118,11 @@ def summary(layers: list[Tensor]) -> dict[str, float]:
 
 
 def read_whole(model: Any, prompt: Tensor, rest: Tensor, full: Tensor, index: str) -> Tensor:
-    """Return the KL divergence at each token if attention reads all tokens of an index.
+    """Measure how much a row codec, which compresses keys and values, changes the model's output.
 
-    The result, float64 `[T]`, is the divergence from the logits `full` of full attention.
+    Attention reads all tokens that `index` stores, compressed by its row codec. `full` contains the
+    logits with the original keys and values. The result is the KL divergence from these logits at
+    each token, float64 `[T]`.
     """
     ids = torch.cat([prompt, rest]).to(model.device)
     with attach(model, index=index, dense_below=2**62) as cache:

@@ -1,11 +1,14 @@
 """Measure the error of the attention output if keys have 2 or 4 bits per number.
 
-The numbers are quantized in groups of 32, each with its own lowest value and step. A group contains
-either coordinates of one token, or the same coordinate (channel) of 32 tokens, as in KIVI (arXiv
-2402.02750). Both need the same number of bytes.
+The numbers are quantized in groups of 32. Each group has its own lowest value and its own step
+between two levels. There are two kinds of groups, which need the same number of bytes:
 
-The model reads N tokens of each text, and then generates some tokens. Their queries attend to the
-keys of the text, once quantized and once original, with the original values.
+- by token: a group contains 32 coordinates of one token.
+- by channel: a group contains the same coordinate (channel) of 32 tokens, as in KIVI (arXiv
+  2402.02750).
+
+The model reads N tokens of each text, and then generates some tokens. The queries of the generated
+tokens attend to the text, once with quantized and once with original keys. The values are original.
 """
 
 from __future__ import annotations
@@ -34,14 +37,14 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--tokens",
         type=int,
         default=4096,
-        help="Number of tokens of each text that are read, a multiple of 32",
+        help="Number of tokens to read from each text, a multiple of 32",
     )
     parser.add_argument(
         "--written",
         type=int,
         default=64,
-        help="Number of tokens that the model samples after each text, and whose queries are "
-        "evaluated",
+        help="Number of tokens that the model generates after each text; the benchmark evaluates "
+        "the queries of these tokens",
     )
 
 
@@ -56,17 +59,22 @@ KEYS = {
     "channel": lambda keys, bits: coded(keys.mT, bits).mT,
     "channel, rotated": lambda keys, bits: rotated(coded(rotated(keys).mT, bits).mT),
 }
-"""Kind of group -> function that quantizes and dequantizes keys float32 `[G, N, D]`.
+"""Kind of group of numbers with a common scale -> function that quantizes and dequantizes keys.
 
-The row codec `int4` uses the kind "token, rotated".
+Keys are float32 `[G, N, D]`. With "rotated", an orthogonal matrix is applied to the keys before
+they are quantized. The row codec `int4` uses the kind "token, rotated".
 """
 
 
 def errors(layer: Captured, keys: Tensor) -> Tensor:
     """Return the relative error of the attention output, `‖õ − o‖ / ‖o‖`, as `[H, T]`.
 
-    `o` is the output of a head and query with the original first `N` keys of the layer, and `õ` the
-    output with `keys`, the same keys after quantization, float32 `[G, N, D]`.
+    `o` is the output of a head for a query over the first `N` tokens of the layer. `õ` is the same
+    output with `keys` in place of the original keys.
+
+    Args:
+        layer: The captured layer.
+        keys: Keys of the first `N` tokens after quantization, float32 `[G, N, D]`.
     """
     # pass all queries as heads: [H * T, D]
     N, queries = keys.shape[1], layer.queries.float().flatten(0, 1)
@@ -84,9 +92,15 @@ def errors(layer: Captured, keys: Tensor) -> Tensor:
 
 
 def cell_of(layers: list[Captured], name: str, codec: str, tokens: int) -> dict[str, Any]:
-    """Measure one kind of group with the bits of one codec. Return a row of the results.
+    """Quantize the keys of one text, and measure the error of the attention output.
 
     Errors are summarized over all layers, heads and queries.
+
+    Args:
+        layers: Captured layers of a text: their keys, values and queries.
+        name: Kind of group of numbers with a common scale, a key of `KEYS`.
+        codec: Name of the row codec that determines the bits per number.
+        tokens: Number of tokens of the text.
     """
     bits = BITS[codec]
     keys = [KEYS[name](layer.keys[:, :tokens].float(), bits) for layer in layers]
@@ -103,7 +117,10 @@ def cell_of(layers: list[Captured], name: str, codec: str, tokens: int) -> dict[
 
 
 def run(given: argparse.Namespace) -> None:
-    """Run the command `scales`: capture layers, measure errors, print and write the results."""
+    """Run the command `scales`: record keys, values and queries of a model, and measure errors.
+
+    The results are printed, and written to the JSON file.
+    """
     if check.at_least("tokens", given.tokens, 1) % GROUP:
         raise ValueError(f"tokens: got {given.tokens}, allowed is a multiple of {GROUP}")
     model, tokenizer = loaded(given)

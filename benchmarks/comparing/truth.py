@@ -1,4 +1,7 @@
-"""Ground truth for indexes on captured layers, and the quality of search results."""
+"""Ground truth for search results of indexes, and the quality of search results.
+
+Keys, values and queries are those of layers of a real model, recorded while it read a text.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ class Setting:
             with the tokens after the text.
         generated: Number of tokens at the end of the text that are appended in chunks after the
             prompt, as if the model generated them.
-        every: Number of tokens in such a chunk.
+        every: Number of tokens in each of these chunks.
     """
 
     tokens: int
@@ -49,7 +52,10 @@ class Setting:
 
     @property
     def points(self) -> list[int]:
-        """Numbers of tokens after which an index is evaluated, from prompt to whole text."""
+        """Numbers of tokens after which an index is evaluated, in increasing order.
+
+        The first is the length of the prompt, and the last that of the whole text.
+        """
         prompt = self.tokens - self.generated
         return [
             prompt,
@@ -64,15 +70,16 @@ class Setting:
 
 @dataclass(frozen=True)
 class Truth:
-    """The ground truth for the `T` queries after the first `point` tokens of a text.
+    """The ground truth for the `T` queries that follow the first `point` tokens of a text.
 
     Args:
         point: Number of tokens before the queries.
         output: Outputs of full attention, `[T, H, Dv]`.
         weights: Attention weights of the tokens in the index, `[T, H, n]`, which add up to 1.
-        ids: Number of tokens to retrieve, `k` -> token ids that the index `exact` retrieves, int64
-            `[T, G, k]`.
-        error: The same `k` -> relative error of the attention output with these tokens.
+        ids: Number of tokens to retrieve, `k` -> positions of the tokens that the index `exact`
+            retrieves, int64 `[T, G, k]`.
+        error: Number of tokens to retrieve, `k` -> relative error of the attention output with the
+            tokens that `exact` retrieves.
     """
 
     point: int
@@ -83,7 +90,10 @@ class Truth:
 
 
 def asking(layer: Layer, setting: Setting, point: int) -> range:
-    """Return the positions of the queries that are evaluated after `point` tokens."""
+    """Return the positions of the queries with which an index is evaluated.
+
+    They are the queries that follow the first `point` tokens of a text.
+    """
     return range(point, point + layer.keys.shape[1] - setting.tokens)
 
 
@@ -109,16 +119,18 @@ def truth(layer: Layer, setting: Setting, exact: KVIndex, point: int, rows: list
 def worth(
     layer: Layer, setting: Setting, found: list[tuple[Hits, Rows]], known: Truth, k: int
 ) -> dict[str, float]:
-    """Return the quality of search results `found`, as means over queries and heads.
+    """Return the quality of search results, as means over queries and heads.
 
-    The result has these entries:
+    The result is a dict with these values:
 
-    - recall: fraction of the tokens that `exact` retrieves which the index has found.
-    - coverage: attention weight of the found tokens. The weights of all tokens in the index add up
-      to 1. An entry that stands for several tokens, such as a cluster, does not count.
-    - error: relative error of the attention output over the sink, the found tokens (with their log
-      weights) and the local window, compared with full attention.
-    - used: number of entries that were found, at most `k`.
+    - recall: The index `exact` retrieves the best `k` tokens. Recall is the fraction of them that
+      this index has found.
+    - coverage: attention weight of the found tokens, where the weights of all tokens in the index
+      add up to 1. A search result that stands for several tokens, such as a cluster, does not
+      count.
+    - error: relative error of the attention output, compared with full attention. The output is
+      computed over the sink, the found tokens (with their log weights) and the local window.
+    - used: number of search results, at most `k`.
     - error_exact: `error` of the index `exact` with the same `k`.
     """
     heads = len(layer.queries) // len(layer.keys)
@@ -156,9 +168,10 @@ def worth(
 
 
 def _weights(layer: Layer, setting: Setting, query: Tensor, indexed: int) -> Tensor:
-    """Return the attention weights of the first `indexed` tokens, float32 `[H, indexed]`.
+    """Return the attention weights of the tokens in the index, float32 `[H, indexed]`.
 
-    For each head of a query `[1, H, D]`, the weights add up to 1. Those of the sink are 0.
+    `indexed` is the number of tokens before the local window. The weights of each head of the query
+    `[1, H, D]` add up to 1. Tokens of the sink have weight 0, because they are not in the index.
     """
     keys = layer.keys[:, :indexed].float()
     folded = query[0].float().reshape(len(keys), -1, keys.shape[-1])

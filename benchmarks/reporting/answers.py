@@ -15,7 +15,7 @@ from benchmarks.reporting.parts import (
     mean,
     named,
     some,
-    stored_beside,
+    stored_like,
     table,
     values,
 )
@@ -32,9 +32,9 @@ Row = dict[str, Any]
 def field(result: Result) -> str:
     """Make tables of the accuracy and cost of every index, and of its accuracy by task.
 
-    They show the shortest prompt length of the results.
+    The tables show results of the shortest prompts only.
     """
-    return "\n\n".join(_field(each) for each in stored_beside("answers_field", result))
+    return "\n\n".join(_field(each) for each in stored_like("answers_field", result))
 
 
 def _field(result: Result) -> str:
@@ -62,10 +62,14 @@ def _field(result: Result) -> str:
         for index in _ranked(result, [here])
     ]
     about = (
-        f"**Prompts of {tokens:,} tokens, {k} rows per KV head** ({_model(result)}): "
-        f"{_counts(result, here)}. The table shows the fraction of correct answers in percent and "
-        "differences in percentage points, with 95% intervals. KL is the divergence of the next "
-        "token's distribution from that of full attention."
+        f"**Prompts of {tokens:,} tokens, {k} retrieved tokens per KV head** ({_model(result)}). "
+        f"The table is for {_counts(result, here)}. Intervals in parentheses are 95% intervals.\n\n"
+        "- *Accuracy* is the fraction of correct answers in percent. Its differences are in "
+        "percentage points.\n"
+        "- *KL over `exact`'s* is the KL divergence of the next token's distribution from that "
+        "with full attention, divided by the KL divergence with the index `exact`.\n"
+        "- *Rows read* is the number of tokens whose keys and values a decode step reads per KV "
+        "head."
     )
     parts = [about, table((*head, "rows read", "MiB per step"), rows)]
     parts += ["Accuracy by task, in percent:"]
@@ -74,7 +78,7 @@ def _field(result: Result) -> str:
 
 
 def _prompts(result: Result, index: str, here: Row) -> tuple[str, ...]:
-    """Return a cell with the number of prompts that an index answered.
+    """Return a table cell with the number of prompts that an index answered.
 
     Return no cell if all indexes answered the same number of prompts.
     """
@@ -86,21 +90,22 @@ def _prompts(result: Result, index: str, here: Row) -> tuple[str, ...]:
 
 
 def summary(result: Result) -> str:
-    """Write a sentence that compares the answers of pariskv, full attention and exact search."""
+    """Write a sentence with three fractions of correct answers: those of pariskv, of full attention
+    and of exact search."""
     here = {"k": _middle(result), "tokens": None}
     full, best, mine = (
         _one(result, "accuracy", index, here, task=None) for index in (FULL, "exact", DEFAULT)
     )
     return (
         f"Correct answers about long texts: {_percent(mine)}% with `{DEFAULT}`, {_percent(full)}% "
-        f"with full attention, {_percent(best)}% with exact search for the same number of rows "
+        f"with full attention, {_percent(best)}% with exact search for the same number of tokens "
         "([answers](docs/results/answers.md))."
     )
 
 
 def lengths(result: Result) -> str:
-    """Make tables of the accuracy and KL divergence of the best indexes by prompt length."""
-    return "\n\n".join(_lengths(each) for each in stored_beside("answers_lengths", result))
+    """Make tables of accuracy and KL divergence by prompt length, for the best indexes."""
+    return "\n\n".join(_lengths(each) for each in stored_like("answers_lengths", result))
 
 
 def _lengths(result: Result) -> str:
@@ -124,19 +129,21 @@ def _lengths(result: Result) -> str:
     head = ("index", *map(_short, at), "all lengths, minus full attention's")
     head = (*head, *(f"KL over `exact`'s, {_short(n)}" for n in shown))
     about = (
-        f"**{k} rows per KV head** ({_model(result)}): {_counts(result, pooled)}. The table shows "
-        "the fraction of correct answers in percent, for each length of the prompt, with 95% "
-        "intervals."
+        f"**{k} retrieved tokens per KV head** ({_model(result)}). The table is for "
+        f"{_counts(result, pooled)}. It shows the fraction of correct answers in percent, for each "
+        "length of the prompt, with 95% intervals. The column *all lengths, minus full "
+        "attention's* is the difference from full attention, in percentage points."
     )
     return "\n\n".join([about, table(head, rows), *_failures(result), _where(result)])
 
 
 def rows(result: Result) -> str:
-    """Make tables of accuracy by `k`, with the smallest `k` that is enough for each index.
+    """Make tables of accuracy by `k`, the number of tokens that a decode step retrieves.
 
-    `k` is enough if the accuracy is at most 2 points below that of full attention.
+    The last column has the smallest `k` that is enough: with it, and with every larger `k`, the
+    accuracy is at most 2 percentage points below that of full attention.
     """
-    return "\n\n".join(_rows(each) for each in stored_beside("answers_rows", result))
+    return "\n\n".join(_rows(each) for each in stored_like("answers_rows", result))
 
 
 def _rows(result: Result) -> str:
@@ -153,16 +160,23 @@ def _rows(result: Result) -> str:
     ]
     head = ("index", *(f"{k} rows" for k in ks), "fewest rows that are enough (over `exact`'s)")
     about = (
-        "The table shows the fraction of correct answers in percent, for each number of rows per "
-        f"KV head ({_model(result)}; {_counts(result, dict(k=ks[-1], tokens=tokens))}). A number "
-        "of rows is enough if the fraction stays within 2 percentage points of that of full "
-        "attention."
+        "The table shows the fraction of correct answers in percent, by the number of rows (tokens "
+        f"that a decode step retrieves per KV head). It is for "
+        f"{_counts(result, dict(k=ks[-1], tokens=tokens))}, and the model {_model(result)}. The "
+        "last column shows the smallest number of rows that is enough. A number is called enough "
+        "if the fraction of correct answers is at most 2 percentage points below that of full "
+        "attention, with this number of rows and with every larger number. The ratio in "
+        "parentheses is this number divided by the number that is enough with the index `exact`."
     )
     return "\n\n".join([about, table(head, lines), _where(result)])
 
 
 def _needed(row: Row | None) -> str:
-    """Return a cell with the smallest `k` that is enough, and its ratio to that of exact search."""
+    """Return the text of a table cell: the smallest `k` with which an index is accurate enough.
+
+    `k` is the number of rows that a search returns. In parentheses follows this `k` divided by the
+    smallest `k` with which exact search is accurate enough, if it is known.
+    """
     if row is None or row["rows"] is None:
         return "–"
     over = row["over_exact"]
@@ -170,15 +184,18 @@ def _needed(row: Row | None) -> str:
 
 
 def depth(result: Result) -> str:
-    """Write a sentence that explains the picture of accuracy by prompt length and depth."""
+    """Write the text that explains the picture of accuracy by prompt length and depth.
+
+    The depth of an answer is its relative position in the prompt.
+    """
     parts = []
-    for each in stored_beside("answers_depth", result):
+    for each in stored_like("answers_depth", result):
         counts = [row["count"] for row in each["depths"] if row["index"] == FULL]
         parts.append(
-            f"The picture shows {sum(counts):,} questions whose answer is at one place of the text "
-            f"(tasks {', '.join(f'`{name}`' for name in each['tasks'])}), with {_middle(each)} "
-            f"rows per KV head. Each cell of the picture has {min(counts)} to {max(counts)} "
-            f"questions. The model is {_model(each)}. "
+            f"The picture is for {sum(counts):,} questions whose answer is at one place of the "
+            f"text (tasks {', '.join(f'`{name}`' for name in each['tasks'])}). A decode step "
+            f"retrieves {_middle(each)} tokens per KV head. Each cell of the picture has "
+            f"{min(counts)} to {max(counts)} questions. The model is {_model(each)}. "
             f"{_where(each)}"
         )
     return "\n\n".join(parts)
@@ -209,14 +226,19 @@ def _ks(result: Result) -> list[int]:
 
 
 def _middle(result: Result) -> int:
-    """Return the `k` for tables that show a single value of `k`."""
+    """Return the number of rows `k` for tables that show the results of only one `k`."""
     return MIDDLE if MIDDLE in _ks(result) else _ks(result)[0]
 
 
 def _one(result: Result, name: str, index: str, here: Row, **more: Any) -> Row | None:
-    """Return the row for an index in the table `name` of the results, or None if there is none.
+    """Return one result of an index, or None if there is none.
 
-    `here` and `more` are values that the row must have, such as its task.
+    Args:
+        result: All results.
+        name: Key of the list of results to search, such as "accuracy".
+        index: Name and options of the index.
+        here: Values that the result must have, such as its `k`.
+        more: Further values that the result must have, such as its task.
     """
     where = {**here, **more, "index": index}
     if index == FULL:
@@ -225,10 +247,11 @@ def _one(result: Result, name: str, index: str, here: Row, **more: Any) -> Row |
 
 
 def _ranked(result: Result, places: Sequence[Row]) -> list[str]:
-    """Return the indexes that were measured at all `places`, the best index first.
+    """Return the indexes that have results for all `places`, the best index first.
 
-    A place is a `k` and a prompt length. Full attention comes before all indexes. Indexes are
-    sorted by their loss of accuracy against full attention, and then by KL divergence.
+    A place is a combination of a `k` and a prompt length. Full attention comes before all indexes.
+    Indexes are sorted by their loss of accuracy compared with full attention, and then by KL
+    divergence.
     """
     found = {}
     for index in values(result["accuracy"], "index"):
@@ -263,8 +286,11 @@ def points(row: Row | None) -> str:
 
 
 def _cost(row: Row | None) -> tuple[str, str, str]:
-    """Return three cells: the KL divergence divided by that of exact search, the tokens that a step
-    reads per KV head, and the MiB that it reads."""
+    """Return three table cells about the cost of an index.
+
+    The first cell contains the KL divergence, divided by that of exact search. The second contains
+    the number of tokens that a decode step reads per KV head, and the third the MiB that it reads.
+    """
     if row is None:
         return "", "", ""
     ratio = "{over_exact:.2f} ({over_exact_low:.2f} to {over_exact_high:.2f})"
@@ -273,14 +299,19 @@ def _cost(row: Row | None) -> tuple[str, str, str]:
 
 
 def _counts(result: Result, here: Row) -> str:
-    """Return a phrase with the number of prompts, and the number of compared tokens of a text."""
+    """Return a phrase about the amount of data in a table.
+
+    The phrase contains the number of prompts. If KL divergence was measured, it also contains the
+    number of tokens at which it was measured.
+    """
     answers = _one(result, "accuracy", FULL, here, task=None)
     count, settings = answers["count"] if answers else 0, result["settings"]
     tasks = len(result["tasks"])
     prompts = f"{count:,} prompts of {tasks} task{'s' * (tasks > 1)}"
     if not result["text"]:
         return prompts
-    return f"{prompts}, and {settings['steps']} steps along {settings['text'].partition(' (')[0]}"
+    name = settings["text"].partition(" (")[0]
+    return f"{prompts} (KL: for {settings['steps']} tokens of {name})"
 
 
 def _failures(result: Result) -> Iterator[str]:
@@ -292,13 +323,13 @@ def _failures(result: Result) -> Iterator[str]:
 
 def _model(result: Result) -> str:
     settings = result["settings"]
-    return f"{named(settings['model'], settings['lora'])}, {settings['dtype']}"
+    return f"{named(settings['model'], settings['lora'])} in {settings['dtype']}"
 
 
 def _where(result: Result) -> str:
     regions = result["settings"]["regions"].items()
-    sizes = ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in regions)
-    return f"{machine(result)} Sizes of the layers' regions, in tokens: {sizes}."
+    sizes = ", ".join(f"`{name}={size}`" for name, size in regions)
+    return f"{machine(result)} The options of `attach` were {sizes} (numbers of tokens)."
 
 
 def _short(tokens: int) -> str:

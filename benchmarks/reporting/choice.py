@@ -1,4 +1,4 @@
-"""The table of `docs/choose-an-index.md`: answers and times of the same indexes."""
+"""Make the table of `docs/choose-an-index.md`, which compares three indexes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ TOKENS, THREADS, ROWS = 8192, 1, 100
 
 
 def choice(drawn: Result) -> str:
-    """Return answers, divergence and time on a CPU of the default, of `fast` and of `exact`.
+    """Make a table that compares three indexes: `pariskv`, its preset `fast`, and `exact`.
+
+    It shows the loss of correct answers, the KL divergence, and the time of a decode step on a CPU.
 
     Args:
-        drawn: The result with the divergence from full attention.
+        drawn: Content of the results file with the KL divergence from full attention. The other
+            files are read by the function.
     """
     kl = {name.replace(":store=device", ""): one for name, one in drawn["indexes"].items()}
     rows, measured = [], [drawn]
@@ -42,10 +45,11 @@ def choice(drawn: Result) -> str:
     head = ("index", "correct answers, minus full attention's", "prompts", "KL over `exact`'s")
     head = (*head, "time of a layer's step on a CPU, over dense attention's")
     about = (
-        f"All indexes retrieve {ROWS} rows per KV head. Differences of answers are in percentage "
-        "points, with 95% intervals. KL is the divergence of the model's output from that of full "
-        f"attention. The time is that of a decode step over {TOKENS:,} tokens with {THREADS} "
-        "thread, divided by the time of dense attention in the same run."
+        f"All indexes retrieve {ROWS} tokens per KV head. The difference of correct answers from "
+        "full attention is in percentage points, with a 95% interval. KL is the KL divergence of "
+        "the model's output from that with full attention; the table shows it divided by the KL "
+        f"divergence with `exact`. The time is that of a decode step over {TOKENS:,} tokens with "
+        f"{THREADS} thread, divided by the time of dense attention in the same run."
     )
     machines = " ".join(dict.fromkeys(map(machine, measured))).replace("These", "Some of these")
     return f"{about}\n\n{table(head, rows)}\n\n{machines}"

@@ -10,7 +10,7 @@ SHOWN = 2**15
 
 
 def steps(result: Result) -> str:
-    """Make the table of decode steps of a layer and of SDPA, by number of tokens and of threads."""
+    """Make the table of the times of a layer's decode step and of SDPA."""
     names = [name for name, found in result["points"][0].items() if isinstance(found, dict)]
     rows = [
         (
@@ -23,11 +23,12 @@ def steps(result: Result) -> str:
     ]
     shape = result["shape"]
     about = (
-        "The table shows the time of one layer's decode step in milliseconds, and in parentheses "
-        "this time divided by that of dense attention. Times are medians of "
-        f"{result['rounds']} rounds in which all variants take turns; quartiles are given for the "
-        f"ratio. The layer has {shape['q_heads']} query heads, {shape['kv_heads']} KV heads, "
-        f"D = {shape['head_dim']} and float32 rows, and retrieves k = {shape['k']} of them."
+        "The table shows the time of one layer's decode step on a CPU in milliseconds. The number "
+        "in parentheses is this time divided by the time of dense attention, with its quartiles. "
+        f"Times are medians of {result['rounds']} rounds; in each round, every variant is measured "
+        f"once. The layer has {shape['q_heads']} query heads, {shape['kv_heads']} KV heads, "
+        f"D = {shape['head_dim']}, and keys and values in float32. Indexes retrieve "
+        f"k = {shape['k']} tokens per KV head."
     )
     appends = [
         f"{one['of_products']:.3f} ({one['of_products_low']:.3f} to {one['of_products_high']:.3f}) "
@@ -35,8 +36,9 @@ def steps(result: Result) -> str:
         for one in result["appends"]
     ]
     about += (
-        f" The time of an append of {result['appends'][0]['tokens']:,} keys, divided by the time "
-        f"of the layer's matrix products for the same tokens, is {' and '.join(appends)}."
+        f" The time to append {result['appends'][0]['tokens']:,} tokens to the index, divided by "
+        "the time of the matrix products that a model's layer computes for the same tokens, is "
+        f"{' and '.join(appends)}."
     )
     head = ("tokens", "threads", "dense (SDPA)", "dense, heads folded")
     head = (*head, *(f"`{name}`" for name in names[2:]))
@@ -49,7 +51,7 @@ def _ratio(found: Result, over: str = "of_dense") -> str:
 
 
 def indexes(result: Result) -> str:
-    """Make the table of each index's decode step with compiled operations and in plain torch."""
+    """Make a table of decode step times: each index in plain torch and with compiled operations."""
     (point,), plain = result["points"], ":backend=torch"
     pairs = [(name.removesuffix(plain), name) for name in point if name.endswith(plain)]
     rows = [
@@ -59,14 +61,18 @@ def indexes(result: Result) -> str:
     ]
     head = ("index", "plain torch, ms", "compiled, ms", "ratio")
     about = (
-        f"The table shows the time of one layer's decode step over {point['tokens']:,} tokens with "
-        f"{point['threads']} thread, measured as in the first table of this page."
+        "The table shows the time of one layer's decode step on a CPU, with the index in plain "
+        f"torch and with compiled operations. The layer contains {point['tokens']:,} tokens, and "
+        f"{point['threads']} thread is used. Steps are measured as in the first table of this page."
     )
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 
 def row_codecs(result: Result) -> str:
-    """Make the table of each index's decode step by row codec, with ratios to the codec `plain`."""
+    """Make the table of decode step times for each index and row codec.
+
+    Each time is also given as a ratio to the time with the codec `plain`.
+    """
     (point,), mark = result["points"], ":row_codec="
     pairs = [name.split(mark) for name in point if mark in name]
     names, codecs = (list(dict.fromkeys(part)) for part in zip(*pairs, strict=True))
@@ -78,12 +84,14 @@ def row_codecs(result: Result) -> str:
     head = ["row codec", *(t for name in names for t in (f"`{name}`, ms", "ratio to `plain`"))]
     shape = result["shape"]
     about = (
-        "The table shows the time of one layer's decode step on a CPU in milliseconds, over "
-        f"{point['tokens']:,} tokens with {point['threads']} thread, and this time divided by that "
-        f"with `plain` rows. Times are medians of {result['rounds']} rounds in which all variants "
-        "take turns; quartiles are given for the ratio. The layer has "
-        f"{shape['q_heads']} query heads, {shape['kv_heads']} KV heads, D = {shape['head_dim']} "
-        f"and float32 numbers, and retrieves k = {shape['k']} rows."
+        "The table shows the time of one layer's decode step on a CPU in milliseconds, for each "
+        "codec of the stored keys and values (option `row_codec`). The ratio is this time divided "
+        "by the time with the codec `plain`, with its quartiles. Times are medians of "
+        f"{result['rounds']} rounds; in each round, every variant is measured once. The layer "
+        f"contains {point['tokens']:,} tokens, and {point['threads']} thread is used. It has "
+        f"{shape['q_heads']} query heads, {shape['kv_heads']} KV heads and D = "
+        f"{shape['head_dim']}, computes in float32, and retrieves k = {shape['k']} tokens per KV "
+        "head."
     )
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
@@ -94,7 +102,7 @@ def summary(result: Result) -> str:
     (point,) = some(result["points"], threads=most, tokens=SHOWN)
     name = result["index"]
     return (
-        f"On a CPU with {SHOWN:,} tokens, one layer's decode step with `{name}` takes "
+        f"On a CPU, one layer's decode step over {SHOWN:,} tokens with `{name}` takes "
         f"{point[name]['of_dense']:.2f} times the time of dense attention ([more](docs/cpu.md))."
     )
 
@@ -103,9 +111,9 @@ LENGTHS = ("4k", "8k", "32k")
 
 
 def tokens(_: Result) -> str:
-    """Make the table of the time per generated token of a model, by prompt length.
+    """Make the table of the time per generated token of a model on a CPU, by prompt length.
 
-    The results of each length are in a file of their own.
+    There is one results file for each prompt length.
     """
     runs = [found for name in LENGTHS if (found := stored(f"generation_cpu_{name}"))]
     rows = []
@@ -128,13 +136,17 @@ def tokens(_: Result) -> str:
     head = (*head, f"`{runs[0]['index']}`, ms per token", "ratio")
     head = (*head, "prompt with full attention, s", f"prompt with `{runs[0]['index']}`, s", "ratio")
     about = (
-        f"The model computes in {runs[0]['dtype']} and decodes greedily. Times are medians of "
-        f"rounds in which both kinds of attention generate {runs[0]['model_run']['turn']} tokens "
-        "in turns; quartiles are given for the ratio. The prompt is read once, in chunks of 1,024 "
-        "tokens."
+        "The table shows the time per generated token on a CPU, with full attention and with an "
+        "index, and the time to read the prompt. The model computes in "
+        f"{runs[0]['dtype']} and decodes greedily. Times per token are medians over rounds; in "
+        "each round, the model generates "
+        f"{runs[0]['model_run']['turn']} tokens with full attention and "
+        f"{runs[0]['model_run']['turn']} with the index. Their ratio is given with its quartiles. "
+        "The prompt is read once, in chunks of 1,024 tokens."
     )
     threads = runs[0]["machine"]["threads"]
-    return f"{about}\n\n{table(head, rows)}\n\n{machine(runs[0])} All runs use {threads} threads."
+    source = f"{machine(runs[0])} Every measurement used {threads} threads."
+    return f"{about}\n\n{table(head, rows)}\n\n{source}"
 
 
 def _model(result: Result) -> str:

@@ -16,12 +16,21 @@ MIDDLE = 100
 
 
 def middle_of(run: dict[str, Any]) -> str:
-    """Return the `k` that tables show for a run, as text: `MIDDLE`, or the first measured `k`."""
+    """Choose the value of `k` (rows per search) whose results the tables show.
+
+    Return it as text. It is `MIDDLE` if the benchmark run `run` measured this `k`, otherwise the
+    first `k` that it measured.
+    """
     return str(MIDDLE if MIDDLE in run["rows"] else run["rows"][0])
 
 
 def field(result: dict[str, Any]) -> str:
-    """Make a table for each run over given texts, and one table of all runs while texts grow."""
+    """Make the tables of the page that compares all indexes.
+
+    A run of the benchmark measures the indexes on given texts, or on texts that the model itself
+    generated. For each run with given texts, there is a table of indexes that get the whole text in
+    one append. One more table, at the end, compares ways of appending the text, for all runs.
+    """
     texts = [_at_once(run) for run in result["runs"] if not run["sampled"]]
     return "\n\n".join([*texts, _going_on(result["runs"])])
 
@@ -38,7 +47,7 @@ def _at_once(run: dict[str, Any]) -> str:
         rows.append(
             (
                 f"`{line['index']}`",
-                *(f"{line['bytes'][part]:.0f}" for part in ("kept", "scanned")),
+                *(f"{line['bytes'][part]:.0f}" for part in ("stored", "scanned")),
                 *(f"{line['build_ms']:.0f}", f"{at['search_ms']:.2f}", *(cpu if on_gpu else ())),
                 *(f"{at['recall']:.3f}", f"{at['coverage']:.3f}"),
                 *(f"{line['rows'][each]['error']:.3f}" for each in ks),
@@ -60,9 +69,10 @@ def _at_once(run: dict[str, Any]) -> str:
 
 
 def _going_on(runs: list[dict[str, Any]]) -> str:
-    """Make the table of each index's error at the end of a text, for all runs.
+    """Make a table of the error of each index at the end of a text.
 
-    There is an error for each way of appending the text.
+    `runs` contains the results for several text lengths. For each of them, the table has a column
+    for each way of appending the text: in one call, in chunks, or in chunks with `stale=true`.
     """
     found = [{(line["index"], line["arrival"]): line for line in run["indexes"]} for run in runs]
     names = dict.fromkeys(index for lines in found for index, _ in lines)
@@ -80,21 +90,29 @@ def _going_on(runs: list[dict[str, Any]]) -> str:
     head = [
         part for run in runs for part in (f"{_short(run)}: at once", "in chunks", "frozen (stale)")
     ]
-    about = "; ".join(f"in *{_short(run)}*, {_last(run)}" for run in runs)
+    about = "\n".join(f"- *{_short(run)}*: {_last(run)}" for run in runs)
     return (
-        "**While a text grows.** In each run, the text consists of a prompt and later tokens. The "
-        f"later tokens are: {about}. An entry of the table is the error of the attention output at "
-        f"the end of the text with {middle_of(runs[0])} rows, divided by that of exact search, and "
-        "the recall in parentheses. *At once*: one append contained the whole text. *In chunks*: "
-        "the index learned from the prompt, and later tokens were appended in chunks; the number "
-        "before the arrow was measured at the end of the prompt. *Frozen*: in chunks with "
-        "`stale=true` (no updates after the prompt), where an index has this option.\n\n"
-        + table(("index", *head), rows)
+        "**While a text grows.** The table shows how accurate each index is at the end of a text, "
+        "for several ways of appending the text. An entry is the error of the attention output "
+        f"with {middle_of(runs[0])} retrieved tokens, divided by the error with exact search. The "
+        "recall is in parentheses.\n\n"
+        "- *At once*: the whole text is appended to the index in one call.\n"
+        "- *In chunks*: the index learns its parameters from the prompt, and later tokens are "
+        "appended in chunks. If an entry has two error ratios with an arrow, the first was "
+        "measured at the end of the prompt, and the second at the end of the text.\n"
+        "- *Frozen*: as *in chunks*, but with the option `stale=true`: the index does not change "
+        "the parameters that it has learned from the prompt. Only some indexes have this option."
+        "\n\n"
+        f"The table has these runs:\n\n{about}\n\n" + table(("index", *head), rows)
     )
 
 
 def _arrived(run: dict[str, Any], *lines: dict[str, Any] | None) -> tuple[str, ...]:
-    """Return the cells of one index and run: in one append, in chunks, and with `stale=true`."""
+    """Return three table cells with the error and recall of an index in a run of the benchmark.
+
+    There is one cell for each way of appending the text (`ARRIVALS`): in one call, in chunks, and
+    in chunks with `stale=true`.
+    """
     k = middle_of(run)
     rows = [line and line["rows"][k] for line in lines]
     ends = [f"{at['of_exact']:.2f} ({at['recall']:.2f})" if at else "" for at in rows]
@@ -109,16 +127,22 @@ def _short(run: dict[str, Any]) -> str:
 
 
 def _last(run: dict[str, Any]) -> str:
-    """Return a phrase that says which tokens of a run's text come after the prompt."""
-    own = ", which the model sampled itself" if run["sampled"] else ""
+    """Describe the texts of one measurement in a few sentences for the report.
+
+    The sentences give the length of a text, the number of its tokens that follow the prompt, and
+    the number of layers.
+    """
+    own = ", and are sampled by the model itself" if run["sampled"] else ""
     return (
-        f"the last {run['setting']['generated']:,} of {run['setting']['tokens']:,} tokens of "
-        f"{', '.join(run['texts'])}{own} ({run['measured']} layers)"
+        f"each text has {run['setting']['tokens']:,} tokens ({', '.join(run['texts'])}). The last "
+        f"{run['setting']['generated']:,} of them follow the prompt{own}. {run['measured']} layers "
+        "are measured."
     )
 
 
 def _faster(run: dict[str, Any]) -> list[str]:
-    """Return sentences that name the indexes that ran on GPU kernels or on FAISS's GPU indexes."""
+    """Return sentences that name the indexes that ran on kvindex's GPU kernels or FAISS's GPU
+    indexes."""
     parts = {"backend": "on the kernels of `kvindex_cuda`", "where": "on FAISS's GPU indexes"}
     found = {
         ways: dict.fromkeys(line["index"].split(":")[0] for line in run["indexes"] if part in line)
@@ -130,12 +154,12 @@ def _faster(run: dict[str, Any]) -> list[str]:
 def _about(run: dict[str, Any]) -> str:
     setting, shape = run["setting"], run["shape"]
     model = named(run["model"], run["lora"])
-    layers = len(run["texts"]) * run["layers"]
-    some = f", {run['measured']} of them measured" if run["measured"] != layers else ""
     return (
-        f"**Texts of {setting['tokens']:,} tokens**: {', '.join(run['texts'])} ({model}). The "
-        f"queries are those of {run['written']} tokens that the model generates after each text, "
-        f"in {layers} layers of {shape['q_heads']} query heads and {shape['kv_heads']} KV "
-        f"heads{some}. The first {setting['sink']} tokens of a text, its last "
-        f"{setting['local_window']} tokens and the generated tokens are always attended to."
+        f"**Texts of {setting['tokens']:,} tokens**: {', '.join(run['texts'])}. The model is "
+        f"{model}. Each of its layers has {shape['q_heads']} query heads and "
+        f"{shape['kv_heads']} KV heads. After each text, the model generates {run['written']} "
+        "tokens, and each index searches with the queries of these tokens. Indexes are compared in "
+        f"{run['measured']} combinations of text and layer. In addition to the tokens that an "
+        f"index finds, attention always reads the first {setting['sink']} tokens of a text, its "
+        f"last {setting['local_window']} tokens, and the generated tokens."
     )

@@ -12,23 +12,25 @@ PLACES = ("host", "cached", "device")
 memory."""
 
 SLOTS = 4096
-"""Size of the device cache, in rows per KV head, for which the hit rate of each layer is shown."""
+"""Size of the device cache for which the hit rate of each layer is shown, in tokens per KV head."""
 
 
 # A step
 
 
 def decode_step(result: Result) -> str:
-    """Make the table of decode steps and dense attention, up to 4M tokens.
+    """Make the table of the times of decode steps and of dense attention, up to 4M tokens.
 
-    The times for 4M tokens are in a second file.
+    A second results file has the times for 4M tokens.
     """
     longer = stored("decode_step_4m")
     return steps(result, [longer] if longer else [], found_in_texts())
 
 
 def steps(result: Result, longer: Sequence[Result] = (), in_texts: float | None = None) -> str:
-    """Make the table of an index's decode steps, with ratios to dense attention in the same run.
+    """Make the table of the times of an index's decode steps.
+
+    Times are given as ratios to the time of dense attention in the same run.
 
     Args:
         result: Results of `benchmarks/latency.py`.
@@ -49,21 +51,25 @@ def steps(result: Result, longer: Sequence[Result] = (), in_texts: float | None 
         head += ["rows in both places", "in both places, cached"]
     about = [
         "The table shows the time of one layer's decode step with "
-        f"`{result['index']}` and k = {result['shape']['k']} rows, in µs, and in parentheses this "
-        "time divided by that of dense attention. Times are medians of 50 replays of a CUDA graph "
-        "of up to 16 layers with cold caches. The layer has 32 query heads, 8 KV heads, D = 128 "
-        "and bfloat16 rows."
+        f"`{result['index']}` in µs, and in parentheses this time divided by the time of dense "
+        f"attention. A decode step retrieves k = {result['shape']['k']} tokens per KV head. *Rows* "
+        "are the keys and values of tokens: they are in host memory, in host memory with a cache "
+        "on the device, or in device memory. Times are medians of 50 replays of a CUDA graph of up "
+        "to 16 layers with cold caches. The layer has 32 query heads, 8 KV heads, D = 128, and "
+        "keys and values in bfloat16."
     ]
     hits = [point["hit_rate"] for point in result["points"] if "hit_rate" in point]
     if hits:
         fraction = " to ".join(dict.fromkeys(f"{each:.1%}" for each in (min(hits), max(hits))))
         about.append(
-            f"Where the table says *cached*, {fraction} of the rows that a step reads are in the "
-            "row cache on the device."
+            f"In the columns *cached*, {fraction} of the rows that a step reads are in the cache "
+            "on the device."
         )
     about += _caches(points)
     if hits and in_texts is not None:
-        about.append(f"While a model generates text, it is {in_texts:.0%}.")
+        about.append(
+            f"While a model generates text, the cache contains {in_texts:.0%} of these rows."
+        )
     ending = machine(result)
     for part in longer:
         lengths = " and ".join(f"{point['tokens']:,}" for point in part["points"])
@@ -80,19 +86,24 @@ def _caches(points: Sequence[Result]) -> list[str]:
         return []
     slots = " or ".join(dict.fromkeys(f"{use['cache_rows']:,}" for use in used))
     kept = " or ".join(dict.fromkeys(f"`{use['row_codec']}`" for use in used))
-    sentences = [f"Caches have room for {slots} rows per KV head, stored as {kept}."]
+    sentences = [
+        f"The cache has room for {slots} rows per KV head, in the format (row codec) {kept}."
+    ]
     for name, plan in (("on the host", "cached"), ("in both places", "split_cached")):
         hits = [
             p["caches"][f"step_{plan}"] for p in points if f"step_{plan}" in p.get("caches", {})
         ]
         if hits:
             fraction = ", ".join(f"{use['hit_rate']:.1%}" for use in hits)
-            sentences.append(f"Hit rate of rows on the host, with rows {name}: {fraction}.")
+            sentences.append(f"With rows {name}, its hit rate in each line is {fraction}.")
     return sentences
 
 
 def latents(_: Result) -> str:
-    """Make the table of decode steps with latent attention (MLA), with an index and dense."""
+    """Make the table of times of decode steps with latent attention (MLA).
+
+    The table also has the time that reading all latents once takes.
+    """
     results = [found for heads in (16, 128) if (found := stored(f"latents_{heads}"))]
     rows = []
     for result, point in ((one, p) for one in results for p in one["points"]):
@@ -101,23 +112,28 @@ def latents(_: Result) -> str:
         rows.append((str(result["shape"]["q_heads"]), f"{point['tokens']:,}", *rivals, *ours))
     head = ("query heads", "tokens", "dense, absorbed", "reading all latents")
     about = (
-        f"The table shows the time of one layer's decode step with `{results[0]['index']}` over "
-        f"latents with k = {results[0]['shape']['k']} rows, in µs, and in parentheses this time "
-        "divided by that of dense attention. Times are medians of 50 replays of a CUDA graph of 8 "
-        "layers with cold caches. A latent has D = 512 + 64 coordinates in bfloat16. Dense "
-        "attention is two matrix products of torch with a softmax between them."
+        "The table is for latent attention (MLA). It shows the time of one layer's decode step "
+        f"with `{results[0]['index']}` in µs, and in parentheses this time divided by the time of "
+        f"dense attention. A decode step retrieves k = {results[0]['shape']['k']} rows (a row is "
+        "the latent of one token), which are stored in host memory or in device memory. Dense "
+        "attention is two matrix products of torch with a softmax between them. Times are medians "
+        "of 50 replays of a CUDA graph of 8 layers with cold caches. A latent has D = 512 + 64 "
+        "coordinates in bfloat16."
     )
     head = (*head, "rows on the host", "rows on the device")
     return f"{about}\n\n{table(head, rows)}\n\n{machine(results[0])}"
 
 
-def beside(result: Result) -> str:
-    """Make the table that compares the decode steps of other indexes with those of one index."""
+def others(result: Result) -> str:
+    """Make a table that compares the decode step of several indexes.
+
+    It has the time of one index in µs. The times of the other indexes are divided by this time.
+    """
     rows = []
     for point in result["points"]:
         own = (_median(point, f"step_{place}") for place in ("cached", "device"))
         rows.append((f"{point['tokens']:,}", f"`{result['index']}`, µs", *own))
-        for spec, found in point["beside"].items():
+        for spec, found in point["others"].items():
             places = (f"step_{place}" for place in ("cached", "device"))
             each = (
                 f"{found[p]:.3f} ({found[f'{p}_low']:.3f} to {found[f'{p}_high']:.3f})"
@@ -126,16 +142,18 @@ def beside(result: Result) -> str:
             rows.append((f"{point['tokens']:,}", f"`{spec}`, ratio to it", *each))
     head = ("tokens", "index", "rows on the host, cached", "rows on the device")
     about = (
-        "Times are medians. A ratio compares steps of the same round; quartiles are in "
-        "parentheses. Steps are replays of CUDA graphs with cold caches."
+        "The table shows the time of one layer's decode step: in µs for one index, and for other "
+        "indexes as a ratio to this time. *Rows* are keys and values. Times are medians. A ratio "
+        "compares times of the same round, and its quartiles are in parentheses. The steps are "
+        "replays of CUDA graphs with cold caches."
     )
     return f"{table(head, rows)}\n\n{about} {machine(result)}"
 
 
 def presets(_: Result) -> str:
-    """Make the table of decode steps with each preset of pariskv that has kernels.
+    """Make the table of the times of decode steps with each preset of pariskv that has kernels.
 
-    The results of each preset are in a file of their own.
+    There is one results file for each preset.
     """
     results = {name: stored(f"decode_step_{name}") for name in ("fast", "precise", "paper")}
     there = {name: result for name, result in results.items() if result}
@@ -152,21 +170,21 @@ def presets(_: Result) -> str:
         rows.append((f"{tokens:,}", full, *ours))
     head = [f"`{name}`, rows on the {part.removeprefix('step_')}" for part, name in parts]
     about = (
-        "The table shows the time of one layer's decode step for one sequence, in µs, and in "
-        "parentheses this time divided by that of dense attention in the same run. Steps are "
-        "measured as in the tables above."
+        "The table shows the time of one layer's decode step with presets of `pariskv` in µs, for "
+        "one sequence. In parentheses is this time divided by the time of dense attention in the "
+        "same run. *Rows* are keys and values. Steps are measured as in the tables above."
     )
     ending = machine(next(iter(there.values())))
     return f"{about}\n\n{table(('tokens', 'dense (SDPA)', *head), rows)}\n\n{ending}"
 
 
 def _median(point: Result, part: str) -> str:
-    """Return a cell with the median time of `part` in microseconds, or `–` if not measured."""
+    """Return a table cell with the median time of `part` in µs, or `–` if it was not measured."""
     return f"{point[part]['median_us']:,.0f}" if part in point else "–"
 
 
 def _over_dense(point: Result, part: str) -> str:
-    """Return a cell with the median time of `part` in µs, and its ratio to dense attention.
+    """Return a table cell with the median time of `part` in µs, and its ratio to dense attention.
 
     The ratio is left out if dense attention was not measured.
     """
@@ -179,11 +197,11 @@ def _over_dense(point: Result, part: str) -> str:
 
 PLANS = {
     "at_once": "all layers in one step, on the steps' stream",
-    "beside": "one layer at a time, concurrently with steps (the default)",
+    "concurrent": "one layer at a time, concurrently with steps (the default)",
     "room": "the same, with memory reserved before",
 }
-"""Name of a way to move tokens from the local window into the index (an update) -> its description
-in the table."""
+"""Name of a way to run updates -> its description in the table. An update moves tokens from a
+layer's local window into its index."""
 STEPS = {
     "plain": "a token only",
     "updated": "an update of a layer's window begins or ends",
@@ -193,12 +211,16 @@ STEPS = {
 
 
 def append_layers(result: Result) -> str:
-    """Make the table of decode steps in which tokens are appended to the index, and of others."""
+    """Make the table of the times of decode steps, with and without an update of an index.
+
+    An update is an append of the oldest tokens of a layer's local window to the layer's index.
+    """
     rows, about = [], []
     for part in result["layers"]:
         about.append(
-            f"The table is for {part['layers']} layers with {part['tokens']:,} tokens; the steps "
-            "of the layers are launched one by one."
+            f"The table shows the time of a decode step of {part['layers']} layers with "
+            f"{part['tokens']:,} tokens each. An update moves tokens from a layer's local window "
+            "into its index. The layers are launched one by one, without a CUDA graph."
         )
         for plan, kind in [(name, kind) for name in PLANS for kind in part.get(name, {})]:
             found = part[plan][kind]
@@ -210,8 +232,8 @@ def append_layers(result: Result) -> str:
     head = ("how updates run", "what happens in the step", "steps", "ms, median", "ms, worst")
     head = (*head, "median delay")
     prompts = "".join(
-        f" {one['tokens']:,} tokens, rows on the {one['place']}, are appended in "
-        f"{one['median_us'] / 1e3:,.1f} ms, {one['GB_s']:,.0f} GB/s."
+        f" To append {one['tokens']:,} tokens of a prompt, with keys and values in "
+        f"{one['place']} memory, takes {one['median_us'] / 1e3:,.1f} ms ({one['GB_s']:,.0f} GB/s)."
         for one in result.get("prompts", [])
     )
     return f"{about[-1]}{prompts}\n\n{table(head, rows)}"
@@ -246,18 +268,22 @@ def generate_speed(result: Result) -> str:
     head = (*head, "tokens/s")
     ran = "nothing was measured"
     if model.get("written"):
-        ran = f"{result['model']} generates {model['written']} tokens after {model['tokens']:,}"
+        ran = f"{result['model']} generates {model['written']} tokens after a "
+        ran += f"prompt of {model['tokens']:,} tokens"
     return (
-        f"The times per layer are for {layers['layers']} layers of {layers['context']:,} tokens "
-        "with 32 query heads, 8 KV heads and D = 128; the device is idle when a step begins. For "
-        f"the times of the model, {ran}. Rows are {result['dtype']}. Times are medians, with "
-        "quartiles in parentheses; ratios compare variants of the same round."
+        "The table has times of attention layers, and times of a whole model. The times per layer "
+        f"are for {layers['layers']} layers with {layers['context']:,} tokens, 32 query heads, 8 "
+        "KV heads and D = 128. The device is idle when a decode step begins. For the times of the "
+        f"model, {ran}. Keys and values are {result['dtype']}. Times are medians, with quartiles "
+        "in parentheses. Ratios compare times of the same round."
         f"\n\n{table(head, rows)}\n\n{machine(result)}"
     )
 
 
 def _figures(layers: Result, model: Result, form: str) -> tuple[str, ...]:
-    """Return the cells of a row of `generate_speed`: medians, with quartiles if there are any.
+    """Return the cells of one line of the table `generate_speed`.
+
+    A cell has a median, and its quartiles in parentheses if they are known.
 
     Args:
         layers: Times of a decode step per layer.
@@ -277,9 +303,9 @@ def _figures(layers: Result, model: Result, form: str) -> tuple[str, ...]:
 
 
 def found_in_texts() -> float | None:
-    """Return the hit rate of a device cache with `SLOTS` rows, as a mean over texts and lengths.
+    """Return the hit rate of a device cache for `SLOTS` tokens, as a mean over texts and lengths.
 
-    Return None if it was not measured.
+    It was measured while a real model generated text. Return None if there are no results.
     """
     cells = (stored("hit_rate") or {"cells": []})["cells"]
     fractions = [c["hit_rate"] for cell in cells for c in cell["caches"] if c["rows"] == SLOTS]
@@ -289,7 +315,7 @@ def found_in_texts() -> float | None:
 def hit_rate(result: Result) -> str:
     """Make the table of hit rates of device caches by text, length and size of the cache.
 
-    A sentence after the table lists the hit rate of each layer.
+    Below the table, a sentence lists the hit rate of each layer.
     """
     rows, whole = [], []
     for cell in result["cells"]:
@@ -301,14 +327,17 @@ def hit_rate(result: Result) -> str:
                 whole.append(cache["layers"])
     each = [f"{sum(fractions) / len(fractions):.2f}" for fractions in zip(*whole, strict=True)]
     by_layer = (
-        f"Hit rates of the layers, in order, with {SLOTS:,} slots (means over texts and lengths): "
+        f"With a device cache of {SLOTS:,} slots for keys and values, the hit rates of the layers "
+        f"are as follows, in the order of the layers (means over texts and lengths): "
         f"{', '.join(each)}.\n\n"
     )
     return (
-        f"The model generates the last {result['steps']} tokens of each text. The steps of the "
-        "first half of them fill the row cache, those of the second half are counted. "
-        f"`{result['index']}` retrieves k = {result['k']} rows per KV head. The hit rate is the "
-        "fraction of these rows that the cache contains, as a mean over layers.\n\n"
+        "The table is for keys and values in host memory, of which a cache on the device contains "
+        "some. A slot of the cache has the key and value (the row) of one token and KV head. "
+        f"`{result['index']}` retrieves k = {result['k']} rows per KV head, and the hit rate is "
+        "the fraction of these rows that the cache contains, as a mean over layers. The model "
+        f"generates the last {result['steps']} tokens of each text. The first half of these tokens "
+        "only fills the cache, and hits are counted for the second half.\n\n"
         + table(("text", "tokens", "slots", "hit rate", "worst layer", "best layer"), rows)
         + f"\n\n{by_layer if each else ''}{machine(result)}"
     )
@@ -328,7 +357,7 @@ The reason `selected` (another warp was selected) is left out.
 
 
 def limits(result: Result) -> str:
-    """Make the table of kernel launches, with what limits the speed of each."""
+    """Make a table that shows for each kernel launch which part of the GPU limits its speed."""
     rows = []
     for work, launches in result["works"].items():
         for one in launches:
@@ -347,13 +376,17 @@ def limits(result: Result) -> str:
     ]
     about = (
         "The table shows counters of the profiler Nsight Compute (`ncu`). Each kernel runs alone "
-        f"with cold caches, in a step over {result['tokens']:,} tokens or an append of "
-        f"{result['keys']:,} keys. The columns *memory*, *issue* and *shared memory's pipe* are "
-        "percentages of the hardware's peak; *warps* is the number of resident warps of a busy "
-        "multiprocessor. If none of the three percentages is above 60%, latency limits the kernel. "
-        "The last column then has the two most frequent reasons why warps wait, with their "
-        "percentages, in the words of the profiler (*long scoreboard* means waiting for memory). "
-        "There is no counter for PCIe, for which `attend`, `write_rows` and `gather_blocks` wait."
+        f"with cold caches, in a decode step over {result['tokens']:,} tokens or an append of "
+        f"{result['keys']:,} keys.\n\n"
+        "- *Memory*, *issue* and *shared memory's pipe* say how busy a part of the GPU is, in "
+        "percent of its peak rate: the memory, the issue of instructions, and the pipeline of "
+        "shared memory.\n"
+        "- *Warps* is the number of resident warps of a busy multiprocessor.\n"
+        "- *Limited by*: if none of the three percentages is above 60%, latency limits the kernel. "
+        "The column then has the two most frequent reasons why warps wait, with their percentages, "
+        "in the words of the profiler (*long scoreboard* means waiting for memory).\n\n"
+        "The kernels `attend`, `write_rows` and `gather_blocks` also wait for PCIe, for which the "
+        "profiler has no counter."
     )
     return f"{about}\n\n{table([*head, 'warps', 'limited by'], rows)}\n\n{machine(result)}"
 

@@ -1,4 +1,4 @@
-"""Functions that all tables use, for example to read results and to format Markdown."""
+"""Functions that write benchmark tables of the docs: they read results and format Markdown."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ def stored(name: str) -> Result | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def stored_beside(name: str, first: Result) -> list[Result]:
-    """Return `first`, then the results in the files `NAME_*.json`, for example of other models."""
+def stored_like(name: str, first: Result) -> list[Result]:
+    """Return a list that contains `first` and then the results in all files `NAME_*.json`.
+
+    Such a file contains, for example, the results of another model.
+    """
     paths = sorted(RESULTS.glob(f"{name}_*.json"))
     return [first, *(json.loads(path.read_text(encoding="utf-8")) for path in paths)]
 
@@ -35,7 +38,7 @@ def mean(cells: list[Result], name: str) -> float:
 
 
 def some(cells: list[Result], **where: Any) -> list[Result]:
-    """Return the results whose fields have all of the given values."""
+    """Filter results: return those in which each field named in `where` has the given value."""
     return [cell for cell in cells if all(cell[name] == value for name, value in where.items())]
 
 
@@ -55,7 +58,7 @@ def machine(result: Result) -> str:
 
 
 def named(model: str, lora: str | None) -> str:
-    """Return the name of a model, with the name of its LoRA adapter if it has one."""
+    """Return the name of a model as text, followed by the name of its LoRA adapter, if any."""
     name = model.rpartition("/")[2].removesuffix(".gguf")
     name = "SmolLM2-135M" if name == "model" else name  # some results record only "model.gguf"
     return f"{name} with {lora}" if lora else name

@@ -23,7 +23,7 @@ from kvindex_adapters.evaluate.output_files import save_figure
 matplotlib.use("Agg")
 
 REACH = 0.3
-"""Difference in accuracy from which the heat map has the darkest color."""
+"""Differences in accuracy of this size or more have the darkest color in the heat map."""
 
 
 def decode_step(result: Result) -> Any:
@@ -88,9 +88,11 @@ def cpu_steps(result: Result) -> Any:
 
 
 def _crossing(tokens: list[int], mine: list[float], theirs: list[float]) -> float | None:
-    """Return the number of tokens from which `mine` is faster than `theirs`, or None.
+    """Return the number of tokens at which two curves of times cross.
 
-    It is interpolated between measurements on a logarithmic scale.
+    For more tokens than this number, the times `mine` are shorter than the times `theirs`. The
+    number is interpolated between measurements on a logarithmic scale. The result is None if the
+    curves do not cross.
     """
     over = [math.log(a / b) for a, b in zip(mine, theirs, strict=True)]
     for i in range(1, len(over)):
@@ -186,7 +188,7 @@ def recall(result: Result) -> Any:
         for beta in values(mine := some(result["cells"], preset=preset), "beta"):
             here = some(mine, beta=beta)
             size = here[0]["bytes_128"]
-            read = size["scanned"] + (size["kept"] * beta if preset != "scan" else 0)
+            read = size["scanned"] + (size["stored"] * beta if preset != "scan" else 0)
             points.append((beta, read, mean(here, "recall")))
         fractions, sizes, found = zip(*sorted(points), strict=True)
         left.plot(fractions, found, "o-", label=preset)
@@ -204,7 +206,8 @@ def recall(result: Result) -> Any:
 def answers_depth(result: Result) -> Any:
     """Draw two heat maps by depth of the answer and prompt length.
 
-    One shows the accuracy of full attention, the other the difference of pariskv's accuracy to it.
+    One map shows the accuracy with full attention. The other map shows the accuracy with pariskv
+    minus that with full attention.
     """
     tokens = result["tokens"]
     panels = [
@@ -232,8 +235,8 @@ def answers_depth(result: Result) -> Any:
 def answers_along(result: Result) -> Any:
     """Plot the recall of indexes against the number of generated tokens of an answer.
 
-    The run with most indexes is shown. pariskv and the indexes whose recall changes most have a
-    label.
+    Of the benchmark runs in `result`, the picture shows the one with the largest number of indexes.
+    Labels name pariskv and those indexes whose recall changes most.
     """
     run = max(sampled(result), key=lambda run: len(run["indexes"]))
     lines = {
@@ -266,7 +269,7 @@ PICTURES = {
     **dict(answers_lengths=picture, answers_rows=picture),
     **dict(answers_depth=answers_depth, answers_along=answers_along),
 }
-"""Name of a file of results, and of the picture -> function that draws the picture."""
+"""Name of a results file, which is also that of a picture -> function that draws the picture."""
 
 
 def draw(folder: Path, names: list[str]) -> None:

@@ -11,13 +11,13 @@ from benchmarks.reporting.parts import (
     named,
     some,
     stored,
-    stored_beside,
+    stored_like,
     table,
     values,
 )
 
 POOL = 4
-"""All presets of pariskv except `paper` have at least `POOL · k` candidates."""
+"""All presets of pariskv except `paper` have at least `POOL * k` candidates."""
 
 
 def demo(result: Result) -> str:
@@ -42,14 +42,18 @@ def demo(result: Result) -> str:
     return (
         table(("", "full attention", f"{index['name']}, k = {index['k']}"), rows)
         + f"\n\nThe model is {result['model']}; the prompt has {result['prompt_tokens']} tokens. "
-        f"Times per token are medians of {full['steps']} and {index['steps']} decode steps: "
-        f"{result['speedup']:.2f} times as fast with the index. The memory of the index consists "
+        f"Times per token are medians of {full['steps']} decode steps with full attention and "
+        f"{index['steps']} with the index. Decode steps are {result['speedup']:.2f} times as fast "
+        "with the index. *Rows* are keys and values of tokens. The memory of the index consists "
         f"of {memory}. {machine(result)}"
     )
 
 
 def _total(one: Result) -> float:
-    """Return the bytes of the keys and values of an engine of the demo."""
+    """Return how many bytes of memory the document takes with one engine of the demo.
+
+    The engines are full attention and the index. The memory of the index includes its codes.
+    """
     nbytes = one["nbytes"]
     return float(sum(nbytes.values()) if isinstance(nbytes, dict) else nbytes)
 
@@ -67,22 +71,25 @@ def fidelity(result: Result) -> str:
     ]
     k = result["k"]
     drawn = any("+sample" in name for name in result["indexes"])
-    note = " `+sample` samples half of the rows at random." if drawn else ""
+    note = " The wrapper `+sample` selects half of the tokens at random." if drawn else ""
     head = ("index", "mean KL, nats", "same next token", f"recall@{k}", "recall of exact search")
     return (
-        f"SmolLM2-135M-Instruct reads {result['prompt_tokens']} tokens of prose, then "
-        f"{result['steps']} given tokens, one in each step. A KV head retrieves {k} rows for its "
-        "3 query heads, and always reads the first 64 and the last 256 tokens. Mean KL is the mean "
-        "divergence of the next token's distribution from that of full attention. Recall is the "
-        f"fraction of each query head's own top {k} that was retrieved; the last column is the "
-        "recall of exact search with the same number of rows and the same group policy."
-        f"{note}\n\n" + table(head, rows) + f"\n\n{machine(result)}"
+        f"SmolLM2-135M-Instruct reads {result['prompt_tokens']} tokens of prose, and then the next "
+        f"{result['steps']} tokens of the same text, one in each decode step. Each KV head "
+        f"retrieves {k} tokens for its 3 query heads. In addition, it always reads the first 64 "
+        "and the last 256 tokens.\n\n"
+        "*Mean KL* is the mean KL divergence between two distributions of the next token: with "
+        "the index in the first column, and with full attention. *Recall* is the fraction of the "
+        f"{k} best tokens of each query head that were retrieved. "
+        "The last column is the recall of an exact search that retrieves the same "
+        "number of tokens with the same group policy (the rule by which query heads agree on "
+        f"common tokens).{note}\n\n" + table(head, rows) + f"\n\n{machine(result)}"
     )
 
 
 def row_codecs(result: Result) -> str:
     """Make tables of the effect of row codecs on attention outputs and KL divergence, by model."""
-    return "\n\n".join(_row_codecs(each) for each in stored_beside("row_codecs", result))
+    return "\n\n".join(_row_codecs(each) for each in stored_like("row_codecs", result))
 
 
 def _row_codecs(result: Result) -> str:
@@ -98,24 +105,29 @@ def _row_codecs(result: Result) -> str:
     head = ["row codec", "bytes per row, D = 128", "error: keys coded", "values coded"]
     head += ["both coded", "90th percentile", "worst layer"]
     about = (
-        f"{named(result['model'], result['lora'])} reads {result['tokens']} tokens of "
-        f"{' and of '.join(result['texts'])}, then {result['steps']} more, whose queries are "
-        "evaluated. An error is `‖õ − o‖ / ‖o‖`, where `õ` is a head's output of full attention "
-        "over coded rows (the first 64 rows are not coded), and `o` that over float32 rows. It is "
-        "the mean over all layers, heads and queries. With the codec `plain`, rows are bfloat16."
+        "The table shows how much each row codec changes attention. A *row* is the key and the "
+        f"value of one token. The model {named(result['model'], result['lora'])} reads "
+        f"{result['tokens']} tokens of {' and of '.join(result['texts'])}, and then "
+        f"{result['steps']} more, whose queries are evaluated. The error is `‖õ − o‖ / ‖o‖`, as a "
+        "mean over all layers, heads and queries. `o` is the output of full attention over float32 "
+        "rows, and `õ` its output over rows that the codec has compressed, except for the first 64 "
+        "rows. With the codec `plain`, rows are bfloat16."
     )
     if read:
         head += ["KL, all rows", *(f"`{index}`, k = {result['k']}" for index in read[1:])]
         about += (
-            " KL is the divergence of the model's output from that of full attention over float32 "
-            "rows, in nats, on the same tokens: once for full attention over coded rows, and for "
-            "two indexes."
+            " *KL* is the KL divergence of the model's output from that with full attention over "
+            "float32 rows, in nats, on the same tokens. It was measured with full attention over "
+            "compressed rows, and with two indexes that retrieve compressed rows."
         )
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 
 def row_scales(result: Result) -> str:
-    """Make the table of the attention output's error for each way of quantizing keys in groups."""
+    """Make a table that compares ways to quantize keys by the error of the attention output.
+
+    The ways differ in the number of bits, and in which 32 numbers have a common scale.
+    """
     parts = ("error", "error_90", "error_worst_layer")
     rows = [
         (
@@ -127,22 +139,23 @@ def row_scales(result: Result) -> str:
     head = ("text", "bits", "a scale for 32 numbers of a", "bytes per key", "mean error")
     head = (*head, "90th percentile", "worst layer")
     return (
-        f"{result['model']} reads {result['tokens']} tokens of each text, then samples "
-        f"{result['queries_per_head']} tokens, whose queries are evaluated. An error is "
-        "`‖õ − o‖ / ‖o‖`, where `õ` is a head's output of full attention over coded keys, and `o` "
-        "that over the original keys; both use the original values.\n\n"
+        "The table shows how much quantized keys change the output of full attention. The model "
+        f"{result['model']} reads {result['tokens']} tokens of each text, and then samples "
+        f"{result['queries_per_head']} tokens, whose queries are evaluated. The error is "
+        "`‖õ − o‖ / ‖o‖`, where `o` is the output of a head over the original keys, and `õ` its "
+        "output over quantized keys. Values are the original ones in each case.\n\n"
         + table(head, rows)
         + f"\n\n{machine(result)}"
     )
 
 
 def lists(result: Result) -> str:
-    """Make the table of KL divergence and recall with one list of retrieved tokens per layer.
+    """Make a table that compares two ways to retrieve tokens, by KL divergence and recall.
 
-    It is compared with one list per KV head.
+    A layer retrieves either one list of tokens for all query heads, or one list for each KV head.
     """
     rows = []
-    for one in stored_beside("lists", result):
+    for one in stored_like("lists", result):
         texts = list(dict.fromkeys(cell["text"] for cell in one["cells"]))
         shape = f"{one['model']}, {one['q_heads']} heads over {one['kv_heads']} KV heads"
         for way in dict.fromkeys(cell["lists"] for cell in one["cells"]):
@@ -158,10 +171,12 @@ def lists(result: Result) -> str:
     head = ("model", "lists and rows", "rows that a step over latents would read", "KL, nats")
     head = (*head, "texts")
     words = (
-        f"The table is for exact search after {result['tokens']:,} tokens of a text, in "
-        f"{result['steps']} steps with given tokens. KL is the divergence of the model's output "
-        "from that of full attention. Recall is the fraction of a query head's own best rows that "
-        "are in the list of its group, where the number of best rows is the length of the list."
+        "In the table, an exact search selects the rows (keys and values of tokens) that a layer "
+        "attends to: one list for all query heads, or one list for each KV head. The model reads "
+        f"{result['tokens']:,} tokens of a text, and then the next {result['steps']} tokens one by "
+        "one. *KL* is the KL divergence of the model's output from that with full attention. "
+        "*Recall* is measured for each query head on its own: it is the fraction of the head's "
+        "best `n` rows that are in the list, where `n` is the length of the list."
     )
     return f"{words}\n\n{table((*head, 'recall'), rows)}\n\n{machine(result)}"
 
@@ -169,7 +184,8 @@ def lists(result: Result) -> str:
 def divergence(result: Result) -> str:
     """Make the table of each index's KL divergence, with the ratio to that of exact search.
 
-    The results of longer texts are in files of their own.
+    `result` contains the results for prompts of up to 6K tokens. The results for longer prompts are
+    read from other results files.
     """
     parts = [("up to 6K", result)]
     for name in ("16k", "32k", "62k"):
@@ -187,12 +203,13 @@ def divergence(result: Result) -> str:
     ]
     head = ("index", "prompt", "cells", "mean KL, nats", "KL of `exact`", "ratio (95%)")
     return (
-        "In the table, a cell is one combination of a text (prose, code or dialogue) and a length. "
-        "After the prompt, the model "
-        f"reads {result['steps']} given tokens, and a KV head retrieves k = {result['k']} rows for "
-        "its 3 query heads. KL is the divergence of the next token's distribution from that of "
-        "full attention. The ratio is this KL divided by that of exact search, as a geometric mean "
-        "over cells, with a 95% interval by a paired bootstrap over tokens.\n\n"
+        "The table shows the KL divergence of the next token's distribution from that with full "
+        "attention. After the prompt, the model reads the next "
+        f"{result['steps']} tokens of the text, and each KV head retrieves k = {result['k']} "
+        "tokens for its 3 query heads. A *cell* is one combination of a text (prose, code or "
+        "dialogue) and a length of the prompt. The *ratio* is the KL divergence divided by that of "
+        "exact search, as a geometric mean over cells, with a 95% interval (paired bootstrap over "
+        "tokens).\n\n"
         + table(head, rows)
         + "\n\n"
         + " ".join([*(part["note"] for _, part in parts if "note" in part), machine(result)])
@@ -209,7 +226,11 @@ WAYS = {
 
 
 def ranks(result: Result) -> str:
-    """Make the table of KL divergence with tokens divided among ranks, and with one process."""
+    """Make the table that shows how accurate the output is if ranks share the tokens of a sequence.
+
+    A rank is a process. The table compares the KL divergence of the model's output from that with
+    full attention between several ranks and a single process.
+    """
     sizes = {"part": result["k"] // result["ranks"], **result}
     rows = [
         (
@@ -225,18 +246,21 @@ def ranks(result: Result) -> str:
     head = ("index", "rows of a step", "mean KL, nats", *result["texts"])
     head = (*head, "ratio to one process (95%)")
     about = (
-        f"{named(result['model'], result['lora'])} reads {result['steps']} given tokens after a "
-        f"prompt of {result['tokens']:,} tokens. KL is the divergence of its output from that of "
-        "full attention. The ratio is this KL divided by that of one process, as a geometric mean "
-        "over texts, with a 95% interval by a paired bootstrap over tokens."
+        "The table shows the KL divergence of a model's output from that with full attention, if "
+        f"several ranks share the tokens. The model {named(result['model'], result['lora'])} reads "
+        f"a prompt of {result['tokens']:,} tokens, and then the next {result['steps']} tokens of "
+        "the text. *Rows of a step* are the tokens that a decode step retrieves per KV head. The "
+        "*ratio* is the KL divergence divided by that in one process, as a geometric mean over "
+        "texts, with a 95% interval (paired bootstrap over tokens)."
     )
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 
 def drawn(result: Result) -> str:
-    """Make the table of KL divergence divided by that of exact search, by prompt length.
+    """Make the table of each index's KL divergence, divided by that of exact search.
 
-    It has rows for several models and values of `k`. Their results are in files of their own.
+    The columns are prompt lengths. The lines are for several models and values of `k`, each from a
+    results file of its own.
     """
     names = ("256", "qwen", "qwen_256")
     parts = [result, *(found for name in names if (found := stored(f"divergence_drawn_{name}")))]
@@ -258,10 +282,10 @@ def drawn(result: Result) -> str:
     head = ("model", "index", "rows", *(f"{tokens:,} tokens" for tokens in lengths), "all (95%)")
     texts = len(values(result["indexes"]["exact"]["cells"], "text"))
     about = (
-        "An entry of the table is the KL divergence of the model's output from that of full "
-        "attention, divided by the KL divergence of exact search for the same number of rows. It "
-        f"is a geometric mean over {texts} texts, with {result['steps']} steps with given tokens "
-        "after each prompt."
+        "An entry of the table is the KL divergence of the model's output from that with full "
+        "attention, divided by the KL divergence with exact search for the same number of rows "
+        f"(retrieved tokens per KV head). It is a geometric mean over {texts} texts. After each "
+        f"prompt, the model reads the next {result['steps']} tokens of the text."
     )
     machines = dict.fromkeys(machine(part) for part in parts)
     if len(machines) > 1:
@@ -275,8 +299,8 @@ def drawn(result: Result) -> str:
 def recall(result: Result) -> str:
     """Make the table of bytes per key, recall and coverage of pariskv's presets.
 
-    The values are means over texts. Each preset is shown with several values of β, the fraction of
-    keys that become candidates.
+    Each preset is shown with several values of β, the fraction of keys that become candidates.
+    Recall and coverage are means over texts.
     """
     rows, cells, k = [], result["cells"], result["k"]
     for index in values(cells, "index"):
@@ -287,20 +311,22 @@ def recall(result: Result) -> str:
             if first["beta"] > 0.02:
                 continue  # the number of candidates is `least` again, so the line is the same
             fraction += f" ({least} keys)"
-        size = (f"{first['bytes_128'][part]:.0f}" for part in ("kept", "scanned"))
+        size = (f"{first['bytes_128'][part]:.0f}" for part in ("stored", "scanned"))
         worst = f"{min(cell['recall_worst_layer'] for cell in mine):.3f}"
         tenth, coverage = (f"{mean(mine, of):.3f}" for of in ("recall_worst_decile", "mass_ratio"))
         found = f"{mean(mine, 'recall'):.3f}"
         rows.append((f"`{first['preset']}`", fraction, *size, found, worst, tenth, coverage))
     head = ("preset", "β", "bytes stored", "bytes scanned", f"recall@{k}", "worst layer")
     return (
-        f"The model is SmolLM2-135M-Instruct, which reads {cells[0]['tokens']:,} tokens of "
-        f"{', '.join(values(cells, 'text'))}. In all 30 layers, {result['queries_per_head']} "
-        "queries of each of 9 query heads are used, with a separate search for each head. β is the "
-        f"fraction of the keys that become candidates. Recall@{k} is the fraction of the true top "
-        f"{k} keys that are found. Coverage is the attention weight of the selected rows, divided "
-        "by that of the true top "
-        f"{k}. Bytes are per key and KV head at D = 128.\n\n"
+        "The model SmolLM2-135M-Instruct reads "
+        f"{cells[0]['tokens']:,} tokens of each text ({', '.join(values(cells, 'text'))}). In each "
+        f"of its 30 layers, {result['queries_per_head']} queries of each of 9 query heads are "
+        "used, with a separate search for each head.\n\n"
+        "- β is the fraction of the keys that become candidates.\n"
+        f"- *Recall@{k}* is the fraction of the true top {k} keys that are found.\n"
+        "- *Coverage* is the attention weight of the selected keys, divided by the attention "
+        f"weight of the true top {k}.\n"
+        "- *Bytes* are per key and KV head at D = 128.\n\n"
         + table((*head, "worst tenth of heads", "coverage"), rows)
         + f"\n\n{machine(result)}"
     )
@@ -325,7 +351,8 @@ def lengths(result: Result) -> str:
         rows.append(row)
     head = ("", *(f"{tokens:,}" + (" (long model)" if tokens > 8192 else "") for tokens in at))
     title = (
-        "The table shows the recall of the true top 100 keys, for each length of the prompt in "
-        "tokens: means over texts, with the worst layer in parentheses."
+        "The table shows recall for each length of the prompt in tokens: the fraction of the true "
+        "top 100 keys that are found. Recall is a mean over texts and layers, and the recall of "
+        "the worst layer is in parentheses."
     )
     return f"{title}\n\n" + table(head, rows)

@@ -1,11 +1,11 @@
-"""Tables of the time per token and per prompt of whole models: decoder, transformers and vLLM."""
+"""Tables of the time per token and per prompt, in kvindex's decoder, transformers and vLLM."""
 
 from __future__ import annotations
 
 import statistics
 from itertools import product
 
-from benchmarks.reporting.parts import Result, machine, stored_beside, table
+from benchmarks.reporting.parts import Result, machine, stored_like, table
 
 PLANS = {
     "weights": "no attention",
@@ -14,7 +14,7 @@ PLANS = {
     "cached": "`{index}`",
     "uncached": "`{index}`, cache of rows emptied before each token",
 }
-"""Kind of attention in the decoder -> its description in the table."""
+"""Name of a kind of attention that the decoder was measured with -> description in the table."""
 
 THROUGH = {
     "decoder": "the decoder",
@@ -57,7 +57,7 @@ def ranks_plans(found: Result) -> dict[str, str]:
 def ranks(result: Result) -> str:
     """Make the table of the time per token on one GPU and on several GPUs.
 
-    A sentence states the time to add up the activations of a token over the GPUs.
+    The text below the table states how long it takes to add up a token's activations over all GPUs.
     """
     rows, found = [], result["ranks"]
     for plan, words in ranks_plans(found).items():
@@ -68,40 +68,44 @@ def ranks(result: Result) -> str:
         rows.append((*cells, over, f"{statistics.median(rates):.2f}" if rates else ""))
     head = ("", "ms per token", "ratio to one GPU", "cache hit rate")
     about = (
-        f"The model has random weights in the shape of {result['model']}, in {result['dtype']}. It "
-        f"uses `{result['index']}` with rows on the host, for one sequence, and each decode step "
-        f"is one CUDA graph. A step retrieves k = {found['k']} rows per KV head, or as many on "
-        "each GPU if the GPUs share the tokens. Times are medians, with quartiles in parentheses."
+        "The table shows the time per token on one GPU, and on GPUs that share the heads or the "
+        f"tokens. The model has random weights in the shape of {result['model']}, in "
+        f"{result['dtype']}. It uses `{result['index']}` with keys and values in host memory, for "
+        "one sequence. Each decode step is one CUDA graph, and retrieves "
+        f"k = {found['k']} tokens per KV head. If the GPUs share the tokens, each GPU retrieves "
+        "this number of tokens. Times are medians, with quartiles in parentheses."
     )
     ways = {"heads": "by NCCL", "one_shot": "in one kernel"}
     sums = [f"{us:.1f} µs {ways[way]}" for way, us in found.get("sum_us", {}).items()]
     last = (
-        f" One sum of a token's activations over the GPUs, in a graph of 64 sums, takes "
-        f"{', '.join(sums)}."
+        " In each layer, the GPUs add up their activations. For one token, this takes "
+        f"{' and '.join(sums)}. It was measured in a CUDA graph with 64 such additions."
         if sums
         else ""
     )
-    where = (
-        machine(result).removesuffix(".") + f", with {result['machine']['gpus']} GPUs in one host."
-    )
+    where = f"{machine(result)} The host has {result['machine']['gpus']} GPUs."
     return f"{about}\n\n{table(head, rows)}\n\n{where}{last}"
 
 
 def decoder_tokens(result: Result) -> str:
-    """Make the table of the decoder's time per token, for each measured model."""
-    results = stored_beside("decoder_tokens", result)
+    """Make the table of the time per token of kvindex's decoder, for each measured model."""
+    results = stored_like("decoder_tokens", result)
     rows = [row for one in results for row in _rows(one)]
     head = ("shape, tokens", "GPU", "attention", "ms per token", "ratio to the floor")
     head = (*head, "ratio to full attention", "cache hit rate", "slowest token over the median")
     found = result["decoder"]
     about = (
-        f"The models have random weights in the shape of a real model, in {result['dtype']}, and "
-        "generate one sequence unless the line says otherwise. Each decode step is one CUDA graph, "
-        f"with k = {found['k']} rows, a sink of {found['sink']} and a window of {found['window']} "
-        f"tokens. The index's updates, every {found['update_every']} tokens, are included. Times "
-        "are medians, with quartiles in parentheses. The floor is the time to read the bytes of "
-        "the weights once, at the rate at which a sum over a large tensor read memory in the same "
-        "run. Ratios to full attention compare with torch's kernel."
+        "The table shows the time per generated token of kvindex's decoder, with several kinds of "
+        "attention. The models have random weights in the shape of a real model, in "
+        f"{result['dtype']}, and generate one sequence unless the line says otherwise. Each decode "
+        f"step is one CUDA graph. An index retrieves k = {found['k']} tokens per KV head, in "
+        f"addition to a sink of {found['sink']} and a window of {found['window']} tokens. Times "
+        "are medians, with quartiles in parentheses. They include the steps, every "
+        f"{found['update_every']} tokens, in which a layer moves tokens from the window into the "
+        "index.\n\n"
+        "The *floor* is the time to read all weights from memory once. It is computed from the "
+        "rate at which a sum over a large tensor reads memory. For the *ratio to full "
+        "attention*, full attention is computed with torch's kernel."
     )
     return f"{about}\n\n{table(head, rows)}"
 
@@ -116,10 +120,12 @@ def ahead(result: Result) -> str:
         over = f"{statistics.median(ratio):.3f} ({min(ratio):.3f} to {max(ratio):.3f})"
         rows.append((words, f"{ms:.3f} ({low:.3f} to {high:.3f})", over if plan != "none" else ""))
     about = (
-        f"The model has random weights in the shape of {result['model']}, in {result['dtype']}. It "
-        f"uses `{result['index']}` over {found['context']:,} tokens, for one sequence, and each "
-        "decode step is one CUDA graph. Times are medians, with quartiles in parentheses. Ratios "
-        f"are medians of {found['rounds']} rounds, with the smallest and largest in parentheses."
+        "The table shows the time per token for several ways to prefetch weights into the L2 "
+        f"cache. The model has random weights in the shape of {result['model']}, in "
+        f"{result['dtype']}. It uses `{result['index']}` over {found['context']:,} tokens, for one "
+        "sequence, and each decode step is one CUDA graph. Times are medians, with quartiles in "
+        f"parentheses. Ratios are medians of {found['rounds']} rounds, with the smallest and the "
+        "largest ratio in parentheses."
     )
     head = ("weights requested into L2", "ms per token", "ratio to none")
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
@@ -128,7 +134,7 @@ def ahead(result: Result) -> str:
 def serving(result: Result) -> str:
     """Make the table of the time per token in vLLM, with an index and with FlashAttention."""
     rows, found = [], result["serving"]["settings"]
-    for one in stored_beside("serving", result):
+    for one in stored_like("serving", result):
         about = one["serving"]["settings"]
         names = {"stock": "FlashAttention", "kvindex": f"`{about['index']}`"}
         for batch, (plan, words) in product(one["serving"]["batches"], names.items()):
@@ -140,11 +146,15 @@ def serving(result: Result) -> str:
             lengths = f"{about['context']:,}" + (", shared" if about["shared"] else "")
             rows.append((str(batch["batch"]), lengths, gpu(one), words, where, times, ratio))
     words = (
-        f"The model has random weights in the shape of {found['shape']}, in bfloat16; a step "
-        f"retrieves k = {found['k']} rows per KV head. A time is that between two tokens of the "
-        "batch, as the host receives them: the median, with quartiles in parentheses. Rows on the "
-        "host and on the device were measured in separate runs. *Shared* means that the sequences "
-        "have all tokens in common except those of their last pages."
+        "The table shows the time per token in vLLM, with FlashAttention and with an index. It is "
+        "the time between two tokens of the batch, as the host receives them: the median, with "
+        "quartiles in parentheses. The model has random weights in the shape of "
+        f"{found['shape']}, in bfloat16. An index retrieves k = {found['k']} tokens per KV "
+        "head.\n\n"
+        "The column *rows* says where keys and values are stored: in device memory or in host "
+        "memory. Each of these two places was measured in a separate run of the benchmark. "
+        "*Shared* means that the prompts of all sequences are equal except for the tokens at "
+        "their end, so the sequences share the pages of the common tokens."
     )
     head = ("sequences", "tokens of each", "GPU", "attention", "rows", "ms per token")
     head = (*head, "ratio to FlashAttention")
@@ -161,9 +171,10 @@ def arrivals(result: Result) -> str:
         rows.append((words, first, f"{waits['between_ms']:.2f} ({waits['between_ms_99']:.0f})"))
     shared = "a shared prompt" if about["shared"] else "different prompts"
     words = (
-        f"{about['requests']} requests of {about['context']:,} tokens with {shared} arrive at "
-        f"random times, {about['arrivals']} per second on average; {about['written']} tokens are "
-        "generated for each. Times are medians, with 99th percentiles in parentheses."
+        f"The table is for {about['requests']} requests with {shared} of {about['context']:,} "
+        f"tokens. They arrive at random times, {about['arrivals']} per second on average, and "
+        f"{about['written']} tokens are generated for each request. Times are medians, with 99th "
+        "percentiles in parentheses."
     )
     head = ("attention", "ms to the first token", "ms between tokens")
     return f"{words}\n\n{table(head, rows)}\n\n{machine(result)}"
@@ -175,9 +186,11 @@ def served(result: Result) -> str:
     It is about one sequence with keys and values on the device.
     """
     ratio = result["serving"]["batches"][0]["plans"]["kvindex"]["ratio"]
+    context = result["serving"]["settings"]["context"]
     return (
-        f"In vLLM, a decode step over the shorter of these contexts takes {ratio:.2f} times the "
-        "time of FlashAttention ([more](docs/adapters/vllm.md#how-fast))."
+        f"In vLLM, a decode step over {context:,} tokens with the plug-in takes {ratio:.2f} times "
+        "the time of a decode step with FlashAttention "
+        "([more](docs/adapters/vllm.md#how-fast))."
     )
 
 
@@ -199,11 +212,13 @@ def summary(result: Result) -> str:
 
 
 def plain(result: Result) -> list[Result]:
-    """Return the decoder's results on the same kind of GPU as `result`, the shortest context first.
+    """Return results of kvindex's minimal decoder for the README's table, sorted by length of the
+    context.
 
-    Only results for one sequence, 8 KV heads, and weights that are not quantized are returned.
+    These are results on the same kind of GPU as `result`, for one sequence, 8 KV heads, and weights
+    that are not quantized.
     """
-    found = [one for one in stored_beside("decoder_tokens", result) if gpu(one) == gpu(result)]
+    found = [one for one in stored_like("decoder_tokens", result) if gpu(one) == gpu(result)]
     found = [one for one in found if one["decoder"].get("batch", 1) == 1]
     found = [one for one in found if one["decoder"].get("shape", {}).get("kv_heads", 8) == 8]
     found = [one for one in found if one["decoder"]["kind"] == "plain"]
@@ -211,9 +226,9 @@ def plain(result: Result) -> list[Result]:
 
 
 def through(result: Result) -> str:
-    """Make the table of the time per token in transformers and in the decoder, by model."""
+    """Make the table of the time per token in transformers and in kvindex's decoder, by model."""
     rows = []
-    for one in stored_beside("transformers_tokens", result):
+    for one in stored_like("transformers_tokens", result):
         found = one["transformers"]
         for plan, words in THROUGH.items():
             if plan not in found:
@@ -225,9 +240,10 @@ def through(result: Result) -> str:
             rows.append((shape, words, f"{ms:.2f} ({low:.2f} to {high:.2f})", over))
     head = ("shape, tokens", "generated by", "ms per token", "ratio to the decoder")
     about = (
-        f"The models have random weights in the shape of a real model, in {result['dtype']}. They "
-        f"use `{result['index']}`, and sample one sequence of tokens. A time is that between two "
-        "tokens that the host reads: the median, with quartiles in parentheses."
+        "The table compares the time per generated token in transformers and in kvindex's decoder. "
+        "It is the time between two tokens that the host reads: the median, with quartiles in "
+        "parentheses. The models have random weights in the shape of a real model, in "
+        f"{result['dtype']}. They use `{result['index']}`, and sample one sequence of tokens."
     )
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
@@ -235,7 +251,7 @@ def through(result: Result) -> str:
 def prefill(result: Result) -> str:
     """Make the table of time and device memory for reading a prompt, with an index and without."""
     rows, plans = [], {"indexed": f"`{result['index']}`", "full": "full attention"}
-    results = sorted(stored_beside("prefill_decoder", result), key=lambda one: _tokens(one))
+    results = sorted(stored_like("prefill_decoder", result), key=lambda one: _tokens(one))
     for found, (plan, words) in product((one["prefill"] for one in results), plans.items()):
         warm, low, high = (found[plan][f"seconds{part}"] for part in ("", "_low", "_high"))
         ratio = found["ratio"].get(plan, {}).get("seconds")
@@ -253,11 +269,12 @@ def prefill(result: Result) -> str:
     head = ("tokens", "attention", "first run, s", "later runs, s", "ratio to full attention")
     found = result["prefill"]
     about = (
-        f"The prompt consists of random tokens, and the model has random weights in the shape of "
-        f"{result['model']}, in {result['dtype']}. The prompt is read in chunks of "
+        "The table shows the time and the device memory with which kvindex's decoder reads a "
+        "prompt. The prompt consists of random tokens, and the model has random weights in the "
+        f"shape of {result['model']}, in {result['dtype']}. The prompt is read in chunks of "
         f"{found['chunk']:,} tokens, and logits are computed only for the last token. Times are "
-        "medians, with quartiles in parentheses. The memory needed is that of the weights, of one "
-        "layer's keys and values, and of a chunk's activations."
+        "medians, with quartiles in parentheses. *The memory needed* is the memory for the "
+        "weights, for the keys and values of one layer, and for the activations of a chunk."
     )
     head = (*head, "peak on the device, GB", "ratio to the memory needed")
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
