@@ -1,9 +1,9 @@
 """`ClusteredIndex`: base of indexes that group keys into clusters and select whole clusters.
 
-The first append of a sequence counts as its prompt. The prompt is split into segments, and the keys
-of each segment are clustered with k-means. Later tokens are collected in blocks, and a block is
-clustered when it is full. Until then a search ranks each token of the block separately, so it finds
-every token right after the append.
+The tokens of a sequence's first append are its prompt. The prompt is split into segments, and the
+keys of each segment are clustered with k-means. Tokens after the prompt are collected in blocks,
+and a block is clustered when it is full. Until then a search ranks each token of the block
+separately, so it finds every token right after the append.
 
 Padding does not change clusters, because only valid tokens are counted. Clusters depend on the
 tokens and on the length of the first append, but not on how later tokens are distributed over
@@ -37,7 +37,15 @@ Read: TypeAlias = Callable[[Tensor], Rows]
 
 
 class Cut(NamedTuple):
-    """Valid tokens number `start` to `stop - 1`, which are grouped into `clusters` clusters."""
+    """A range of tokens that are clustered together, and the number of clusters of this range.
+
+    Tokens are counted within a sequence, without padding.
+
+    Attributes:
+        start: Number of the first token of the range.
+        stop: Number after the last token of the range.
+        clusters: Number of clusters into which the tokens are grouped.
+    """
 
     start: int
     stop: int
@@ -46,16 +54,17 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes of the token ranges that are clustered together, and how many clusters each range has.
+    """How many tokens are clustered together, and into how many clusters.
 
-    A first append of fewer than `block` tokens is not clustered as a prompt. Its tokens wait until
-    a block is full, as later tokens do.
+    The prompt is clustered in segments, and the tokens after the prompt are clustered in blocks. If
+    the prompt has fewer than `block` tokens, it is not clustered separately: its tokens belong to
+    the first block, which is clustered when it is full.
 
     Attributes:
-        segment: Number of prompt tokens that are clustered together; None for the whole prompt.
+        segment: Number of tokens in a segment of the prompt; None for the whole prompt.
         per_cluster: Mean number of tokens in a cluster of the prompt.
-        block: Number of later tokens that are clustered together.
-        per_block: Number of clusters in a block; 0 if later tokens are never clustered.
+        block: Number of tokens in a block.
+        per_block: Number of clusters in a block; 0 if tokens after the prompt are never clustered.
     """
 
     segment: int | None
@@ -64,7 +73,10 @@ class Plan:
     per_block: int
 
     def cuts(self, prompt: int, count: int) -> list[Cut]:
-        """Split `count` valid tokens, the first `prompt` of which are the prompt, into ranges."""
+        """Divide the tokens of a sequence into ranges, each of which is clustered separately.
+
+        The sequence has `count` valid tokens, of which the first `prompt` tokens are the prompt.
+        """
         segment, cuts = self.segment or max(prompt, 1), []
         for start in range(0, prompt, segment):
             stop = min(start + segment, prompt)
@@ -76,12 +88,13 @@ class Plan:
 
 
 class _Row(NamedTuple):
-    """The tokens of one sequence, while its clusters are updated.
+    """The tokens of one sequence, while an append or a truncation updates its clusters.
 
     Attributes:
         prompt: Number of tokens in the prompt.
-        unchanged: Ranges of tokens whose clusters stay as they are.
-        tail: Ids of the tokens after these ranges, int64 `[n]`.
+        unchanged: Ranges of tokens at the beginning of the sequence. The update does not change the
+            clusters of these tokens.
+        tail: Ids of all later tokens, int64 `[n]`.
     """
 
     prompt: int
@@ -90,16 +103,16 @@ class _Row(NamedTuple):
 
     @property
     def clustered(self) -> int:
-        """Number of tokens in the ranges whose clusters stay as they are."""
+        """Number of tokens whose clusters do not change in the current append or truncation."""
         return self.unchanged[-1].stop if self.unchanged else 0
 
     @property
     def clusters(self) -> int:
-        """Number of clusters that stay as they are."""
+        """Number of clusters that do not change in the current append or truncation."""
         return sum(cut.clusters for cut in self.unchanged)
 
     def todo(self, plan: Plan) -> list[Cut]:
-        """Return the ranges to cluster, as positions in `tail`."""
+        """Return the ranges of tokens that must be clustered now. Positions are those in `tail`."""
         first = self.clustered
         cuts = plan.cuts(self.prompt, first + len(self.tail))[len(self.unchanged) :]
         return [Cut(start - first, stop - first, clusters) for start, stop, clusters in cuts]
@@ -109,7 +122,7 @@ class _Row(NamedTuple):
 class Units:
     """What a search ranks: `S` clusters, followed by `R` tokens that are not clustered yet.
 
-    A unit is a cluster or one such token, so there are `U = S + R` units.
+    Each cluster and each of these tokens is a unit, so there are `U = S + R` units.
 
     Attributes:
         keys: Centroids of the clusters and keys of the other tokens, float32 `[B, G, U, D]`.
@@ -151,9 +164,12 @@ class ClusteredIndex(BaseIndex):
         """Return the sizes of the token ranges that are clustered together."""
 
     def _labels(self, keys: Tensor, clusters: int) -> Tensor:
-        """Return the number of each key's cluster, int64 `[R, n]`, for keys float32 `[R, n, D]`.
+        """Assign each of the keys, float32 `[R, n, D]`, to a cluster.
 
-        The default is spherical k-means: keys are compared by their cosines.
+        The default is spherical k-means, which compares keys by their cosines.
+
+        Returns:
+            The number of each key's cluster, int64 `[R, n]`.
         """
         directions = kmeans.directions(keys)
         options = dict(iterations=self.config.iterations, seed=self.config.seed)
@@ -171,20 +187,20 @@ class ClusteredIndex(BaseIndex):
         return Units(keys, torch.cat([sizes, ones], -1), starts, learned["members"], singles)
 
     def _estimates(self, queries: Tensor, units: Units) -> Tensor:
-        """Return the inner product of each query with each unit's centroid or key, `[B, G, g, U]`.
+        """Return the inner products of the queries with the units, float32 `[B, G, g, U]`.
 
-        The result is float32, and `-inf` for an unused unit. `g` is the number of query heads per
-        KV head.
+        A unit is a cluster, represented by its centroid, or a single key that is not in a cluster
+        yet. Unused entries of `units` get `-inf`. `g` is the number of query heads per KV head.
         """
         folded = group.fold(queries, self.geometry.kv_heads, self.config.group)
         empty = (units.sizes == 0)[:, :, None]
         return (folded @ units.keys.mT).masked_fill(empty, float("-inf"))
 
     def _scores(self, estimates: Tensor, units: Units) -> Tensor:
-        """Return one score per KV head and unit, `[B, G, U]`, combined over the query heads of the
-        group.
+        """Combine the scores of the query heads that share a KV head.
 
-        The score is `-inf` for an unused unit.
+        Return one score for each KV head and each unit (a cluster, or a key that is not in a
+        cluster yet), `[B, G, U]`. Unused entries get `-inf`.
         """
         g, policy = self.geometry, self.config.group
         scores: Tensor = self.ops.group.agree(
@@ -212,7 +228,8 @@ class ClusteredIndex(BaseIndex):
     ) -> Callable[[], None]:
         """Start an append (see `BaseIndex.start_append`).
 
-        If `means_of_values` is True, the values are stored in `_arriving` while clusters are built.
+        If `means_of_values` is True, building clusters also needs the values, which are in the
+        attribute `_arriving` during the call.
         """
         self._arriving = values if self.means_of_values else None
         try:
@@ -289,7 +306,7 @@ class ClusteredIndex(BaseIndex):
         return layout | {f"learned.{name}": spec for name, spec in learned.items()}
 
     def _follows(self, learned: Codes) -> bool:
-        """Return True if a loaded state has as many clusters as `_plan` defines for its tokens."""
+        """Return True if a loaded state has as many clusters as `_plan` requires for it."""
         clusters, counts = learned["sizes"].shape[2], learned["sizes"].sum(-1)[:, 0].tolist()
         for prompt, count in zip(learned["prompt"].tolist(), counts, strict=True):
             cuts = self._plan().cuts(prompt, count) if count else []
@@ -298,7 +315,7 @@ class ClusteredIndex(BaseIndex):
         return True
 
     def _empty(self, keys: Tensor) -> dict[str, Tensor]:
-        """Return `_learned` for an index without tokens."""
+        """Return the learned tensors (`_learned`) of an index without tokens."""
         B, G, _, D = keys.shape
         none = {
             "prompt": keys.new_empty((B,), dtype=torch.int64).zero_(),
@@ -313,9 +330,10 @@ class ClusteredIndex(BaseIndex):
         return none
 
     def _reader(self, keys: Tensor, first: int) -> Read:
-        """Return a function that reads rows by id, both stored rows and rows of the current append.
+        """Return a function that reads rows (keys and values) by token id.
 
-        The tokens of the current append have the ids `first`, `first + 1`, ….
+        The function reads rows in the store and also the rows of the current append, whose tokens
+        have the ids `first`, `first + 1`, ….
         """
         values, gather = self._arriving, self.ops.fetch.gather_rows
         if values is None:  # mean values are not needed, or `encode` was called without values
@@ -338,9 +356,10 @@ class ClusteredIndex(BaseIndex):
         return read
 
     def _extended(self, learned: Codes, rows: list[_Row], seen: int, read: Read) -> Codes:
-        """Cluster the new ranges of all sequences, and return the new `_learned`.
+        """Cluster the tokens of each sequence that have no clusters yet.
 
-        Sequences that have the same ranges to cluster are clustered in one batch.
+        If the same ranges of tokens must be clustered in several sequences, these sequences are
+        clustered in one batch. Return the new value of `_learned`.
         """
         added: list[list[Codes]] = [[] for _ in rows]
         alike = defaultdict(list)  # ranges to cluster -> sequences that have these ranges
@@ -369,7 +388,7 @@ class ClusteredIndex(BaseIndex):
     ) -> Codes:
         """Cluster the tokens `ids`, int64 `[b, n]`, of the sequences `batch`.
 
-        Return tensors `[b, G, ...]`.
+        Return the learned tensors of the new clusters, `[b, G, ...]`.
         """
         g, (count, n) = self.geometry, ids.shape
         all_ids = torch.full((rows, g.kv_heads, n), UNUSED, device=ids.device)

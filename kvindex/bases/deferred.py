@@ -1,6 +1,7 @@
 """Checks of argument tensors.
 
-On a GPU, errors are raised later, so that the host need not wait.
+On a GPU, errors in the contents of a tensor are raised by a later call, so that the host need not
+wait for the GPU.
 """
 
 from __future__ import annotations
@@ -88,9 +89,10 @@ class DeferredChecks(Transactional):
         self._flag(name, allowed).logical_or_(wrong)
 
     def _flag(self, name: str, allowed: str) -> Tensor:
-        """Return the error flag of an argument, int32 `[]`: nonzero after a failed check.
+        """Return the error flag of the argument `name`, int32 `[]` on the device.
 
-        All calls use the same flag at the same address, so that a kernel can set it.
+        The flag is nonzero if a check of this argument has failed. It is created once and stays at
+        the same address, so that kernels can write to it.
         """
         message = f"{name}: got (in an earlier call) what is not, allowed is {allowed}"
         if name not in self._deferred:
@@ -142,9 +144,9 @@ class DeferredChecks(Transactional):
             raise TypeError(f"hits: got {type(hits).__name__}, allowed is a kvindex.Hits")
         if length is None and self._captured():
             raise RuntimeError(
-                "graph: got a call, such as fetch, that checks hits.ids against the number of "
-                "tokens on the host, which does not change in replays; capture search and attend, "
-                "which read the number on the device"
+                "graph: got a call (such as fetch) that compares hits.ids with the number of "
+                "tokens on the host; this number would not change when the CUDA graph is replayed, "
+                "so capture search and attend instead, which read the number from device memory"
             )
         g, lowest = self.geometry, UNUSED - summaries
         shape = {"B": self._batch, "G": g.kv_heads, "K": None}
@@ -153,6 +155,6 @@ class DeferredChecks(Transactional):
         wrong = (hits.ids >= count) | (hits.ids < lowest)
         span = "" if lowest == self._length - 1 else f" to {self._length - 1}"
         self._raise_if("hits.ids", hits.ids, wrong, f"{lowest}{span}")
-        # Replace invalid ids: the error may be raised later, and no kernel may read memory at
-        # these ids.
+        # Replace invalid ids by `UNUSED`. On a GPU, the error that reports them may be raised only
+        # later, and until then no kernel may use them as addresses.
         return hits.ids.masked_fill(wrong, UNUSED)

@@ -26,9 +26,10 @@ NEVER = float("-inf")
 
 
 class EvictionIndex(BaseIndex):
-    """Base of eviction policies; `Config` has the fields `budget` and `group`.
+    """Base of policies that evict tokens. Their `Config` has the fields `budget` and `group`.
 
-    Scores are exact: `q·k` of each query head, combined over the heads of a group by `group.agree`.
+    Scores are exact: `q·k` of each query head, combined over the query heads of a KV head by
+    `group.agree`.
     The store keeps the rows of evicted tokens, so `fetch` works for any id, and tokens can be
     selected again after `truncate`.
     """
@@ -71,7 +72,9 @@ class ObservingEvictionIndex(PromptQueriesIndex, EvictionIndex):
 def joined_flags(
     before: Tensor | None, length: int, keys: Tensor, valid: Tensor | None
 ) -> Tensor | None:
-    """Return which tokens are valid after an append, bool `[B, length + T]`; None if all are valid.
+    """Return which tokens are valid (not padded) after an append, bool `[B, length + T]`.
+
+    The result is None if all tokens are valid.
 
     Args:
         before: Which tokens were valid before the append, bool `[B, length]`; None if all were.
@@ -94,9 +97,9 @@ def are_valid(queries: Tensor, positions: Tensor, valid: Tensor | None) -> Tenso
 
     Args:
         queries: `[B, H, R, D]`; the query of a padded token is zero.
-        positions: Token id of each query, int64 `[R]`.
-        valid: Which tokens are valid, bool `[B, N]`; None if all are. Where `positions` is at least
-            `N`, a query that is not zero counts as valid.
+        positions: Position of each query's token, int64 `[R]`.
+        valid: Which tokens are valid, bool `[B, N]`; None if all are. For a position of `N` or
+            more, a query that is not zero counts as valid.
     """
     real = are_real(queries)
     if valid is None or not valid.shape[1]:
@@ -108,14 +111,14 @@ def are_valid(queries: Tensor, positions: Tensor, valid: Tensor | None) -> Tenso
 def attention_received(
     geometry: Geometry, queries: Tensor, positions: Tensor, known: Tensor, keys: Tensor, ids: Tensor
 ) -> Tensor:
-    """Return the attention weight that each token receives, summed over queries and query heads.
+    """Return the sum of the attention weights that each token gets from all queries and heads.
 
     The attention is causal: the softmax of a query covers the given tokens up to its position.
 
     Args:
         geometry: Sizes of heads and vectors.
         queries: `[B, H, R, D]`.
-        positions: Token id of each query, int64 `[R]`.
+        positions: Position of each query's token, int64 `[R]`.
         known: Which queries to include in the sum, bool `[B, R]`.
         keys: Keys of the tokens, `[B, G, C, D]`.
         ids: Ids of the tokens, int64 `[B, G, C]`, -1 for padding.

@@ -37,7 +37,9 @@ CHECKED = torch.zeros((), dtype=torch.int32)
 
 @runtime_checkable
 class CapturingExecutor(Protocol):
-    """An executor whose decode step can be captured in a CUDA graph of the caller."""
+    """An executor (it calls the kernels of an index) whose decode steps can be captured in a CUDA
+    graph of the caller.
+    """
 
     def prepare_replay(self, resident: ResidentRows, k: int, wrong: Tensor | None) -> object:
         """Prepare the capture or a replay of a decode step (see `CapturesStep.prepare_replay`).
@@ -66,7 +68,10 @@ class CapturingExecutor(Protocol):
 
 @runtime_checkable
 class JoiningExecutor(Protocol):
-    """An executor that can run the decode steps of its index and of other indexes in one batch."""
+    """An executor that can run decode steps of several indexes in one batch.
+
+    An executor calls the kernels of an index.
+    """
 
     def new_batch(self) -> IndexBatch:
         """Create an object that runs decode steps of several indexes.
@@ -76,7 +81,7 @@ class JoiningExecutor(Protocol):
         ...
 
     def batch_row(self, wrong: Tensor | None) -> object:
-        """Return the data of this index that a decode step of several indexes reads.
+        """Return this index's data for a decode step that runs several indexes in one batch.
 
         See `JoinsBatch.batch_row`. wrong: an int32 tensor `[]` that kernels set to 1 if a query is
         not finite; None for no check.
@@ -85,8 +90,7 @@ class JoiningExecutor(Protocol):
 
 
 class ExecutedIndex(BaseIndex):
-    """Base of indexes that use an executor, which runs search, attention and decode step as
-    kernels.
+    """Base of indexes that have an executor, an object that runs search and attention as kernels.
 
     The constructor of a subclass sets `_executor` (`core.backend.accelerate`) after calling
     `super().__init__`. The subclass calls `_inform_executor` after every change.
@@ -130,8 +134,8 @@ class ExecutedIndex(BaseIndex):
     def supports_async_append(self) -> bool:
         """True if an append can run concurrently with searches.
 
-        Kernels then write the new codes after the existing ones, and the append does not wait for
-        the device.
+        In this case kernels write the new codes after the existing ones, and the append does not
+        wait for the device.
         """
         return self._executor is not None and self._executor.appends_async
 
@@ -183,7 +187,10 @@ class ExecutedIndex(BaseIndex):
         k: int,
         graphs: bool = True,
     ) -> Attended:
-        """Run one decode step of a non-empty index, as `protocol.DecodesStep.decode_step`."""
+        """Run one decode step. The index must not be empty.
+
+        See `protocol.DecodesStep.decode_step`.
+        """
         if not self.checks_tokens:
             executor, wrong = self._checked_step(queries, k)
             some = queries.detach(), token, resident, window
@@ -232,9 +239,9 @@ class ExecutedIndex(BaseIndex):
         return self._joining().new_batch()
 
     def batch_row(self, queries: Tensor, *, k: int) -> object:
-        """Return the data of this index that a decode step of several indexes reads.
+        """Return this index's data for a decode step that runs several indexes in one batch.
 
-        The batch size of this index must be 1 (see `protocol.JoinsBatch.batch_row`).
+        This index must have batch size 1 (see `protocol.JoinsBatch.batch_row`).
         """
         _, wrong = self._checked_step(queries, k)
         if self._batch != 1:
@@ -262,7 +269,10 @@ class ExecutedIndex(BaseIndex):
         return executor, wrong
 
     def _checked_shapes(self, queries: Tensor, k: int) -> Executor:
-        """Like `_checked_step`, without a check of the numbers in the queries."""
+        """Check the arguments of a decode step, except the numbers in the queries.
+
+        Return the executor.
+        """
         executor, usual = self._attending(), (check.kind(queries), self._batch)
         check.at_least("k", k, 1)
         check.at_least("len(index)", len(self), 1)

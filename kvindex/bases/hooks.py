@@ -89,8 +89,8 @@ class Hooks(Capable, DeferredChecks, ABC, transactional=False):
     def check_coverage(self, coverage: float) -> None:
         """Check that a search of this index supports the argument `coverage`.
 
-        The index must override `_search_coverage`, and its group policy must score each query head
-        separately.
+        The index must override `_search_coverage`, and its option `group` must not average the
+        queries of several query heads.
 
         Args:
             coverage: The argument of `search`.
@@ -123,7 +123,10 @@ class Hooks(Capable, DeferredChecks, ABC, transactional=False):
         return {}
 
     def _learned_before(self, length: int) -> Codes:
-        """Return the learned parameters after `truncate(length)`, without changing the index."""
+        """Return the learned parameters that the index will have after `truncate(length)`.
+
+        This method does not change the index.
+        """
         return self._learned
 
     def _prepared(self, keys: Tensor, valid: Tensor | None) -> tuple[Codes, Any]:
@@ -153,10 +156,11 @@ class Hooks(Capable, DeferredChecks, ABC, transactional=False):
         """
 
     def _with_written(self, statistics: Any) -> Any:
-        """Extend the result of `_with_appended` by statistics that need the written codes.
+        """Add further statistics to the result of `_with_appended`.
 
-        An asynchronous append calls this method concurrently with decode steps. The same work in
-        `_commit` would delay the decode steps.
+        An append calls this method after it has written the new codes to memory (`Columns.write`),
+        so this method can read them. In an asynchronous append, this method runs concurrently with
+        decode steps, whereas decode steps have to wait for `_commit`. So slow work belongs here.
         """
         return statistics
 
@@ -181,10 +185,13 @@ class Hooks(Capable, DeferredChecks, ABC, transactional=False):
         """Declare shapes, dtypes and ranges of the tensors in a saved state, to reject damaged or
         forged states.
 
-        For example, `{"codes.norms": TensorSpec("B G N 1", torch.float32, least=0)}`. A tensor that
-        is not declared must be finite. Its shape must be `[B, G, N, ...]` if its name begins with
-        `codes.`, and `[B, ...]` if its name begins with `learned.`. A tensor whose name begins with
-        `statistics.` must fit the annotation of the attribute.
+        An example is `{"codes.norms": TensorSpec("B G N 1", torch.float32, least=0)}`. Tensors that
+        are not declared must be finite, and are checked by the beginning of their name:
+
+        - `codes.…`: the shape must be `[B, G, N, ...]`.
+        - `learned.…`: the shape must be `[B, ...]`.
+        - `statistics.x`: the tensor must have the type with which the class annotates its
+          attribute `x` or `_x`.
 
         Args:
             sizes: Sizes that the state declares.
@@ -203,7 +210,7 @@ class Hooks(Capable, DeferredChecks, ABC, transactional=False):
         """Reset the statistics about tokens. The constructor and `reset` call this."""
 
     def _scanned(self) -> list[Tensor]:
-        """Return the tensors `[B, G, N, ...]` that a search reads for every token: by default all
+        """Return the tensors `[B, G, N, ...]` that a search reads completely. The default is all
         codes.
         """
         return [self._codes[name] for name in self._codes]
@@ -220,8 +227,9 @@ class Hooks(Capable, DeferredChecks, ABC, transactional=False):
 
     @property
     def unit(self) -> int:
-        """Largest number of tokens that a search selects as a unit: 1, or for example the size of a
-        page.
+        """Largest number of tokens that a search selects together, such as the tokens of a page.
+
+        It is 1 for an index that selects single tokens.
         """
         return 1
 
@@ -256,7 +264,7 @@ class Hooks(Capable, DeferredChecks, ABC, transactional=False):
 
         Args:
             queries: `[B, H, T, D]`.
-            positions: Ids of the tokens to which the queries belong, int64 `[T]`.
+            positions: Positions of the tokens to which the queries belong, int64 `[T]`.
         """
 
     def mark_boundary(self) -> None:
@@ -270,5 +278,5 @@ class Hooks(Capable, DeferredChecks, ABC, transactional=False):
 
         Args:
             tokens: Vocabulary ids, int64 `[B, T]`, or `[T]` if all sequences have the same text.
-            first: Id of the first of these tokens in the index.
+            first: Position in the index of the first of these tokens.
         """

@@ -1,10 +1,9 @@
 """`PagedIndex`: base of indexes that divide the tokens into pages and summarize the keys of each
 page.
 
-A page contains `P` consecutive valid tokens of a sequence: page `p` has the valid tokens number
-`pP` to `pP + P - 1`. Padding is not counted, and only the last page of a sequence may be
-incomplete. An append or a truncation reads the keys of the changed pages from the store and
-computes their summaries again.
+A page contains `P` consecutive tokens of a sequence. Padding is not counted, and only the last page
+of a sequence may be incomplete. An append or a truncation reads the keys of the changed pages from
+the store and computes their summaries again.
 """
 
 from __future__ import annotations
@@ -35,12 +34,14 @@ class Tail(dict[str, Tensor]):
 
 
 class PageColumns(Columns):
-    """Storage of page summaries. An append replaces the pages that it changes."""
+    """Stores a summary of each page. An append replaces the summaries of the changed pages."""
 
     def append(self, new: Mapping[str, Tensor]) -> None:
-        """Replace the pages from `new.start` on by the pages of `new`, a `Tail`.
+        """Append the summaries of new pages. If `new` is a `Tail`, its summaries replace all stored
+        ones from page number `new.start` on.
 
-        The data is copied before the change, so that a rollback can restore the old pages.
+        Stored tensors are copied before anything in them is replaced, so that a rollback can
+        restore the old summaries.
         """
         if isinstance(new, Tail) and new.start < len(self):
             self._data = {name: tensor.clone() for name, tensor in self._data.items()}
@@ -49,15 +50,18 @@ class PageColumns(Columns):
         super().append(new)
 
     def truncate(self, length: int) -> None:
-        """Do nothing. After a truncation, the index replaces the changed pages by `append`."""
+        """Do nothing, because the index calls `append` after a truncation.
+
+        `append` then replaces the pages that have changed.
+        """
 
 
 class PagedIndex(BaseIndex):
-    """Base of the indexes that select pages; `Config` has the fields `page` and `group`.
+    """Base of the indexes that select pages. Their `Config` has the fields `page` and `group`.
 
-    A subclass overrides `_summaries_of` and `_page_scores`. `_codes` contains the summaries, `[B,
-    G, pages, …]`. If one sequence has fewer pages than another one, its unused entries at the end
-    are undefined.
+    A subclass overrides `_summaries_of` and `_page_scores`. `_codes` contains the summaries of the
+    pages, `[B, G, pages, …]`. The size of this axis is the largest number of pages of a sequence.
+    For sequences with fewer pages, the entries at the end are undefined.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -80,10 +84,10 @@ class PagedIndex(BaseIndex):
         """
 
     def _marks(self, keys: Tensor) -> Tensor | None:
-        """Return `W` additional numbers per token for `_summaries_of`, or None if keys are
-        sufficient.
+        """Compute `W` numbers per token that `_summaries_of` needs in addition to the keys.
 
-        They are stored with the pages under the name `marks`, and are zero for padded tokens.
+        Return None if `_summaries_of` needs only the keys. The numbers are stored with the pages
+        under the name `marks`. They are 0 for padded tokens.
 
         Args:
             keys: Keys of new tokens, `[B, G, T, D]`.
@@ -106,9 +110,10 @@ class PagedIndex(BaseIndex):
         return int(self.config.page)
 
     def _page_layout(self, pages: str) -> Layout:
-        """Return a `TensorSpec` for each tensor of page summaries in a saved state (see `_layout`).
+        """Return the required shape and dtype of each tensor of page summaries in a saved state.
 
-        pages: expression for the size of the page axis.
+        Args:
+            pages: Size of the page axis, as an expression for `TensorSpec`.
         """
         return {}
 
@@ -119,10 +124,10 @@ class PagedIndex(BaseIndex):
     # Encoding
 
     def _encode(self, keys: Tensor, learned: Codes) -> Codes:
-        """Return the summaries of the pages that these keys form if the first key begins a page.
+        """Divide the keys into pages, and return the summaries of these pages.
 
-        `append` may divide the same keys differently, because it first fills the last page of the
-        index.
+        The first key begins a new page, unlike in `append`, where the first keys may belong to the
+        last, incomplete page of the index.
         """
         none = torch.zeros(len(keys), dtype=torch.int64)
         return self._tail(none, keys, None)
@@ -144,7 +149,9 @@ class PagedIndex(BaseIndex):
             self._codes.append(statistics)
 
     def _tail(self, past: Tensor, keys: Tensor | None, valid: Tensor | None) -> Tail:
-        """Compute the summaries of the pages that change, which begin at the first incomplete page.
+        """Compute the summaries of the first incomplete page and of all pages after it.
+
+        Earlier pages do not change.
 
         Args:
             past: Number of valid tokens of each sequence that are already stored, int64 `[B]`.
@@ -181,11 +188,16 @@ class PagedIndex(BaseIndex):
         return Tail(start, summaries if marks is None else {**summaries, "marks": marks})
 
     def _stored_part(self, first: int, present: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Read the keys and `_marks` of `n` stored valid tokens, beginning with valid token
-        `first`.
+        """Read the keys of `n` stored tokens of each sequence, and the marks that `_marks` computed
+        from them.
 
-        Both results have the shape `[B, G, n, …]`. They are undefined where `present`, bool `[B,
-        n]`, is False, because the sequence has no such token.
+        Args:
+            first: How many valid tokens of the sequence come before these tokens.
+            present: Bool `[B, n]`, False where the sequence has no such token. The results are
+                undefined there.
+
+        Returns:
+            Keys `[B, G, n, D]`, and marks `[B, G, n, W]` or None.
         """
         ids = self._members()[:, first:][:, : present.shape[1]].masked_fill(~present, UNUSED)
         keys = self._store.gather(ids[:, None].expand(-1, self.geometry.kv_heads, -1)).keys
@@ -220,11 +232,17 @@ class PagedIndex(BaseIndex):
 
 
 def _paged(tokens: Tensor, slots: Tensor, *, pages: int, page: int) -> Tensor:
-    """Arrange tokens `[B, G, n, W]` in pages `[B, G, pages, P, W]`, each token in the slot given
-    for it.
+    """Copy the vectors of tokens, `[B, G, n, W]`, to given places in pages of `P` tokens.
 
-    slots: int64 `[B, n]`, the slot of each token; page `p` has the slots `p · P` to `p · P + P -
-    1`. A token with the slot `pages · P` is dropped. Slots without a token are zero.
+    Args:
+        tokens: A vector of `W` numbers per token, `[B, G, n, W]`.
+        slots: The place of each token, int64 `[B, n]`. Page `p` has the places `p · P` to
+            `p · P + P - 1`. A token with the place `pages · P` is dropped.
+        pages: Number of pages.
+        page: Number of tokens in a page, `P`.
+
+    Returns:
+        Pages `[B, G, pages, P, W]`, 0 in places without a token.
     """
     B, G, _, W = tokens.shape
     shape = (B, G, pages * page + 1, W)
@@ -249,7 +267,10 @@ def extremes(keys: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def layout_of_boxes(axes: str, geometry: Geometry) -> Layout:
-    """Return a `TensorSpec` for `low` and for `high`, which bound the keys of each page."""
+    """Return the required shape and dtype of `low` and `high` in a saved state.
+
+    They are the smallest and the largest coordinates of the keys in each page.
+    """
     low = TensorSpec(
         axes,
         geometry.dtype,

@@ -23,8 +23,8 @@ class PromptQueries:
 
     Attributes:
         queries: `[B, H, R, D]`.
-        positions: Token id of each query, int64 `[R]`.
-        end: Position after the newest query that was received, sampled or not.
+        positions: Position of each query's token in the sequence, int64 `[R]`.
+        end: Position after the newest query that was received, even if that query is not sampled.
     """
 
     queries: Tensor
@@ -49,7 +49,7 @@ class PromptQueries:
         Args:
             before: The sample so far, or None.
             queries: New queries, `[B, H, T, D]`.
-            positions: Token ids of the new queries, int64 `[T]`, ascending.
+            positions: Positions of the new queries' tokens, int64 `[T]`, ascending.
             most: Largest number of queries in the sample.
             choice: How queries are chosen, one of `CHOICES`.
             seed: Seed for the choice "random".
@@ -80,7 +80,10 @@ class PromptQueries:
         return chosen
 
     def before(self, length: int) -> PromptQueries | None:
-        """Return the sampled queries of the first `length` tokens, or None if there are none."""
+        """Return those of the sampled queries that belong to the first `length` tokens.
+
+        Return None if there are none.
+        """
         known = self.positions < length
         if not bool(known.any()):
             return None
@@ -89,11 +92,14 @@ class PromptQueries:
         )
 
     def reordered(self, batch_indices: Tensor) -> PromptQueries:
-        """Return the sample for a reordered batch: sequence `b` becomes `batch_indices[b]`."""
+        """Reorder the sampled queries like the sequences of a batch.
+
+        Sequence `b` of the result is sequence `batch_indices[b]` of this object.
+        """
         return PromptQueries(self.queries[batch_indices], self.positions, self.end)
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors of the sample, for counting their bytes."""
+        """Return the tensors of this object. Callers use them to compute the memory in use."""
         return [self.queries, self.positions]
 
 
@@ -106,9 +112,9 @@ def are_real(queries: Tensor) -> Tensor:
 
 
 def layout_of_queries(name: str, sizes: StateSizes, geometry: Geometry) -> Layout:
-    """Return a `TensorSpec` for each tensor of a `PromptQueries` in a saved state.
+    """Return the shape and dtype that each tensor of a saved `PromptQueries` must have.
 
-    name: name of the `PromptQueries` in the state.
+    name: the name under which the `PromptQueries` object was saved.
     """
     if not sizes.has(name):
         return {}

@@ -1,8 +1,9 @@
-"""`QueryLists`: for each of a set of queries, an inverted list of the keys with the best scores.
+"""`QueryLists`: stores earlier queries, and for each of them a list of the keys with the best
+scores.
 
-The queries serve as centroids: a search looks up the lists of the centroids that are nearest to the
-new query. Let `C` be the number of centroids, `L` the number of keys in a list, and `g` the number
-of query heads per KV head. The tensors are:
+The stored queries serve as centroids: a search looks up the lists of the centroids that are nearest
+to the new query. Let `C` be the number of centroids, `L` the number of keys in a list, and `g` the
+number of query heads per KV head. The tensors are:
 
 - `centroids`, `[B, G, g, C, D]`: the queries.
 - `normalisers`, float32 `[B, G, g, C]`: for each query head, the log-sum-exp of the logits when the
@@ -42,9 +43,10 @@ flags of valid tokens, bool `[B, n]` or None."""
 
 @dataclass(frozen=True)
 class QueryLists:
-    """Builds inverted lists of token ids.
+    """Builds inverted lists: for each of a set of queries, the ids of the tokens with the best
+    scores.
 
-    A key's score is its largest attention weight of any query head.
+    The score of a key is its largest attention weight for any query head.
 
     Attributes:
         geometry: Sizes of heads and vectors.
@@ -81,7 +83,7 @@ class QueryLists:
         return self.insert(empty, blocks)
 
     def from_search(self, queries: Tensor, ids: Tensor, products: Tensor) -> Codes:
-        """Build the list of one new centroid from the keys that a search has scored.
+        """Build the list of best keys for one new centroid, from keys that a search has scored.
 
         Args:
             queries: The new centroid, `[B, H, D]`.
@@ -134,10 +136,10 @@ class QueryLists:
         return products if g.group_size == 1 else cap(products, g.scale, g.softcap)
 
     def _list_scores(self, logits: Tensor, totals: Tensor) -> Tensor:
-        """Return the scores of `T` keys for `c` centroids, `[B, G, c, T]`, by which a list is
-        sorted.
+        """Return the scores by which the keys in a centroid's list are sorted.
 
-        A score is the largest log attention weight of any query head. With a single query head per
+        The scores of `T` keys for `c` centroids are `[B, G, c, T]`. A score is the logarithm of the
+        largest attention weight that any query head gives to the key. With a single query head per
         KV head, it is `q·k`, which gives the same order.
         """
         if logits.shape[2] == 1:
@@ -145,14 +147,18 @@ class QueryLists:
         return (logits - totals[..., None]).amax(2)
 
     def _chunks(self, totals: Tensor, keys: Tensor) -> Iterator[slice]:
-        """Yield slices of the centroids, so small that the scores of a slice fit into memory."""
+        """Divide the centroids into slices, so that the scores of all keys for the centroids of one
+        slice fit into memory."""
         scores_per = totals[..., 0].numel() * (keys.shape[2] + self.rows)
         step = max(SCORES // max(scores_per, 1), 1)
         return (slice(start, start + step) for start in range(0, totals.shape[-1], step))
 
 
 def by_group(queries: Tensor, kv_heads: int) -> Tensor:
-    """Return a copy of queries `[B, H, C, D]` in the shape of centroids, `[B, G, H / G, C, D]`."""
+    """Group queries `[B, H, C, D]` by KV head, and return a copy, `[B, G, H / G, C, D]`.
+
+    This is the shape in which centroids are stored.
+    """
     B, H, C, D = queries.shape
     return queries.reshape(B, kv_heads, H // kv_heads, C, D).clone()
 
@@ -170,7 +176,8 @@ def replace_oldest(learned: Codes, new: Codes, oldest: int) -> Codes:
 def recall(learned: Codes, queries: Tensor, tokens: int, probes: int, ops: Any) -> Tensor:
     """Return the token ids in the lists of the `probes` centroids that are nearest to the queries.
 
-    The nearness of a centroid is its largest cosine with the query of any query head of the group.
+    How near a centroid is to the queries is measured by its largest cosine with the query of any
+    query head of the KV head.
 
     Args:
         learned: Tensors of the lists.

@@ -1,5 +1,6 @@
-"""`ReadingIndex`: methods that read an index's rows, such as `fetch`, and attention by the row
-store.
+"""`ReadingIndex`: the methods of an index that read its rows (keys and values of tokens).
+
+`fetch` returns rows. `attend` computes attention to rows, if the row store supports this.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _attend: dict[tuple[type, type], bool] = {}  # (index class, store class) -> can
 
 
 class ReadingIndex(StatefulIndex):
-    """Base class of `BaseIndex` with the methods that read rows."""
+    """Base class of `BaseIndex` with the methods that read rows (keys and values of tokens)."""
 
     ops: Any
     row_bytes: int
@@ -95,15 +96,19 @@ class ReadingIndex(StatefulIndex):
             self._store.pin_ahead(tokens, batch)
 
     def _cache_use(self) -> tuple[int, int, int]:
-        """Return capacity, look-ups and hits of the device cache for host rows; zeros without a
-        cache.
+        """Return how much the row cache is used: the cache in device memory for rows that are
+        stored in host memory.
 
-        See `protocol.Executor.cache_use`.
+        The result is the capacity, the number of look-ups and the number of hits; zeros if there is
+        no cache. See `protocol.Executor.cache_use`.
         """
         return 0, 0, 0
 
     def _rows_nbytes(self) -> dict[str, int]:
-        """Return the bytes that rows take, as device and host bytes if the store uses both."""
+        """Return how many bytes the stored rows take.
+
+        If the store uses both device and host memory, the result has one number for each.
+        """
         store = self._store
         if not isinstance(store, PlacedRows) or store.on_device is None:
             return {"rows": store.nbytes()}

@@ -1,4 +1,4 @@
-"""`Sentences`: where the sentences of a text end, and the queries of the newest sentence."""
+"""`Sentences`: stores where the sentences of a text end, and the queries of the newest sentence."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvindex.storage.state import OnHost
 
 @dataclass(frozen=True, eq=False)
 class Sentences:
-    """Where the sentences of a text end, and the newest queries.
+    """Stores where the sentences of a text end, and the newest queries.
 
     Attributes:
         ends: For the first `X` tokens, True if the token ends a sentence: bool `[B, X]`, or `[1,
             X]` if all sequences have the same ends.
         queries: Newest queries since the prompt ended, `[B, H, n, D]`.
-        positions: Token ids of these queries, int64 `[n]` on the CPU, ascending.
-        newest: Token id of the newest query that was ever observed, -1 before the first query.
+        positions: Positions of these queries' tokens, int64 `[n]` on the CPU, ascending.
+        newest: Position of the newest query that was ever observed, -1 before the first query.
         prompt_ended: True once the prompt is complete.
     """
 
@@ -43,15 +43,16 @@ class Sentences:
         return Sentences(ends, queries, torch.empty(0, dtype=torch.int64))
 
     def with_ends(self, ends: Tensor, first: int) -> Sentences:
-        """Return a copy that records whether each of the tokens `first`, `first + 1`, … ends a
-        sentence.
+        """Return a copy of this object with the sentence ends of `T` more tokens.
 
-        Entries of tokens from `first` on are replaced. If the batch size has changed, all earlier
-        entries are dropped.
+        The tokens have the positions `first`, `first + 1`, …. Sentence ends that were stored for
+        `first` and later positions are replaced. If the batch size has changed, all earlier
+        sentence ends are dropped.
 
         Args:
-            ends: Bool `[B, T]`, or `[1, T]` for all sequences.
-            first: Id of the first token.
+            ends: True if the token ends a sentence: bool `[B, T]`, or `[1, T]` if all sequences
+                have the same ends.
+            first: Position of the first of the `T` tokens.
         """
         old = self.ends[:, :first]
         old = pad(old, (0, first - old.shape[1]))
@@ -62,11 +63,15 @@ class Sentences:
         return replace(self, ends=ends)
 
     def with_queries(self, queries: Tensor, positions: Tensor, most: int) -> Sentences:
-        """Add queries `[B, H, T, D]`, and retain only the newest `most` queries. positions: token
-        ids of the added queries.
+        """Return a copy of this object with new queries added to the stored ones.
 
-        Old queries at or after the first new position are dropped, because their tokens were
-        truncated.
+        The copy stores only the newest `most` queries. Stored queries at or after the position of
+        the first new query are left out, because their tokens have been truncated.
+
+        Args:
+            queries: New queries, `[B, H, T, D]`.
+            positions: Positions of the new queries' tokens, int64 `[T]`, ascending.
+            most: Largest number of queries to store.
         """
         new = positions.cpu()
         sentences = replace(self, newest=int(new[-1]))
@@ -79,20 +84,20 @@ class Sentences:
         return replace(sentences, queries=queries[:, :, -most:].clone(), positions=new[-most:])
 
     def truncated(self, length: int) -> Sentences:
-        """Return the state of the first `length` tokens."""
+        """Return the state after removing all tokens from position `length` on."""
         remaining = self.positions < length
         queries, newest = self.queries[:, :, : int(remaining.sum())], min(self.newest, length - 1)
         ends, positions = self.ends[:, :length], self.positions[remaining]
         return replace(self, ends=ends, queries=queries, positions=positions, newest=newest)
 
     def reordered(self, order: Tensor) -> Sentences:
-        """Return the state for a reordered batch: sequence `b` becomes `order[b]`."""
+        """Return the state for a reordered batch, whose sequence `b` was sequence `order[b]`."""
         ends = self.ends[order] if len(self.ends) > 1 else self.ends
         queries = self.queries[order] if len(self.positions) else self.queries
         return replace(self, ends=ends, queries=queries)
 
     def ends_at(self, ids: Tensor) -> Tensor:
-        """Return True for the tokens, int64 `[B, n]`, that end a sentence."""
+        """Return True for those of the tokens `ids`, int64 `[B, n]`, that end a sentence."""
         count = self.ends.shape[1]
         if not count:
             return torch.zeros_like(ids, dtype=torch.bool)
@@ -100,15 +105,14 @@ class Sentences:
         return flags & (ids < count)
 
     def mean_query(self, queries: Tensor, most: int) -> Tensor:
-        """Return the mean of the given query and the earlier queries of its sentence, float32 `[B,
-        H, D]`.
+        """Return the mean of a query and the earlier queries of its sentence, float32 `[B, H, D]`.
 
         Args:
-            queries: The given query of each head, `[B, H, D]`. If it equals the newest observed
-                query, it belongs to the same token and is counted once. Otherwise it belongs to the
-                next token.
-            most: Largest number of queries in the mean. If the sentence has more, the last ones
-                count.
+            queries: The query of each head, `[B, H, D]`. If it equals the newest observed query, it
+                belongs to the same token and is counted once. Otherwise it belongs to the next
+                token.
+            most: Largest number of queries in the mean. If the sentence has more queries, the mean
+                is over the last ones.
         """
         observed, queries = self.queries, queries.float()
         if not len(self.positions) or len(observed) != len(queries):

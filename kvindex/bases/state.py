@@ -42,7 +42,7 @@ MOST_SEQUENCES = 2**20
 
 
 class StatefulIndex(NamedState, Hooks):
-    """Base class of `BaseIndex` with the methods that save an index and load it."""
+    """Base class of `BaseIndex` with the methods that save and load an index."""
 
     statistics: ClassVar[tuple[str, ...]] = ()
 
@@ -78,7 +78,7 @@ class StatefulIndex(NamedState, Hooks):
         return signed(self._whose(), {**state, **above("statistics", self._packed())})
 
     def _encoded_rows(self) -> EncodedRows:
-        """Return the store. Raise TypeError if the store cannot export its rows as bytes."""
+        """Return the row store. Raise TypeError if it cannot export its rows as bytes."""
         if not isinstance(self._store, EncodedRows):
             raise TypeError(
                 f"store: got a {type(self._store).__name__}, which cannot save or load encoded "
@@ -163,7 +163,7 @@ class StatefulIndex(NamedState, Hooks):
             check_rows(self.row_codec, g, own["rows"], own.get("valid"))
 
     def _layout_of_base(self, length: int) -> Layout:
-        """Return a `TensorSpec` for each tensor that the state of every index has."""
+        """Return the required shape and dtype of the tensors that the state of every index has."""
         layout = {
             "length": TensorSpec("", torch.int64),
             "batch": TensorSpec("", torch.int64, optional=not length),
@@ -178,8 +178,10 @@ class StatefulIndex(NamedState, Hooks):
         return layout
 
     def _layout_of_rest(self, state: Mapping[str, Tensor]) -> Layout:
-        """Return a default `TensorSpec` for each tensor that the subclass does not declare in
-        `_layout`.
+        """Return default specs for the codes, learned tensors and statistics in `state`.
+
+        A spec is a required shape and dtype. The method `_layout` of a subclass may declare
+        other specs, which take precedence.
         """
         codes = {name: TensorSpec("B G N ...") for name in below("codes", state)}
         learned = {name: TensorSpec("B ...") for name in below("learned", state)}
@@ -188,9 +190,10 @@ class StatefulIndex(NamedState, Hooks):
         return {f"{part}.{name}": spec for part in parts for name, spec in parts[part].items()}
 
     def recipe(self) -> Recipe:
-        """Return how to create an index with the same geometry and configuration, as JSON.
+        """Return the class, geometry and configuration of this index, as JSON.
 
-        Device, store and backend are not part of the recipe.
+        `kvindex.load` creates an equal, empty index from this recipe. Device, store and backend are
+        not included.
         """
         geometry = self.geometry.options()
         geometry.pop("device")
@@ -216,9 +219,7 @@ class StatefulIndex(NamedState, Hooks):
         save_folder(folder, "index", self.recipe(), {"state": self.state_dict})
 
     def _whose(self) -> dict[str, Any]:
-        """Return the properties that must be equal in the index that saved a state and the index
-        that loads it.
-        """
+        """Return the properties that an index must have to load a saved state of this index."""
         geometry = self.geometry.options()
         geometry.pop("device")
         return {
