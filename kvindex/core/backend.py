@@ -54,10 +54,10 @@ def choose(device: torch.device) -> tuple[str, str]:
 def accelerate(
     backend: str, geometry: Geometry, config: object, constants: Mapping[str, Tensor]
 ) -> Executor | None:
-    """Return an executor, which runs the index with compiled kernels, or None.
+    """Create an executor, which is an object that runs an index with compiled kernels.
 
-    The result is None if the backend has no executor for this geometry and configuration.
-    constants: tensors that the index derives from its configuration, by name.
+    constants: tensors that the index derives from its configuration, by name. The result is None if
+    the backend has no executor for this geometry and configuration.
     """
     if backend == "torch":
         return None

@@ -1,8 +1,8 @@
 """`capability`: tests which optional protocols of `kvindex.core.protocol` an index supports.
 
 A class may have a method that some of its instances do not support, for example because the kernels
-are not installed, or because the index inside a wrapper lacks the method. So callers use
-`capability(index, protocol)`, which returns the index or None, instead of `isinstance`.
+are not installed, or because the index inside a wrapper lacks the method. So callers do not use
+`isinstance`. They call `capability(index, protocol)`, which returns the index or None.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _speaks: dict[
 
 
 class Capable:
-    """Base class of objects that report themselves which protocols they support."""
+    """Base class of objects whose method `capability` reports which protocols they support."""
 
     def capability(self, wanted: type[P]) -> P | None:
-        """Return this object if it supports the protocol `wanted`, otherwise None."""
+        """Return `self` if it supports the protocol `wanted`, otherwise None."""
         if not self._offers(wanted):
             return None
         known = type(self), wanted
@@ -29,8 +29,8 @@ class Capable:
         return self if _speaks[known] else None  # type: ignore[return-value]
 
     def _offers(self, wanted: type) -> bool:
-        """Return False for a protocol whose methods the class has, but this instance does not
-        support.
+        """Return False if this instance does not support the protocol `wanted`, even though its
+        class has the methods of the protocol. Otherwise return True.
         """
         return True
 

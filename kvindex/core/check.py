@@ -65,11 +65,12 @@ def tensor(
 
 
 def kind(value: object) -> object:
-    """Return shape, dtype and device of a dense tensor, by which a repeated check can be skipped.
+    """Return the shape, dtype and device of a dense tensor.
 
-    If two tensors give equal results and one of them has passed the check `tensor`, the other one
-    passes it as well. For a value that is not a dense tensor, the result is a new object, which
-    equals only itself.
+    With this result, a caller can skip the check by the function `tensor`: if an earlier tensor
+    passed the check and had an equal result, the new tensor would pass as well. For a value that is
+    not a dense tensor, the result is a new object that equals no other result. So the check of such
+    a value is never skipped.
     """
     if not isinstance(value, Tensor) or value.is_nested or value.layout is not torch.strided:
         return object()
@@ -156,8 +157,8 @@ def below_one(name: str, value: object) -> float:
 def rows(name: str, value: object, batch: int | None) -> Tensor:
     """Return `value` if it is a non-empty int64 tensor of indices into the batch.
 
-    batch: the batch size; None if it is not known yet, so that any index of at least 0 is allowed.
-    Raises TypeError or ValueError.
+    batch: the batch size, or None if it is not known yet. If it is None, all indices of at least 0
+    are allowed. Raises TypeError or ValueError.
     """
     indices = tensor(name, value, {"B": None}, torch.int64)
     wrong = indices < 0 if batch is None else (indices < 0) | (indices >= batch)
@@ -220,9 +221,10 @@ ALLOWED_IN_KEYS = "the same number as in the key, because value_in_key is True"
 
 
 def not_in_keys(values: Tensor, keys: Tensor) -> Tensor:
-    """Compare values `[…, Dv]` with keys `[…, D]`, and return True where a coordinate differs.
+    """Compare each value `[…, Dv]` with the first `Dv` coordinates of its key `[…, D]`.
 
-    A NaN in a key counts as equal to any number, because keys of padded tokens may contain NaN.
+    Return a bool tensor `[…, Dv]` that is True where the coordinates differ. A NaN in a key counts
+    as equal to any number, because keys of padded tokens may contain NaN.
     """
     own = keys[..., : values.shape[-1]]
     return (values != own) & ~own.isnan()

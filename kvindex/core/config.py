@@ -51,18 +51,18 @@ def make_config(
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """Parse `"pariskv:preset=paper:beta=.05"` to `("pariskv", {"preset": "paper", "beta": 0.05})`.
 
-    A value that looks like an integer, float, boolean or None is converted, even if the option is
-    a string. `read_options` can leave string options as text. Raises ValueError if an option is
-    not written as `option=value`.
+    A value that looks like an integer, float, boolean or None is converted, even if the option
+    expects a string. To keep such a value as a string, call `split_spec` and then `read_options`
+    with the index class. Raises ValueError if an option is not written as `option=value`.
     """
     name, written = split_spec(spec)
     return name, read_options(written)
 
 
 def split_spec(spec: str) -> tuple[str, dict[str, str]]:
-    """Split `"pariskv:preset=paper:beta=.05"` into the name and the options.
+    """Split an index spec such as `"pariskv:preset=paper:beta=.05"` into the name and the options.
 
-    The values of the options stay text. The name may also have the form `module:Class`, as in
+    The values of the options stay strings. The name may also have the form `module:Class`, as in
     `"planes:Planes:bits=4"`. Raises ValueError if an option is not written as `option=value`.
     """
     name, *parts = check.text("index", spec).split(":")
@@ -71,7 +71,9 @@ def split_spec(spec: str) -> tuple[str, dict[str, str]]:
     options: dict[str, str] = {}
     with_colons = re.sub(r",\s*(?=\w+=)", ":", spec)
     if with_colons != spec:
-        raise ValueError(f"index: got {spec!r}, allowed is ':' between options: {with_colons!r}")
+        raise ValueError(
+            f"index: got {spec!r}, allowed is {with_colons!r}, with ':' between options"
+        )
     for part in parts:
         option, equals, value = part.partition("=")
         if not (option and equals and value):
@@ -84,15 +86,15 @@ def split_spec(spec: str) -> tuple[str, dict[str, str]]:
 
 
 def read_options(written: Mapping[str, str], *takers: Callable[..., Any]) -> dict[str, Any]:
-    """Convert the values of options from text.
+    """Convert the values of options from strings to the types that they look like.
 
-    Text that looks like an integer, float, boolean or None is converted, except for options that
-    are strings.
+    A string that looks like an integer, float, boolean or None is converted, unless the option
+    itself is a string.
 
     Args:
-        written: Option -> text, from `split_spec`.
-        *takers: Classes or functions that accept the options as arguments. Values of arguments that
-            they annotate as `str` stay text, so that "none" can be such a value.
+        written: Name of an option -> its value as a string, from `split_spec`.
+        *takers: Classes or functions that accept the options as arguments. If an argument is
+            annotated as `str`, its value stays a string, so that "none" is a possible value.
 
     Returns:
         Option -> value.
@@ -114,7 +116,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
 
 
 def _dotted(text: str) -> bool:
-    """Return True if the text is a name in Python, or several names with dots between them."""
+    """Return True if `text` is a Python identifier, or several identifiers joined by dots."""
     return all(part.isidentifier() for part in text.split("."))
 
 

@@ -2,9 +2,10 @@
 
 
 def how_to_install(extra: str) -> str:
-    """Return the commands that install an extra, as part of a sentence.
+    """Return two alternative commands that install the optional packages `extra` of kvindex.
 
-    Both forms work without a package index that has kvindex.
+    The first command installs from a checkout, and the second one from a wheel. Neither of them
+    needs kvindex on PyPI. The result is a part of a sentence, for error messages.
     """
     return (
         f'pip install -e ".[{extra}]" in a checkout of kvindex, or '

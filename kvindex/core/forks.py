@@ -15,11 +15,12 @@ _owners: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # owner -> name o
 
 
 def lock(owner: object, name: str) -> Any:
-    """Return a `threading.RLock`, to be stored in the attribute `name` of `owner`.
+    """Return a `threading.RLock`, which the caller stores in the attribute `name` of `owner`.
 
-    In the child of a fork, this attribute is set to a new lock. The data that the lock protects may
-    be half changed there, so use this only if the data is usable after each step of a change, or if
-    the child rebuilds the data.
+    In the child process after `os.fork`, this attribute is set to a new lock. A thread of the
+    parent may have been changing the data that the lock protects, so the change can be incomplete
+    in the child. Use this function only if incomplete data does no harm, or if the child rebuilds
+    the data.
 
     Args:
         owner: An object or a module.

@@ -51,8 +51,9 @@ class Geometry:
         """Return the geometry as keyword arguments for the constructor of an index.
 
         Returns:
-            The fields by name. `value_in_key` is left out if it is False, so that the result
-            equals that in folders of older versions, which did not have this field.
+            The fields by name. `value_in_key` is left out if it is False. Older versions of
+            kvindex did not have this field, so the result equals what they wrote into the folder
+            of a saved index.
         """
         options = {part.name: getattr(self, part.name) for part in fields(self)}
         if not self.value_in_key:

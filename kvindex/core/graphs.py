@@ -16,21 +16,22 @@ class Graph(Protocol):
     """A captured graph of work on a device, which can be replayed."""
 
     def replay(self) -> None:
-        """Run the captured work on the current stream."""
+        """Run the captured kernels on the current stream."""
         ...
 
 
 class CudaGraph:
-    """Captures all kernels that the function `work` launches in a CUDA graph.
+    """A CUDA graph of all kernels that the function `work` launches.
 
-    The capture does not run the kernels; `replay` does. Each graph has its own memory pool, because
-    a shared pool becomes unusable when the last graph that uses it is deleted.
+    The constructor calls `work` to capture the kernels, but does not run them; `replay` does. Each
+    graph has its own memory pool, because a shared pool becomes unusable when the last graph that
+    uses it is deleted.
 
     Args:
         device: The CUDA device.
         work: The function to capture.
-        draws: The generator from which `work` draws random numbers on the device, or None. A replay
-            advances the generator as a call of `work` would.
+        draws: The torch generator of the random numbers that `work` uses on the device, or None. A
+            replay advances the generator as a call of `work` would.
 
     Raises:
         RuntimeError: The driver cannot capture the work.
@@ -51,8 +52,8 @@ class CudaGraph:
         gc.disable()  # a finalizer might make a CUDA call that is forbidden during a capture
         try:
             with torch.cuda.device(device), torch.cuda.stream(side):
-                # in the capture mode "thread_local", other threads may allocate pinned memory
-                # during the capture
+                # with the error mode "thread_local", other threads may allocate pinned memory
+                # while this thread captures the CUDA graph
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
                     work()

@@ -11,9 +11,9 @@ T = TypeVar("T")
 class lazy(Generic[T]):  # noqa: N801  # used as `functools.cached_property` is
     """Like `functools.cached_property`, but without a lock.
 
-    Before Python 3.12, `functools.cached_property` has one lock for all objects of a class. If
-    another thread holds this lock during `os.fork`, it stays locked in the child process. Without a
-    lock, two threads may both compute the value.
+    Before Python 3.12, `functools.cached_property` has one lock for all objects of a class. If a
+    thread holds this lock while another thread calls `os.fork`, the lock is never released in the
+    child process. Without a lock, two threads may both compute the value.
     """
 
     def __init__(self, make: Callable[[Any], T]) -> None:

@@ -41,7 +41,8 @@ class OneShot:
     def of(ranks: Ranks, device: torch.device) -> OneShot | None:
         """Create a `OneShot` for a group of GPUs of one host. All ranks must call this.
 
-        If any rank cannot access the memory of another rank, all ranks get None and a warning.
+        If any rank cannot access the memory of another rank, the result is None on all ranks, and
+        each rank shows a warning.
         """
         if device.type != "cuda" or ranks.count < 2:
             return None

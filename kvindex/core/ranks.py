@@ -1,8 +1,8 @@
 """`Ranks`: the processes of a `torch.distributed` group, and the collectives that indexes need.
 
 All ranks must make the same calls in the same order. If a rank dies or hangs, the other ranks raise
-`RankError`, which names the lost rank. To find it, each remaining rank writes an entry to the store
-of the process group; after the timeout, the ranks without an entry are the lost ones.
+`RankError`, which names the lost rank. To find the lost rank, each remaining rank writes an entry
+to the store of the process group. After the timeout, the ranks without an entry are the lost ones.
 
 An NCCL collective is a kernel, and the host does not wait for it. If such a collective hangs, the
 watchdog of torch ends the process after the same timeout (docs/distributed.md). The watchdog does
@@ -41,7 +41,7 @@ class RankError(RuntimeError):
 
 
 class Ranks:
-    """This process as one of `count` ranks (processes), and its communication with the other ranks.
+    """A process group as one process (rank) sees it: number, count and communication of the ranks.
 
     A single process needs no process group. `Ranks.of` returns the same object for the same group
     and timeout, so that all layers share one communicator.
@@ -87,7 +87,7 @@ class Ranks:
         return self
 
     def check_same(self, what: str, facts: Mapping[str, Any]) -> None:
-        """Raise ValueError on all ranks if a value differs between two ranks.
+        """Compare values of all ranks. If one of them differs, raise ValueError on all ranks.
 
         Args:
             what: What the values describe, for the error message.
@@ -179,8 +179,8 @@ class Ranks:
     def wait_for(self, event: Any) -> None:
         """Wait until the device reaches an event that follows a CUDA graph with collectives.
 
-        Raises RankError after the timeout. The watchdog of torch cannot do this, because it does
-        not see collectives in a CUDA graph.
+        Raises RankError after the timeout. The watchdog of torch would not end the process if such
+        a graph hangs, because it does not see collectives in a CUDA graph.
         """
         end = time.monotonic() + self.timeout_s
         while self._group is not None and not event.query():
@@ -201,8 +201,10 @@ class Ranks:
             raise RankError(self._lost) from error
 
     def _found(self, reason: str) -> str:
-        """Wait until the timeout for the other ranks, and return a message that names the lost
-        ranks.
+        """Find out which ranks are lost, and return an error message that names them.
+
+        Each rank that calls this method writes an entry to the store of the process group. A rank
+        without an entry at the end of the timeout is lost.
         """
         assert self._group is not None
         store, end = self._group.get_group_store(), time.monotonic() + self.timeout_s

@@ -49,7 +49,11 @@ class ResidentRows:
         return self._count
 
     def row(self, b: int) -> ResidentRows:
-        """Return sequence `b` of a ragged buffer as an empty buffer that shares its memory."""
+        """Return a new, empty `ResidentRows` for sequence `b` of this ragged buffer.
+
+        The new object has no memory of its own. It writes to the memory of sequence `b` in this
+        buffer.
+        """
         one, own = copy(self), slice(b, b + 1)
         one.rows, one.mask, one.count = self.rows[own], self.mask[own], self.count[own]
         one.batch, one.ragged, one._hides = (
@@ -61,14 +65,14 @@ class ResidentRows:
         return one
 
     def retire(self) -> None:
-        """Set the capacity to 0, because another object uses the memory from now on."""
+        """Set the capacity to 0. From now on, another object uses the memory of this buffer."""
         self.batch = self.room = 0
 
     @property
     def masked(self) -> Tensor | float:
         """Number of rows that the mask hides, as the mean over the sequences of the batch.
 
-        While this number cannot have changed, the same object is returned.
+        The same object is returned until rows are added with a mask, or all rows are removed.
         """
         return self._masked
 
@@ -84,9 +88,10 @@ class ResidentRows:
         self.count.fill_(self._count)
 
     def replace(self, parts: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> None:
-        """Replace all rows with a few kernel launches. If the call fails, the buffer is empty.
+        """Remove all rows and add others, with a few kernel launches.
 
-        parts: a list of tuples, each with the arguments of `add`.
+        parts: a list of tuples, each with the arguments of one call of `add`. If this method
+        raises an error, the buffer is empty.
         """
         self._forget()
         try:
@@ -109,11 +114,13 @@ class ResidentRows:
             self._masked = self._masked + (~mask).sum(1).float().mean()
 
     def claim(self, count: int) -> int:
-        """Increase the host's count by `count` visible rows, and return the position of the first
-        one.
+        """Add `count` to the number of rows that is stored on the host.
 
-        The capacity must be sufficient. The caller writes the rows and the device tensor
-        `self.count`.
+        The caller writes the new rows and updates the device tensor `self.count`. The mask must not
+        hide the new rows. The capacity must be sufficient.
+
+        Returns:
+            Position of the first new row.
         """
         start, self._count = self._count, self._count + count
         return start
@@ -131,10 +138,10 @@ class ResidentRows:
             self._hides = False
 
     def unseen(self) -> ResidentRows:
-        """Return a copy whose mask hides all rows, for the capture of a decode step in a CUDA
-        graph.
+        """Return a copy of this buffer whose mask hides all rows.
 
-        The copy shares the rows and the device tensor `count`, but has its own count on the host.
+        It is used to capture a decode step in a CUDA graph. The copy shares the rows and the device
+        tensor `count` with this buffer, but has its own count on the host.
         """
         twin = copy(self)
         twin.mask = torch.zeros_like(self.mask)

@@ -18,21 +18,25 @@ if TYPE_CHECKING:
 class Restorable:
     """Base of objects with checkpoints.
 
-    Attributes are replaced, and never modified in place. Only attributes that are `Restorable`
-    themselves may be modified. A checkpoint becomes invalid when tokens that it contains are
-    truncated and other tokens are appended in their place.
+    A checkpoint contains references to the objects in the attributes. Methods must therefore assign
+    a new object to an attribute instead of modifying the old object in place. The exception is an
+    attribute that is `Restorable` itself: it may be modified, because the checkpoint contains a
+    checkpoint of it. A checkpoint becomes invalid when tokens that it contains are truncated and
+    other tokens are appended in their place.
     """
 
     def checkpoint(self) -> Any:
-        """Return all attributes, and the checkpoints of those that are `Restorable`, for
-        `rollback`.
+        """Return the current state, to be passed to `rollback`.
+
+        It consists of references to all attributes, and of checkpoints of the attributes that are
+        `Restorable` themselves.
         """
         state = vars(self).copy()
         parts = [(part, part.checkpoint()) for part in state.values() if _is_part(part)]
         return state, parts
 
     def rollback(self, checkpoint: Any) -> None:
-        """Restore the state of a checkpoint. The same checkpoint may be used several times."""
+        """Restore the state in `checkpoint`. The same checkpoint may be restored several times."""
         state, parts = checkpoint
         self.__dict__ = state.copy()
         for part, before in parts:
@@ -40,13 +44,16 @@ class Restorable:
         self._after_rollback()
 
     def _after_rollback(self) -> None:
-        """Update data outside of the attributes, such as data on the device.
+        """Update data that is not in the attributes, such as data on the device.
 
-        Called after `rollback`.
+        `rollback` calls this method after it has restored the attributes.
         """
 
     def _after_copy(self) -> None:
-        """Replace objects that a copy must not share. Called on the result of `copy.deepcopy`."""
+        """Replace objects that a copy must not share with the original.
+
+        `copy.deepcopy` calls this method on the copy.
+        """
 
     def _shallow(self) -> Self:
         """Return a new object with the same attributes."""
@@ -55,7 +62,10 @@ class Restorable:
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a copy that shares the tensors, because neither object ever overwrites them."""
+        """Return a copy that uses the same tensors as this object.
+
+        This is safe because neither object ever overwrites a tensor.
+        """
         twin = self._shallow()
         memo[id(self)] = twin
         for name, value in vars(self).items():
@@ -75,9 +85,10 @@ class Restorable:
 
 
 def cut_back(index: KVIndex, held: int) -> None:
-    """Truncate an index that is not `Restorable` to `held` tokens, to undo a failed call.
+    """Undo a failed call of an index that is not `Restorable`: truncate it to `held` tokens.
 
-    What the index has learned from signals, such as observed queries, is not undone.
+    `held` is the number of tokens before the call. Changes that the call made to learned
+    parameters, for example from observed queries, are not undone.
     """
     if len(index) != held:
         index.truncate(held)

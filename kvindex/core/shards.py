@@ -12,10 +12,11 @@ from kvindex.core.protocol import UNUSED
 
 @dataclass(frozen=True)
 class Shard:
-    """The tokens that one rank stores: blocks number `rank`, `rank + count`, `rank + 2 · count`, ….
+    """The tokens of a sequence that one rank stores.
 
-    The rank stores its tokens in an index of its own, where they have the ids 0, 1, 2, … in order
-    of position.
+    The sequence is divided into blocks, and the blocks are dealt round robin: the rank stores the
+    blocks number `rank`, `rank + count`, `rank + 2 · count`, and so on. It stores them in an index
+    of its own, where its tokens have the ids 0, 1, 2, … in order of position.
 
     Attributes:
         rank: Number of this rank.
@@ -34,8 +35,9 @@ class Shard:
         return length // round_tokens * self.block + min(max(rest, 0), self.block)
 
     def parts(self, start: int, stop: int) -> list[slice]:
-        """Return which of the tokens `start` to `stop - 1` this rank stores, as slices relative to
-        `start`.
+        """Return which of the tokens `start` to `stop - 1` this rank stores.
+
+        The result is a list of slices, whose bounds are relative to `start`.
         """
         first, last = start // self.block, (stop - 1) // self.block
         first += (self.rank - first) % self.count
@@ -46,8 +48,8 @@ class Shard:
     def to_whole(self, ids: Tensor) -> Tensor:
         """Convert ids in the index of this rank to ids in the whole sequence, int64.
 
-        Summary rows have ids below -1. Summary row `s` of this rank becomes summary row `s · count
-        + rank`.
+        A summary row, which stands for several tokens, has an id below -1: summary row `s` has the
+        id `-2 - s`. Summary row `s` of this rank becomes summary row `s · count + rank`.
         """
         block = ids // self.block
         rows = ids + (block * (self.count - 1) + self.rank) * self.block
@@ -57,7 +59,8 @@ class Shard:
     def to_own(self, ids: Tensor) -> Tensor:
         """Convert ids in the whole sequence to ids in the index of this rank, int64.
 
-        Tokens and summary rows of other ranks become -1.
+        An id becomes -1 if another rank stores its token, or its summary row (a row that stands for
+        several tokens).
         """
         block, row = ids // self.block, UNUSED - 1 - ids
         rows = (block // self.count) * self.block + ids % self.block
@@ -67,10 +70,10 @@ class Shard:
         return torch.where(mine & (ids != UNUSED), own, UNUSED)
 
     def to_own_positions(self, positions: Tensor) -> Tensor:
-        """For each position in the sequence, return the id of this rank's last token up to the
-        position.
+        """Convert positions in the whole sequence to ids in the index of this rank, int64.
 
-        The id is 0 if the rank has no such token.
+        For a position `p`, the result is the id of the last token of this rank at a position up to
+        `p`. It is 0 if the rank has no such token.
         """
         round_tokens = self.block * self.count
         rest = (positions + 1) % round_tokens - self.rank * self.block

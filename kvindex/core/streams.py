@@ -16,7 +16,7 @@ def new_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def raw_stream(device: int) -> int:
-    """Return the driver's handle of the current stream.
+    """Return the CUDA driver's handle of the current stream of a device.
 
     This is faster than `torch.cuda.current_stream`.
     """
@@ -25,9 +25,9 @@ def raw_stream(device: int) -> int:
 
 
 def raw_device() -> int:
-    """Return the current CUDA device.
+    """Return the number of the current CUDA device.
 
-    This is faster than torch's function, but CUDA must be initialized.
+    This is faster than `torch.cuda.current_device`, but CUDA must be initialized.
     """
     number: int = torch._C._cuda_getDevice()
     return number

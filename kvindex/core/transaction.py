@@ -80,12 +80,13 @@ _SHARED = -1
 
 
 class Access:
-    """Controls access to one object: by several threads that read, or by one thread exclusively.
+    """A reader-writer lock of one object that raises an error instead of waiting.
 
-    If two calls conflict, the first one continues and the second one raises RuntimeError. `enter`
-    checks for conflicts and grants access in one atomic step, by `dict.setdefault` or under a lock.
-    A nested call of the same thread never raises, because no other thread can have got access since
-    the outer call began.
+    Several threads may read the object at the same time, or one thread has exclusive access. If two
+    calls conflict, the first one continues and the second one raises RuntimeError. `enter` checks
+    for conflicts and grants access in one atomic step, by `dict.setdefault` or under a lock. A call
+    inside an exclusive call of the same thread never raises, because no other thread can have got
+    access since the outer call began.
     """
 
     def __init__(self) -> None:
@@ -120,10 +121,12 @@ class Access:
             self._readers[me] += 1
 
     def _enter_first(self, me: int, name: str, alone: bool) -> None:
-        """Grant access to the first read of a thread, or to an exclusive call inside a read of the
-        thread.
+        """Begin a call, after checking under the lock that it does not conflict with other threads.
 
-        Raises RuntimeError if a call of another thread conflicts.
+        `enter` calls this method in two cases. First, a read begins, and the same thread is not
+        inside another call. Second, an exclusive call begins while another thread has exclusive
+        access, or after any thread has read the object. Raises RuntimeError if a call of another
+        thread conflicts.
         """
         readers = self._readers
         with self._lock:  # no other thread may enter or leave between the check and the change
@@ -155,9 +158,15 @@ class Access:
                 self._readers.pop(me, None)
 
     def forget_threads(self) -> Change | None:
-        """In the child of a fork, remove the calls of threads that exist only in the parent.
+        """In the child process after `os.fork`, end the calls of the parent's other threads.
 
-        Returns the change of such a thread, which must be undone, or None.
+        Only the thread that called `os.fork` exists in the child, so calls of other threads would
+        never end there.
+
+        Returns:
+            If such a thread had begun to change the object: the number of the change, the name of
+            the method, and the checkpoint with which the caller must undo the change. Otherwise
+            None.
         """
         me, holder, change = get_ident(), self._holder.get(_HOLDER), None
         self._lock = RLock()  # another thread may have had it locked
@@ -182,13 +191,15 @@ def _refusal(name: str, alone: bool) -> str:
 
 
 _objects: WeakSet[Transactional] = WeakSet()
-"""All existing objects, for the child of a fork."""
+"""All existing `Transactional` objects. After `os.fork`, the child process repairs them."""
 
 
 class Transactional(Restorable):
     """Base of classes whose public methods are transactions.
 
-    The methods named in `READS`, `ALONE` and `CHANGES` are wrapped when a subclass is defined.
+    When a subclass is defined, this class replaces its methods that are named in `READS`, `ALONE`
+    and `CHANGES` by wrappers. A wrapper controls concurrent calls, and undoes a failed call that
+    may have changed the object.
     """
 
     parts_are_its_own: ClassVar[bool] = False
@@ -199,7 +210,10 @@ class Transactional(Restorable):
     _last_checkpoint: Any  # the checkpoint after the last change, or None
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Create the object with its access control, before any `__init__` runs."""
+        """Create the object and its `Access` object, the lock that every public method uses.
+
+        The lock exists before `__init__` runs, so that `__init__` may already call public methods.
+        """
         made = super().__new__(cls)
         made._access, made._broken, made._last_checkpoint = Access(), None, None
         _objects.add(made)
@@ -208,7 +222,7 @@ class Transactional(Restorable):
     def __init_subclass__(cls, *, transactional: bool = True, **options: Any) -> None:
         """Wrap the public methods of a subclass in transactions.
 
-        guarded: False for a class whose methods need no transaction.
+        transactional: False for a class whose methods need no transaction.
         """
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
@@ -220,7 +234,11 @@ class Transactional(Restorable):
 
     @property
     def calls_begun(self) -> int:
-        """Number of calls so far. While this number stays the same, the object does not change."""
+        """Number of calls of this object's public methods that have begun so far.
+
+        Only such calls change the object. So if the number is the same at two times, no change has
+        begun between them.
+        """
         return self._access.begun
 
     def _shallow(self) -> Self:
@@ -229,9 +247,9 @@ class Transactional(Restorable):
         return twin
 
     def checkpoint(self) -> Any:
-        """Return the current state for `rollback`.
+        """Return the current state, to be passed to `rollback`.
 
-        The last checkpoint is reused if nothing has changed.
+        If nothing has changed since the last checkpoint, that checkpoint is returned again.
         """
         if not self.parts_are_its_own:
             return super().checkpoint()
@@ -240,16 +258,18 @@ class Transactional(Restorable):
         return self._last_checkpoint
 
     def _after_fork(self) -> None:
-        """In the child of a fork, clean up after reads of other threads, which never end in the
-        child.
+        """In the child process after `os.fork`, repair data that a read may have left unfinished.
+
+        A subclass needs this if its reads write to internal data. Only the thread that called
+        `os.fork` exists in the child, so a read that another thread had begun never ends there.
         """
 
     def _undone(self, name: str) -> bool:
-        """Return True if a failed call of the method `name` is undone."""
+        """Return True if the changes of the method `name` are undone when a call of it fails."""
         return name in CHANGES
 
     def _runs_alone(self, name: str) -> bool:
-        """Return True if a call of this name needs exclusive access."""
+        """Return True if a call of the method `name` needs exclusive access to the object."""
         return name not in READS or self._undone(name)
 
     def _check_usable(self, name: str) -> None:
@@ -331,19 +351,20 @@ def _plainly(method: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
 
 def _unusual() -> bool:
     """Return True if a setting of torch that affects computations differs from its default."""
-    # These torch functions are module globals, because looking up attributes in every call is slow.
+    # The torch functions are stored in global variables of this module, because it is slow to look
+    # up attributes of `torch` in every call.
     if _default_dtype() is not _FLOAT32 or _autocast("cpu") or _autocast("cuda"):
         return True
-    # `torch.set_default_device` adds a function mode. Counting the modes is faster than reading
-    # the device.
+    # `torch.set_default_device` adds a torch function mode. It is faster to count the modes than to
+    # read the default device, so the device is read only if there is a mode.
     return _modes() > 0 and torch.get_default_device().type != "cpu"
 
 
 class _Float32:
-    """Context manager that sets the default dtype to float32.
+    """Context manager that sets torch's default dtype to float32.
 
-    The default dtype is a setting of the whole process. So it is restored when the last thread
-    leaves.
+    The default dtype is a setting of the whole process, and several threads may be in the context
+    at the same time. The former dtype is restored when the last thread leaves the context.
     """
 
     def __init__(self) -> None:
@@ -355,7 +376,9 @@ class _Float32:
             first = not self._inside
             if first:
                 self._before = torch.get_default_dtype()
-            # count this thread before the change, so that the child of a fork restores the dtype
+            # Count this thread before changing the default dtype. If another thread calls `os.fork`
+            # right after the change, `forget_threads` runs in the child process, finds the count
+            # and restores the dtype.
             self._inside[get_ident()] += 1
             if first:
                 torch.set_default_dtype(torch.float32)
@@ -365,7 +388,13 @@ class _Float32:
             self._left(get_ident(), 1)
 
     def forget_threads(self) -> None:
-        """In the child of a fork, leave the context for threads that exist only in the parent."""
+        """Forget the other threads of the parent process. Called in the child after `os.fork`.
+
+        The object counts the threads that are inside its `with` block, because torch's default
+        dtype must be float32 until the last of them leaves the block. Other threads of the parent
+        do not exist in the child. Without this call, they would stay counted there, and the default
+        dtype would stay float32.
+        """
         for thread in [*self._inside]:
             if thread != get_ident():
                 self._left(thread, self._inside[thread])
@@ -393,15 +422,17 @@ def plain_torch() -> Iterator[None]:
         yield
 
 
-# `copy.deepcopy` of an object is a read
+# The lock treats `copy.deepcopy` as a read of the copied object. So a deep copy may run while other
+# threads read the object.
 Transactional.__deepcopy__ = _in_transaction(Restorable.__deepcopy__)  # type: ignore[method-assign]
 
 
 def _forget_threads() -> None:
-    """In the child of a fork, end the calls of threads that exist only in the parent.
+    """In the child process after `os.fork`, end the calls of the parent's other threads.
 
-    Unfinished changes are undone, the last one first, because a change may be nested in another
-    one.
+    Only the thread that called `os.fork` exists in the child. If another thread was changing an
+    index, wrapper or layer, this change will never be finished, so it is undone. The newest change
+    is undone first, because it may be nested in an older one.
     """
     _float32.forget_threads()
     lost = [(each._access.forget_threads(), each) for each in list(_objects)]

@@ -17,7 +17,7 @@ from kvindex.core.protocol.results import Hits, Placement
 
 @runtime_checkable
 class ObservesQueries(Protocol):
-    """An index that uses the queries that it receives by `observe_queries`.
+    """An index that uses the queries that callers pass to its method `observe_queries`.
 
     Callers need not pass queries to an index without this capability.
     """
@@ -56,10 +56,10 @@ class PlacesRows(Protocol):
     """
 
     def placement(self) -> Placement:
-        """Return the number of rows on device and host, and the use of the device cache for host
-        rows.
+        """Return how many rows are on the device and on the host.
 
-        This waits for the device.
+        The result also says how often rows of the host were found in their cache on the device.
+        This call waits for the device.
         """
         ...
 
@@ -94,7 +94,7 @@ class WeighsRows(Protocol):
 
     @property
     def weighted(self) -> bool:
-        """True if searches return log weights, which is always the case with this protocol."""
+        """Always True: an index has this protocol only if its searches return log weights."""
         ...
 
 
@@ -127,10 +127,10 @@ class ExpandsBatch(Protocol):
 
 @runtime_checkable
 class SearchesShard(Protocol):
-    """An index that can store one shard of a long sequence, whose other shards are on other ranks.
+    """An index that can store one shard of a long sequence, while other ranks store the others.
 
-    Scores are comparable between shards, so the best rows of all shards together are the same rows
-    that a search of the whole sequence would find.
+    Scores are comparable between shards. A caller that merges the hits of all shards by score
+    therefore gets the same rows as from a search of the whole sequence.
     """
 
     def search_shard(self, queries: Tensor, *, k: int, total: Callable[[Tensor], Tensor]) -> Hits:
@@ -180,10 +180,13 @@ class ChecksState(Protocol):
 
 @runtime_checkable
 class ReportsRecipe(Protocol):
-    """An index that can describe how to create an empty index of its kind, for saved folders."""
+    """An index that can describe how to create an empty index of the same class and options.
+
+    The description is stored in the folder of a saved index.
+    """
 
     def recipe(self) -> dict[str, Any]:
-        """Return class, geometry and configuration as JSON (see `kvindex.storage.recipe`)."""
+        """Return class, geometry and options of the index as JSON (`kvindex.storage.recipe`)."""
         ...
 
 
@@ -191,11 +194,12 @@ class ReportsRecipe(Protocol):
 class ReportsMemory(Protocol):
     """An index that reports the addresses of its memory blocks.
 
-    Callers can thus count memory that several indexes share only once.
+    If several indexes share a block, a caller that adds up their memory recognizes the address, and
+    counts the block once.
     """
 
     def memory(self) -> dict[int, int]:
-        """Return address -> bytes of each block of memory that contains codes or rows."""
+        """Return all memory blocks that contain codes or rows: address -> size in bytes."""
         ...
 
 

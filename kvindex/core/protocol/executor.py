@@ -23,9 +23,9 @@ class Contents:
         counts: Number of valid tokens of each sequence, int64 `[B]` on the CPU.
         valid: True for tokens that are not padding, bool `[B, N]`, or None if no token is padded.
         real_from: Position from which on no token is padded.
-        opened: The data of the last tokens, which do not fill a block. These are their keys under
-            the name `open_keys`, `[B, G, n, D]`, or their codes if the executor does not encode
-            keys.
+        opened: Data of the newest tokens, which do not fill a block yet. If the executor encodes
+            keys, these are the keys of the tokens, `[B, G, n, D]`, under the name `open_keys`.
+            Otherwise, they are the codes of the tokens.
         statistics: Learned tensors by name.
         regression: A function that returns the regression matrix `[B, G, D, D]`, float16, which
             predicts keys from their sign bits. The first call computes the matrix. While the
@@ -60,7 +60,7 @@ class Executor(Protocol):
 
     @property
     def encodes(self) -> bool:
-        """True if kernels encode keys (`prepare`)."""
+        """True if the method `prepare` encodes keys with compiled kernels."""
         ...
 
     @property
@@ -77,7 +77,7 @@ class Executor(Protocol):
     def checks_tokens(self) -> bool:
         """True if `decode_step` raises ValueError for a query or key that is out of range.
 
-        It checks them if `wrong` is not None.
+        `decode_step` makes this check only if its argument `wrong` is not None.
         """
         ...
 
@@ -110,15 +110,16 @@ class Executor(Protocol):
         ...
 
     def update(self, contents: Contents) -> Executor:
-        """Return the executor to use after a change of the index, such as an append or a
-        truncation.
+        """Return an executor for the index as it is after a change, such as an append.
+
+        The index calls this method after every change, and then uses the returned executor.
         """
         ...
 
     def prepare(
         self, keys: Tensor, valid: Tensor | None, *, beyond: int, wrong: Tensor | None = None
     ) -> Any:
-        """Encode the whole blocks of an append, and return the codes to pass to `codes.append`.
+        """Encode the complete blocks of an append. Return codes, to be passed to `codes.append`.
 
         Call this only if `encodes` is True. If the last stored block is complete, the codes are
         written directly after the existing codes.
@@ -133,7 +134,7 @@ class Executor(Protocol):
         ...
 
     def encoded(self, keys: Tensor, valid: Tensor | None) -> Codes | None:
-        """Encode keys, the first of which is the first key of a block.
+        """Encode keys. The first of them must be the first key of a block.
 
         Args:
             keys: `[B, G, N, D]`; keys of padded tokens are zero.
@@ -146,7 +147,7 @@ class Executor(Protocol):
         ...
 
     def discard(self) -> None:
-        """Discard the codes that `prepare` has written, after the append was canceled."""
+        """Discard the codes that `prepare` has written, because the append was canceled."""
         ...
 
     def search(self, queries: Tensor, k: int) -> Hits:
@@ -158,8 +159,8 @@ class Executor(Protocol):
     ) -> Attended:
         """Search and attend (see `Attends.attend`).
 
-        wrong: an int32 tensor `[]` that kernels set to 1 if a query is not finite; None for no
-        check.
+        wrong: an int32 tensor `[]` that kernels set to 1 if a query is not finite, or None if
+        queries are not checked.
         """
         ...
 
@@ -179,8 +180,8 @@ class Executor(Protocol):
     ) -> Attended:
         """Run the decode step of a layer (see `DecodesStep.decode_step`).
 
-        wrong: an int32 tensor `[]` that kernels set to 1 if a query is not finite; None for no
-        check.
+        wrong: an int32 tensor `[]` that kernels set to 1 if a query is not finite, or None if
+        queries are not checked.
         """
         ...
 

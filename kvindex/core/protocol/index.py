@@ -92,8 +92,8 @@ class KVIndex(Protocol):
         """Receive the newest queries.
 
         Args:
-            queries: `[B, H, T, D]`. The query of a padded token is zero, and statistics must leave
-                it out.
+            queries: `[B, H, T, D]`. The query of a padded token is a zero vector. An index must not
+                count it in its statistics.
             positions: Ids of the tokens to which the queries belong, int64 `[T]`.
         """
         ...
@@ -103,7 +103,7 @@ class KVIndex(Protocol):
         ...
 
     def observe_tokens(self, tokens: Tensor, *, first: int) -> None:
-        """Receive the vocabulary ids of the text.
+        """Receive the vocabulary ids of tokens in the text.
 
         Args:
             tokens: Vocabulary ids, int64 `[B, T]`, or `[T]` if all sequences have the same text.
@@ -136,10 +136,10 @@ class KVIndex(Protocol):
         ...
 
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes in use per memory tier.
+        """Return how many bytes the codes and the rows of the index take.
 
         Returns:
-            `codes` on the compute device, and `rows` in the store. A store with rows on both device
-            and host has `rows_device` and `rows_host` instead of `rows`.
+            Bytes by name: `codes` on the compute device, and `rows` in the store. If a store has
+            rows on device and host, there are `rows_device` and `rows_host` instead of `rows`.
         """
         ...

@@ -38,7 +38,7 @@ class Hits:
     coverage: Tensor | None = None
 
     def widened(self, k: int) -> Hits:
-        """Return the same hits in `k` slots. The added slots are unused."""
+        """Return the same hits, padded with unused slots to `k` slots per KV head."""
         more = (0, k - self.ids.shape[-1])
         weight = self.log_weight
         return Hits(
@@ -81,9 +81,9 @@ class Attended:
 
 @dataclass(frozen=True)
 class Placement:
-    """How many rows of an index are on the device and on the host, and the use of the row cache.
+    """How many rows of an index are on the device and on the host, and how its row cache is used.
 
-    The row cache is memory on the device for copies of host rows.
+    The row cache is memory on the device for copies of rows that are stored on the host.
 
     Args:
         row_codec: Name of the row codec.
@@ -109,9 +109,10 @@ class Placement:
         return self.found / self.looked_up if self.looked_up else 0.0
 
     def __add__(self, other: Placement) -> Placement:
-        """Return the placement of two indexes together: the sum of each count.
+        """Return the placement of the rows of two indexes together.
 
-        The row codecs are equal.
+        The numbers of rows, look-ups and hits are added up. Both indexes must have the same row
+        codec.
         """
         return replace(
             self,

@@ -40,10 +40,11 @@ class Attends(Protocol):
         ...
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """Attend from queries `[B, H, D]` to the rows of `hits`, with their weights, and of
-        `resident`.
+        """Compute attention for queries `[B, H, D]` over the rows that a search has selected.
 
-        Raises ValueError or TypeError if the hits are not valid (see `KVIndex.fetch`).
+        `hits` contains the ids of these rows, and log weights that are added to their logits. The
+        queries also attend to the rows of `resident`, such as the sink and the window. Raises
+        ValueError or TypeError if the hits are not valid (see `KVIndex.fetch`).
         """
         ...
 
@@ -65,8 +66,7 @@ class DecodesStep(Attends, Protocol):
         k: int,
         graphs: bool = True,
     ) -> Attended:
-        """Write the key and value of the new token to `resident` and `window`, then search and
-        attend.
+        """Run a decode step: write the new token to `resident` and `window`, search, and attend.
 
         Args:
             queries: `[B, H, D]`, after the rotary embedding.
@@ -89,28 +89,28 @@ class DecodesStep(Attends, Protocol):
 
 @runtime_checkable
 class ChecksTokens(Protocol):
-    """An index whose `decode_step` checks the numbers of the new key, so that no caller must."""
+    """An index whose `decode_step` checks the new key, so that callers need not check it."""
 
     @property
     def checks_tokens(self) -> bool:
-        """True if `decode_step` raises ValueError for a key that is out of range."""
+        """True if `decode_step` raises ValueError for a key with NaN, infinite or huge numbers."""
         ...
 
 
 @runtime_checkable
 class CapturesStep(Protocol):
-    """An index whose decode step a caller can capture in a CUDA graph, to replay it for each token.
+    """An index whose decode step can be captured in a CUDA graph, which is replayed for each token.
 
-    Such an index does not change during these decode steps, except when tokens that leave the
-    window are appended to it. The caller does not call `observe_tokens`.
+    The caller captures the graph. Such an index does not change during these decode steps, except
+    when tokens that leave the window are appended to it. The caller does not call `observe_tokens`.
     """
 
     def prepare_replay(self, resident: ResidentRows, *, k: int) -> object:
         """Prepare a capture or a replay on the current stream.
 
         Returns:
-            An object that stands for the memory addresses that the decode step reads. A graph may
-            be replayed as long as this method returns the same object.
+            An object that stands for the memory addresses that the decode step reads. As long as
+            this method returns the same object, a graph that was captured earlier may be replayed.
 
         Raises:
             ValueError: An argument is not allowed (see `Attends.attend`).
@@ -122,10 +122,11 @@ class CapturesStep(Protocol):
     ) -> Attended:
         """Run a decode step that the caller can capture in a CUDA graph.
 
-        This is like `DecodesStep.decode_step` without a window, but kernels read all counts from
-        device memory. The new token is written at the position `resident.count`, which is then
-        increased on the device. Before each replay, the caller makes room for the token and calls
-        `resident.claim(1)`. The same decode step must have run once before the capture.
+        It is like `DecodesStep.decode_step` without a window, but kernels read the numbers of rows
+        from device memory, because a replay cannot pass new arguments. The new token is written at
+        the position `resident.count`, which is then increased on the device. Before each replay,
+        the caller makes room for the token and calls `resident.claim(1)`. The same decode step must
+        have run once before the capture.
 
         Returns:
             Attention in tensors that the next replay overwrites. `found` is int64, and is added up
@@ -135,10 +136,11 @@ class CapturesStep(Protocol):
 
 
 class IndexBatch(Protocol):
-    """Runs the decode step of several indexes in one batch.
+    """Runs the decode steps of several indexes in one batch.
 
-    Each index has batch size 1, and they may have different lengths. In all methods, the argument
-    `rows` contains the result of `JoinsBatch.batch_row` for each index, computed for this call.
+    Each index has batch size 1, and the indexes may have different lengths. Before each call of a
+    method of this class, the caller calls `JoinsBatch.batch_row` of each index. It passes the list
+    of the returned objects as the argument `rows`, one object for each index.
     """
 
     def search(self, rows: Sequence[object], queries: Tensor, *, k: int) -> Hits:
@@ -148,9 +150,10 @@ class IndexBatch(Protocol):
     def attend(
         self, rows: Sequence[object], queries: Tensor, resident: ResidentRows, *, k: int
     ) -> Attended:
-        """Search each index, and attend to its selected rows and to its rows of `resident`.
+        """Search each index, and attend to its selected rows and to its rows in `resident`.
 
-        resident: ragged rows, with one sequence for each index.
+        resident: rows of the attention sink and the local window, with one sequence for each index.
+        The sequences may have different numbers of rows (`ragged`).
         """
         ...
 
@@ -164,19 +167,18 @@ class IndexBatch(Protocol):
         k: int,
         graphs: bool = True,
     ) -> Attended:
-        """Write the new token of each sequence to `resident`, then search and attend as `attend`
-        does.
+        """Add the new token of each sequence to `resident`, then do what `attend` does.
 
         The token is written after the existing rows of its sequence. The caller makes room for it
-        in `resident`, and updates the count on the host.
+        in `resident`, and updates the number of rows on the host.
 
         Args:
             rows: One entry for each index, None for an empty index. At least one index must not be
                 empty.
             queries: `[B, H, D]`, after the rotary embedding.
             token: Keys `[B, G, 1, D]` and values `[B, G, 1, Dv]` of the new tokens.
-            resident: Ragged rows of the attention sink and the local window, with one sequence for
-                each index.
+            resident: Rows of the attention sink and the local window, with one sequence for each
+                index. The sequences may have different numbers of rows (`ragged`).
             k: Rows to select per KV head.
             graphs: True if the decode step may be captured in a CUDA graph, to replay it later.
         """
@@ -191,14 +193,14 @@ class JoinsBatch(Protocol):
     """
 
     def new_batch(self) -> IndexBatch:
-        """Return an object that runs decode steps of several such indexes."""
+        """Return an object that runs the decode steps of several indexes of this class together."""
         ...
 
     def batch_row(self, queries: Tensor, *, k: int) -> object:
-        """Return the data of this index that a decode step of several indexes reads.
+        """Return what the methods of `IndexBatch` need to know about this index.
 
-        The data is valid until the index changes. The index must have batch size 1 and at least one
-        token.
+        The result is one element of their argument `rows`, and it is valid until the index changes.
+        The index must have batch size 1 and at least one token.
 
         Args:
             queries: The queries of this sequence, `[1, H, D]`.
