@@ -1,4 +1,7 @@
-"""Attend to selected rows and to resident rows (sink and local window), with one kernel."""
+"""Compute attention over selected rows and over the rows of sink and window, with one kernel.
+
+The rows of sink and window are called resident rows.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ def arguments(
     most: int,
     resident_state: ResidentState,
 ) -> Arguments:
-    """Return the arguments of `attend_groups` except results, with buffers of this thread.
+    """Return the arguments of the kernel `attend_groups`, except `count` and the results.
+
+    Some arguments are buffers. They belong to the thread that calls this function. A group is one
+    KV head of one sequence.
 
     Args:
         geometry: Sizes of heads and vectors.
@@ -42,8 +48,8 @@ def arguments(
         queries: Float32 `[B·G, g, D]`.
         ids: Int64 `[B·G, K]`.
         weights: Log weights, float32 `[B·G, g, K]`, or None.
-        most: Largest number of resident rows.
-        resident_state: Addresses of resident rows.
+        most: Largest number of rows in sink and window.
+        resident_state: Addresses of the rows in sink and window.
     """
     g, array, (groups, heads, _) = geometry, BUFFERS.array, queries.shape
     if weights is None:

@@ -21,7 +21,8 @@ A key is a tuple of sizes, and the layers of a model have few different sizes.
 class Buffers(threading.local):
     """Arrays that are reused between calls, so that their memory is allocated once per thread.
 
-    An array is identified by a name. The next caller that asks for the same name overwrites it.
+    An array is identified by a name. If another caller in the same thread asks for the same name,
+    it gets the same memory and overwrites the array.
     """
 
     def __init__(self) -> None:
@@ -31,7 +32,11 @@ class Buffers(threading.local):
 
     @property
     def owner(self) -> object:
-        """An object of this thread, to find out later whether arrays belong to it."""
+        """An object that identifies the current thread: every thread has a different object.
+
+        A caller that reuses a buffer in a later call remembers this object too. If `owner` is still
+        the same object in the later call, the buffer belongs to the thread of that call.
+        """
         return self._memory
 
     def array(self, name: str, dtype: Any, *shape: int) -> np.ndarray:
@@ -51,7 +56,10 @@ class Buffers(threading.local):
         return made
 
     def room(self, key: Any, make: Callable[[], Room]) -> Room:
-        """Return the arrays that `make()` has created for `key`; call `make` if there are none."""
+        """Return the arrays that an earlier call has stored under `key`.
+
+        If there are none, call `make`, store the arrays that it returns, and return them.
+        """
         made: Room | None = self._rooms.get(key)
         if made is None:
             made = make()

@@ -1,4 +1,4 @@
-"""Compiled version of `kvindex.ops.fetch`: gather rows (keys and values) by their token ids."""
+"""Gather rows (keys and values) by their token ids: the compiled version of `kvindex.ops.fetch`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from kvindex.ops import fetch as reference
 
 
 def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
-    """Gather rows by their ids; compiled version of `ops.fetch.gather_rows`.
+    """Gather rows (keys and values) by their token ids.
+
+    This is the compiled version of `ops.fetch.gather_rows`.
 
     Raises:
         IndexError: An id is not below the number of rows.

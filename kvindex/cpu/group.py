@@ -1,4 +1,7 @@
-"""Compiled version of `kvindex.ops.group`: one score per row for all query heads of a KV head."""
+"""Combine the scores that the query heads of a KV head give to a row into one score.
+
+This is the compiled version of `kvindex.ops.group`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ def agree(
     softcap: float | None,
     sizes: Tensor | None = None,
 ) -> Tensor:
-    """Compute one score of each row for the whole group; compiled version of `ops.group.agree`."""
+    """Compute one score of each row for all query heads that share a KV head.
+
+    This is the compiled version of `ops.group.agree`.
+    """
     B, G, heads, C = estimates.shape
     plain = estimates.dtype == torch.float32 and views.on_cpu(estimates)
     if heads == 1 or C == 0 or policy not in COMPILED or not plain:

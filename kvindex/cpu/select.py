@@ -19,7 +19,10 @@ from kvindex.ops import select as reference
 
 
 def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Select the `k` largest scores and their positions; compiled version of `ops.select.top_k`."""
+    """Return the `k` largest scores and their positions.
+
+    This is the compiled version of `ops.select.top_k`.
+    """
     if scores.dtype != torch.float32 or not views.on_cpu(scores):
         return reference.top_k(scores, k)
     outer = scores.shape[:-1]
@@ -31,7 +34,10 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def candidates(votes: Tensor, limits: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Select candidates by their votes; compiled version of `ops.select.candidates`."""
+    """Select the keys with the largest coarse scores (votes) as candidates.
+
+    This is the compiled version of `ops.select.candidates`.
+    """
     if votes.dtype != torch.int32 or not views.on_cpu(votes):
         return reference.candidates(votes, limits, valid)
     B, G, g, n = votes.shape
@@ -57,7 +63,10 @@ def candidates(votes: Tensor, limits: Tensor, valid: Tensor | None = None) -> Te
 
 
 def compact(chosen: Tensor) -> Tensor:
-    """List the positions of True elements; compiled version of `ops.select.compact`."""
+    """List the positions of the True elements of a mask.
+
+    This is the compiled version of `ops.select.compact`.
+    """
     if not views.on_cpu(chosen):
         return reference.compact(chosen)
     outer = chosen.shape[:-1]

@@ -1,4 +1,4 @@
-"""Memory addresses of an index's codes and rows, from which the kernels of a search read."""
+"""Memory addresses of an index's codes and rows, for the kernels that read them."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def places(batch: int, heads: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def compact(tensor: Tensor) -> Tensor:
-    """Return a tensor `[B, G, N, …]` whose last axes, from `N` on, are contiguous in memory.
+    """Return the tensor `[B, G, N, …]`, with the axis `N` and all later axes contiguous in memory.
 
-    The result is a copy only if they are not contiguous in `tensor`.
+    The tensor itself is returned if these axes are contiguous already, otherwise a copy.
     """
     shape = tensor.shape[2:]
     if tensor.stride()[2:] == tuple(prod(shape[i + 1 :]) for i in range(len(shape))):
@@ -50,16 +50,19 @@ def compact(tensor: Tensor) -> Tensor:
 class State:
     """Addresses of an index's codes and rows, and statistics that the kernels read.
 
-    `signs`, `magnitudes`, `weights`, `fractions` and `centers` are addresses, int64 `[2, B·G]`:
-    `[0]` in the full blocks, and `[1]` in the last, partly filled block, or 0 if all are full.
+    A group is one KV head of one sequence. `signs`, `magnitudes`, `weights`, `fractions` and
+    `centers` are addresses of codes, int64 `[2, B·G]`. For group `p`, element `[0, p]` is the
+    address of the codes in the full blocks. Element `[1, p]` is the address of those in the last,
+    partly filled block; it is 0 if there is no such block.
 
     Attributes:
         valid: Addresses of the masks of valid tokens, int64 `[B·G]`; 0 if all tokens are valid.
         length: Number of tokens.
         full: Number of tokens in full blocks.
-        scales: Powers of two above all weights of a group, float64 `[B·G]`.
-        factors: Integer that votes are multiplied by, for each upper byte of a logarithmic weight,
-            int32 `[B·G, 256]`.
+        scales: For each group the smallest power of two above the weights of all keys (weight
+            scale), float64 `[B·G]`.
+        factors: Integer by which the coarse score (vote) of a key is multiplied, indexed by the
+            upper byte of the key's logarithmic weight, int32 `[B·G, 256]`.
         regression: Matrices of the sign regression, float32 `[B·G, D, D]`, or `[B·G, 0, 0]` without
             a regression.
         rows: Address of each group's first row in the store, int64 `[B·G]`.
@@ -85,8 +88,9 @@ class State:
 
     @lazy
     def limits(self) -> dict[int, np.ndarray]:
-        """Cache of the number of candidates of each group, int64 `[B·G]`, by the number of rows
-        `k`.
+        """Cache of candidate counts: `k` -> number of candidates of each KV head, int64 `[B·G]`.
+
+        The first search for `k` rows adds the entry for this `k`.
         """
         return {}
 
@@ -98,7 +102,8 @@ class State:
             contents: Contents of the index.
             codes: Codes of full blocks.
             heads: Number of KV heads.
-            factors: Result of `ops.codes.log_factors`, or None if votes ignore weights.
+            factors: Result of `ops.codes.log_factors`. None if the coarse scores (votes) of keys
+                do not depend on the weights of the keys, as with `coarse="tiered_votes"`.
         """
         batch = len(contents.counts)
         full: Codes = {name: codes[name] for name in codes} if len(codes) else {}
@@ -137,16 +142,20 @@ class State:
 
 
 def regressions(contents: Contents, groups: int) -> np.ndarray:
-    """Return the matrices that predict keys from their signs, float32 `[B·G, D, D]`."""
+    """Return the matrices that predict keys from their sign bits, float32 `[B·G, D, D]`.
+
+    If the index does not use such matrices, the result has the shape `[B·G, 0, 0]`.
+    """
     if contents.regression is None:
         return np.empty((groups, 0, 0), np.float32)
     return contents.regression().float().contiguous().flatten(0, 1).numpy()
 
 
 def weighed(parts: list[Codes], groups: int, factors: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Compute the integers that multiply votes in proportion to the keys' weights.
+    """Compute `State.scales` and `State.factors`.
 
-    The results are `State.scales` and `State.factors`.
+    The factors are integers that are proportional to the possible weights of a key. A search
+    multiplies the coarse score (vote) of a key by the factor of the key's weight.
     """
     some = [part["weights"].flatten(2).amax(2) for part in parts if part]
     largest = torch.stack(some).amax(0).flatten()
@@ -158,7 +167,7 @@ def weighed(parts: list[Codes], groups: int, factors: Tensor) -> tuple[np.ndarra
 
 @dataclass(frozen=True)
 class ResidentState:
-    """Addresses of the resident rows (sink and window) and of their mask, int64 `[B·G]` each.
+    """Addresses of the rows in sink and window (resident rows) and of their masks, int64 `[B·G]`.
 
     `made_of` references the tensors to which the addresses belong, so that their memory is not
     freed.
@@ -173,7 +182,8 @@ class ResidentState:
     def of(resident: ResidentRows, before: ResidentState | None) -> ResidentState:
         """Return the addresses of the tensors in `resident`.
 
-        `before` is the result of the previous call, which is returned if the tensors are the same.
+        `before` is the result of the previous call, or None. If `resident` still contains the same
+        tensor objects as in that call, `before` is returned.
         """
         rows, mask = resident.rows, resident.mask
         if before is not None and before.made_of[0] is rows and before.made_of[1] is mask:

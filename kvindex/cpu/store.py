@@ -38,7 +38,7 @@ class CompiledStore(TensorStore):
         )
 
     def attend(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """Compute attention over the rows that a search selected and over the resident rows."""
+        """Compute attention over the rows that a search selected, and over those in `resident`."""
         g, (batch, heads, D) = self._geometry, queries.shape
         folded = views.array(queries.float(), batch * g.kv_heads, g.group_size, D)
         ids = views.array(hits.ids, len(folded), hits.ids.shape[-1])

@@ -23,14 +23,15 @@ _lock = Lock()
 
 
 def parts_of(most: int) -> int:
-    """Return how many threads `run` uses: the number of torch's threads, at most `most`."""
+    """Return how many threads `run` uses: as many as torch does, but at most `most`."""
     return max(1, min(torch.get_num_threads(), most))
 
 
 def run(part: Part, most: int) -> None:
     """Call `part(i, parts)` in parallel for `i` from 0 to `parts - 1`, and wait for all calls.
 
-    `parts` is the number of torch's threads, at most `most`. An error in a call is raised again.
+    `parts` is the number of threads: as many as torch uses, but at most `most`. If a call raises an
+    error, this function raises it again.
     """
     parts = parts_of(most)
     if parts == 1:
@@ -67,7 +68,7 @@ def _serve(work: SimpleQueue[tuple[Part, int, int, SimpleQueue[BaseException | N
 
 
 def _forget() -> None:
-    """Empty the pool in a forked child process, which has none of the parent's threads."""
+    """Empty the pool in the child process after `os.fork`. Its threads exist only in the parent."""
     global _work, _lock
     _work, _lock = SimpleQueue(), Lock()  # another thread of the parent may hold the lock
     _threads.clear()

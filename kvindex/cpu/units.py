@@ -1,4 +1,7 @@
-"""Compiled version of `kvindex.ops.units`: rows of the best clusters, segments or pages (units)."""
+"""Select the rows of the best units, which are clusters, segments or pages.
+
+This is the compiled version of `kvindex.ops.units`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ def best_rows(
     k: int,
     singles: Tensor | None = None,
 ) -> Hits:
-    """Return `k` rows of the best units, such as clusters; compiled `ops.units.best_rows`."""
+    """Return `k` rows of the best units, such as clusters.
+
+    This is the compiled version of `ops.units.best_rows`.
+    """
     if scores.dtype != torch.float32 or not views.on_cpu(scores, members):
         return reference.best_rows(scores, starts, sizes, members, k, singles)
     (B, G, U), S = scores.shape, starts.shape[-1]
@@ -43,7 +49,10 @@ def best_rows(
 
 
 def walk(sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Find the unit (such as a cluster) of each row; compiled version of `ops.units.walk`."""
+    """Find the unit, such as a cluster, to which each row belongs.
+
+    This is the compiled version of `ops.units.walk`.
+    """
     if not views.on_cpu(sizes):
         return reference.walk(sizes, k)
     outer = sizes.shape[:-1]

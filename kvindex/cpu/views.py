@@ -12,7 +12,10 @@ PARTS_FROM = 2**16
 
 
 def array(tensor: Tensor, *shape: int) -> np.ndarray:
-    """Return the tensor as a numpy array of the given shape, copied only if not contiguous."""
+    """Return the tensor as a numpy array of the given shape.
+
+    The numbers are copied only if the tensor is not contiguous.
+    """
     plain = tensor.detach() if tensor.requires_grad else tensor
     made: np.ndarray = plain.contiguous().numpy()
     return made.reshape(shape)
@@ -33,5 +36,5 @@ def on_cpu(*tensors: Tensor) -> bool:
 
 
 def parts(work: int, most: int) -> int:
-    """Return the largest useful number of threads for `work` tensor elements: `most` or 1."""
+    """Return how many threads are useful to process `work` tensor elements: 1 or `most`."""
     return most if work > PARTS_FROM else 1

@@ -1,6 +1,8 @@
-"""Attention of one KV head's queries over selected rows and resident rows (sink and window).
+"""Compute attention for the queries of one KV head.
 
-Rows are read where they are stored, without a gather.
+The queries attend to the rows that a search has selected, and to resident rows, which are the rows
+of sink and window. The rows are read at the addresses where they are stored. They are not copied
+into one array first.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ LINE = 64
 def put_places(
     rows: np.ndarray, offset: int, count: int, kind: int, room: np.ndarray, out: np.ndarray
 ) -> None:
-    """Write the address of each row's key or value, as float32 numbers, into `out`.
+    """Write the address of each row's key, or of each row's value, into `out`.
 
-    Keys or values of another dtype are converted to float32 in `room` first. A missing row gets the
-    address of zeros.
+    The code that reads from these addresses expects float32 numbers. If the rows have another
+    dtype, the keys or values are first converted into `room`, and the addresses are those of the
+    converted numbers. A missing row gets the address of zeros.
 
     Args:
         rows: Addresses of rows, int64 `[R]`; 0 for a missing row.
@@ -37,7 +40,8 @@ def put_places(
         kind: Dtype of the rows (`numbers.KINDS`).
         room: Buffer for converted numbers, float32 `[R + 1, count]`, whose last row is zero. If the
             rows are float32, only this zero row is needed: `[1, count]`.
-        out: Result, int64, at least `R` long. Addresses after the first `R` are those of zeros.
+        out: Result, int64, at least `R` long. The elements after the first `R` are set to the
+            address of zeros.
     """
     first = room.ctypes.data
     out[:] = first + (len(room) - 1) * count * 4
@@ -50,7 +54,7 @@ def put_places(
 
 @kernel
 def ask_for(rows: np.ndarray, first: int, row_bytes: int) -> None:
-    """Prefetch four rows, starting with the row number `first`."""
+    """Prefetch four rows, whose addresses are `rows[first]` to `rows[first + 3]`."""
     for r in range(first, min(first + FOUR, len(rows))):
         for at in range(0, row_bytes, LINE):
             prefetch(rows[r] + at)
@@ -60,7 +64,7 @@ def ask_for(rows: np.ndarray, first: int, row_bytes: int) -> None:
 def put_dots(
     queries: int, g: int, D: int, places: np.ndarray, row_bytes: int, out: np.ndarray
 ) -> None:
-    """Compute inner products of queries with keys.
+    """Compute the inner products of all queries with all keys, and prefetch the keys meanwhile.
 
     Args:
         queries: Address of the queries, float32 `[g, D]`.
@@ -107,8 +111,8 @@ def put_softmax(
         weights: Log weights to add to the first logits, float32, at most `R` long.
         scale: Factor of the logits.
         softcap: Bound of the logits; 0 for none.
-        out: On entry inner products, on return attention weights, float32, at least `R` long.
-            Numbers after the first `R` become zero.
+        out: Float32, at least `R` long. It contains inner products before the call, and attention
+            weights after it. Numbers after the first `R` become zero.
 
     Returns:
         Log-sum-exp of the logits.
@@ -148,7 +152,9 @@ def attend(
     output: np.ndarray,
     lse: np.ndarray,
 ) -> None:
-    """Compute attention for one KV head of one sequence; compiled `ops.attention.attend`.
+    """Compute attention for one KV head of one sequence.
+
+    This is the compiled version of `ops.attention.attend`.
 
     Args:
         queries: Float32 `[g, D]`.
@@ -178,9 +184,14 @@ def attend(
 
 @kernel
 def put_resident(resident: int, row_bytes: int, mask: int, count: int, out: np.ndarray) -> None:
-    """Write the addresses of the resident rows of one KV head into `out`, int64 `[count]`.
+    """Write the addresses of one KV head's rows in sink and window (resident rows) into `out`.
 
-    A row whose mask (a byte at the address `mask`) is 0 gets the address 0.
+    Args:
+        resident: Address of the first row.
+        row_bytes: Bytes of a row.
+        mask: Address of the mask, uint8 `[count]`. A row with the mask 0 gets the address 0.
+        count: Number of rows.
+        out: Result, int64 `[count]`.
     """
     shown = uint8_at(mask, count)
     for r in range(count):

@@ -32,7 +32,7 @@ except ImportError as error:
     ) from error
 
 Number: TypeAlias = Any
-"""A number in Python or numpy; in a kernel, a machine number."""
+"""A number of Python or numpy. In compiled code, it is a number in a register of the CPU."""
 
 REORDERED = {"reassoc", "contract", "nsz"}
 """LLVM's fast-math flags that allow it to vectorize sums. Infinities and NaN still work."""
@@ -60,16 +60,20 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function as `kernel` does, and inline it into its callers to save the calls."""
+    """Decorate a function as `kernel` does, and inline it into the kernels that call it.
+
+    Inlining saves the time of the calls.
+    """
     return _compiled(function, forceinline=True)
 
 
 class CodeFiles(IndexDataCacheFile):  # type: ignore[misc]  # Numba is not typed
     """Files of Numba's cache, with random names so that processes never share a file by accident.
 
-    Numba numbers the files by an index that is not locked. If two processes compiled a function at
-    the same time for different argument types, both would use the same file name, and one process
-    would later run the other's code.
+    Numba itself names the files by consecutive numbers, and takes the next number from a file that
+    it does not lock. If two processes compiled a function at the same time for different argument
+    types, both would use the same file name. Then one process would later run the code of the
+    other process.
     """
 
     def _data_name(self, number: int) -> Any:
@@ -108,7 +112,7 @@ def _pointer(_: Any, address: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]  # as above
 def popcount(_: Any, word: Any) -> Any:
-    """Count the 1 bits of a uint64. LLVM vectorizes it if the CPU has a vector instruction."""
+    """Count the 1 bits of a uint64. LLVM vectorizes this if the CPU has an instruction for it."""
 
     def code(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         return builder.ctpop(arguments[0])
@@ -144,10 +148,10 @@ def prefetch(_: Any, address: Any) -> Any:
 
 @inlined
 def keep(*arrays: np.ndarray) -> None:
-    """Keep arrays alive until this call, for a function that uses their addresses.
+    """Do nothing. A function calls this last, so that Numba does not free its arrays earlier.
 
-    Numba frees an array after the last use of its name. A function that passes on an array's
-    address therefore calls `keep` last. Otherwise the memory could be reused before it is read.
+    Numba frees an array after the last use of its name. If a function uses only the address of an
+    array from then on, the memory could be reused before it is read.
     """
 
 

@@ -20,7 +20,11 @@ WORD = 64
 """Number of coordinates whose bits are in one word."""
 
 PERMUTES = "+avx2" in FEATURES and "+avx512f" not in FEATURES
-"""True if registers have 8 levels, which AVX2 looks up (`vpermps`), and not 16 as with AVX-512."""
+"""True on CPUs with AVX2 but without AVX-512.
+
+There, a register contains 8 levels, which the instruction `vpermps` looks up. With AVX-512, it
+contains 16 levels.
+"""
 
 ENTRIES = 8 if PERMUTES else LANES
 """Levels in a register."""
@@ -35,9 +39,10 @@ HALF_FLOATS, HALF_INTS = ir.VectorType(FLOAT, LANES // 2), ir.VectorType(INT32, 
 
 
 def repeat(builder: Any, start: int, stop: Any, step: Callable[[Any], None]) -> None:
-    """Build the code of `step(i)` for each `i` from `start` to `stop`, an int or a machine number.
+    """Emit the code of `for i in range(start, stop): step(i)`, where `step(i)` emits code.
 
-    An int gives code without a loop.
+    If `stop` is a Python int, the loop is unrolled. If it is an LLVM value, which is known only
+    when the kernel runs, the code contains a loop.
     """
     if isinstance(stop, int):
         for i in range(start, stop):
@@ -73,7 +78,11 @@ def level_indices(builder: Any, planes: Any, step: Any, bits: Any) -> Any:
 
 
 def looked_up(builder: Any, table: Any, indices: Any) -> Any:
-    """Look up 16 entries of the table at an address, by the lowest bits of a vector of indices."""
+    """Emit code that looks up 16 numbers in a table that fits in one vector register.
+
+    `table` is the address of the table, and `indices` is a vector of 16 integers. Only their lowest
+    bits are used.
+    """
     if PERMUTES:
         return _permuted(builder, table, indices)
     entries = builder.load(builder.inttoptr(table, FLOATS.as_pointer()), align=4)
@@ -97,7 +106,11 @@ def _permuted(builder: Any, table: Any, indices: Any) -> Any:
 
 
 def levels_of(builder: Any, levels: Any, tables: Any, indices: Any) -> Any:
-    """Look up levels in tables of `ENTRIES` levels each, which begin at the address `levels`."""
+    """Emit code that looks up 16 levels (absolute values of coordinates) by their indices.
+
+    There may be more levels than fit in one register. So they are stored as consecutive tables of
+    `ENTRIES` levels each, which begin at the address `levels`. `tables` is the number of tables.
+    """
     stored = cgutils.alloca_once(builder, FLOATS)
     builder.store(looked_up(builder, levels, indices), stored)
     low = builder.and_(indices, ir.Constant(LANES_OF, [MINUS - 1] * LANES))
@@ -119,13 +132,21 @@ MINUS = 128
 
 
 def marked(builder: Any, indices: Any, positive: Any) -> Any:
-    """Add `MINUS` to bytes of indices where the bit in `positive` is 0."""
+    """Emit code that marks the level indices of negative coordinates with the bit `MINUS`.
+
+    `indices` has one byte for each of 64 coordinates. A coordinate is negative if its bit in
+    `positive` is 0.
+    """
     minus = builder.zext(builder.not_(positive), BYTES)
     return builder.or_(indices, builder.shl(minus, ir.Constant(BYTES, [7] * WORD)))
 
 
 def signed(builder: Any, levels: Any, indices: Any) -> Any:
-    """Negate the levels whose index contains `MINUS`, by setting the sign bits."""
+    """Emit code that gives each decoded coordinate of a key its sign.
+
+    `levels` contains the absolute values of the coordinates. The code negates a level if the bit
+    `MINUS` is set in the coordinate's level index. The function `marked` has set these bits.
+    """
     up = builder.shl(indices, ir.Constant(LANES_OF, [24] * LANES))
     signs = builder.and_(up, ir.Constant(LANES_OF, [1 << 31] * LANES))
     return builder.bitcast(builder.xor(builder.bitcast(levels, LANES_OF), signs), FLOATS)
@@ -134,7 +155,11 @@ def signed(builder: Any, levels: Any, indices: Any) -> Any:
 def put_levels(
     builder: Any, signs: Any, planes: Any, step: Any, bits: Any, levels: Any, tables: Any, out: Any
 ) -> None:
-    """Build the code of `put_word`. `bits` and `tables` are ints or machine numbers."""
+    """Emit the code of `put_word`, which decodes 64 coordinates of a key.
+
+    `bits` and `tables` are Python ints, or LLVM values that are known only when the kernel runs.
+    With ints, loops are unrolled.
+    """
     indices = level_indices(builder, planes, step, bits)
     positive = bits_at(builder, signs)
     if PERMUTES:  # without the masks of AVX-512, a selection by bits is slow
@@ -184,7 +209,9 @@ def _put_word_of_5(_: Any, signs: Any, planes: Any, step: Any, levels: Any, out:
 
 @inlined
 def put_word(signs: int, planes: int, step: int, bits: int, levels: int, out: int) -> None:
-    """Decode 64 coordinates of a key: the level that the magnitude bits select, with the sign.
+    """Decode 64 coordinates of a key from their sign bits and magnitude bits.
+
+    The magnitude bits select a level, which is the absolute value of the coordinate.
 
     Args:
         signs: Address of 64 sign bits.

@@ -1,6 +1,6 @@
-"""Encode blocks of keys: compute the center of each block, then the codes of tiles of keys.
+"""Encode keys in blocks: compute the center (mean key) of each block, then the codes of its keys.
 
-A tile is up to 64 keys of a block, which are encoded together.
+The keys of a block are encoded in tiles of up to 64 keys.
 
 Source: ParisKV, sections A.1 to A.3.
 """
@@ -57,7 +57,9 @@ def put_center(
     sums: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Compute the center (mean key) of a block; compiled version of `ops.codes.centers`.
+    """Compute the center (mean key) of a block.
+
+    This is the compiled version of `ops.codes.centers`.
 
     Args:
         keys: Address of the first key.
@@ -130,7 +132,10 @@ def put_nearest(
 
 @kernel
 def log_code(weight: float) -> Number:
-    """Convert a weight to its 16-bit logarithmic code; compiled `ops.codes.log_codes`."""
+    """Convert a weight to its 16-bit logarithmic code.
+
+    This is the compiled version of `ops.codes.log_codes`.
+    """
     if not weight > 0:
         return np.int32(0)
     code = np.rint(math.log2(np.float64(weight)) * STEPS + 2**15)
@@ -147,7 +152,7 @@ def code(
     codes: np.ndarray,
     weights: np.ndarray,
 ) -> None:
-    """Quantize a tile of rotated keys to signs, levels and one weight per key.
+    """Quantize a tile of rotated keys to sign bits, level indices, and one weight per key.
 
     This is the compiled version of `ops.codes.encode`.
 
@@ -242,7 +247,9 @@ def encode(
     centers: np.ndarray,
     wrong: np.ndarray,
 ) -> None:
-    """Encode the keys of some of the blocks of all groups (KV heads of sequences).
+    """Encode keys: compute the centers of blocks, sign bits, magnitudes and weights.
+
+    A group is one KV head of one sequence. Each thread encodes some of the blocks of all groups.
 
     Args:
         part: Number of this thread, from 0 to `parts - 1`.

@@ -1,4 +1,7 @@
-"""Combine the estimates of the query heads that share a KV head into one score per candidate."""
+"""Combine the estimated inner products of the query heads that share a KV head.
+
+The result is one score for each candidate (a key that a search may return).
+"""
 
 from __future__ import annotations
 
@@ -52,10 +55,11 @@ def log_sum(logits: np.ndarray, sizes: np.ndarray) -> Number:
 def put_logits(
     estimates: np.ndarray, scale: float, softcap: float, first: np.ndarray, out: np.ndarray
 ) -> None:
-    """Compute a query head's logits from its estimates, float32 `[C]`.
+    """Compute the logits of a query head from its estimates of inner products, float32 `[C]`.
 
-    The logit is `-inf` where `first`, the estimates of the group's first head, is `-inf`. There is
-    no candidate in such a place.
+    The lists of all query heads of a KV head have entries without a candidate at the same places.
+    These entries get the logit `-inf`. They are found in `first`, the estimates for the first of
+    these query heads, where they are `-inf`.
     """
     for c in range(len(out)):
         out[c] = estimates[c]
@@ -77,9 +81,10 @@ def agree(
     log_weights: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Combine the query heads' estimates into one score per candidate, for some of the groups.
+    """Combine the estimates for the query heads of a KV head into one score per candidate.
 
-    This is the compiled version of `ops.group.agree`. A group is one KV head of one sequence.
+    A group is one KV head of one sequence. Each thread processes some of the groups. This is the
+    compiled version of `ops.group.agree`.
 
     Args:
         part: Number of this thread, from 0 to `parts - 1`.
@@ -113,11 +118,12 @@ def agree(
 
 @kernel
 def put_mean(log_weights: np.ndarray, out: np.ndarray) -> None:
-    """Compute the logarithm of the heads' mean attention weight for each candidate.
+    """Compute the logarithm of each candidate's mean attention weight over the query heads.
 
     Args:
         log_weights: Logarithms of attention weights, float32 `[g, C]`.
-        out: On entry the largest log weight of the heads, on return the result, float32 `[C]`.
+        out: Float32 `[C]`. Before the call it contains the largest of each candidate's
+            `log_weights`, and after the call the result.
     """
     (g, C), sums = log_weights.shape, np.empty(CHUNK, np.float32)
     for start in range(0, C, CHUNK):

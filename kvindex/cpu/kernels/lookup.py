@@ -1,9 +1,9 @@
-"""Compute votes by look-up tables, for 64 keys at a time.
+"""Compute votes (coarse scores of keys) with look-up tables, for 64 keys at a time.
 
 A vote is mainly the inner product of a key's signs (±1) with a query that is rounded to integers.
 For four coordinates, there are 16 combinations of signs, so a table of 16 bytes contains all
-possible inner products. With AVX-512, the instruction `pshufb` looks up the entries of 64 keys at
-a time in a register.
+possible inner products. The table fits in a vector register. The instruction `pshufb` looks up the
+entries of 64 keys at a time with AVX-512, or of 32 keys with AVX2.
 """
 
 from __future__ import annotations
@@ -53,7 +53,11 @@ def loaded(builder: Any, address: Any, offset: int, kind: Any) -> Any:
 
 
 def transposed(builder: Any, words: Any) -> list[Any]:
-    """Transpose 64 words into bytes `[8, 64]`, in which keys `j` and `32 + j` are adjacent."""
+    """Emit code that transposes the sign bits of 64 keys, from `[64, 8]` bytes to `[8, 64]`.
+
+    `words` is the address of one 64-bit word for each key. The result is 8 vectors: vector `b`
+    contains byte `b` of all words. In a vector, the bytes of keys `j` and `32 + j` are adjacent.
+    """
     return _permuted_rows(builder, words) if WIDE else _interleaved(builder, words)
 
 
@@ -76,10 +80,16 @@ def _permuted_rows(builder: Any, words: Any) -> list[Any]:
 
 
 def _interleaved(builder: Any, words: Any) -> list[Any]:
-    """Like `transposed`, with instructions of AVX2 that interleave halves of 16 bytes."""
+    """Emit code for AVX2 that transposes the sign bits of 64 keys, as `transposed` describes.
+
+    The instructions interleave the bytes of two registers of 32 bytes: first the lower 16 bytes of
+    both, then the upper 16 bytes.
+    """
     halves = []
     for first in (0, 16):
-        # Row j has keys `j` and `32 + j` in its first 16 bytes, and `8 + j`, `40 + j` in the rest.
+        # Fill the list `groups` with vectors of 32 bytes. In the first 16 bytes of a vector, the
+        # 8 bytes of key `j` and the 8 bytes of key `32 + j` alternate. In the last 16 bytes, the
+        # bytes of keys `8 + j` and `40 + j` alternate.
         groups = []
         for j in range(first, first + 8, 2):
             a, b = (_four_keys(builder, words, start + j) for start in (0, 32))
@@ -93,19 +103,31 @@ def _interleaved(builder: Any, words: Any) -> list[Any]:
 
 
 def _four_keys(builder: Any, words: Any, key: int) -> Any:
-    """Load the words of keys `key`, `key + 1`, `key + 8` and `key + 9` as bytes."""
+    """Emit code that loads the sign bits of four keys as a vector of 32 bytes, 8 bytes per key.
+
+    These are the keys number `key`, `key + 1`, `key + 8` and `key + 9` of the array at the address
+    `words`.
+    """
     a, b = (loaded(builder, words, 8 * (key + more), QUARTER) for more in (0, 8))
     return shuffle(builder, a, b, list(range(HALF.count)))
 
 
 def _all_merged(builder: Any, some: list[Any], others: list[Any], size: int) -> list[Any]:
-    """Merge each of `some` with one of `others`, first the lower and then the upper halves."""
+    """Emit code that merges each vector in `some` with the vector at the same position in `others`.
+
+    For each pair, `_merged` is called twice: for the lower and for the upper halves of the lanes.
+    """
     pairs = zip(some, others, strict=True)
     return [_merged(builder, a, b, size, upper) for a, b in pairs for upper in (False, True)]
 
 
 def _merged(builder: Any, a: Any, b: Any, size: int, upper: bool) -> Any:
-    """Interleave runs of `size` bytes from the lower or the upper 8 of each 16 bytes."""
+    """Emit code that interleaves the bytes of the vectors `a` and `b`, of 32 bytes each.
+
+    The vectors consist of two lanes of 16 bytes. In each lane, the code takes the upper 8 bytes of
+    `a` and of `b` if `upper` is True, otherwise the lower 8 bytes. The result alternates between
+    `size` bytes of `a` and `size` bytes of `b`.
+    """
     order = []
     for start in range(0, HALF.count, 16):
         for run in range(start + 8 * upper, start + 8 * upper + 8, size):
@@ -121,7 +143,11 @@ def nibbles_of(builder: Any, row: Any) -> list[Any]:
 
 
 def looked_up(builder: Any, table: Any, offset: int, indices: Any) -> Any:
-    """Emit code that looks up 64 entries of a table of 16 bytes, as 32 pairs of bytes."""
+    """Emit code that looks up one byte for each of 64 keys in a table of 16 bytes.
+
+    The table is at the address `table + offset`. `indices` is a vector of 64 bytes from 0 to 15.
+    The result is a vector of 32 numbers of 16 bits, each with the bytes of two keys.
+    """
     sixteen = loaded(builder, table, offset, ir.VectorType(ir.IntType(8), 16))
     wide = shuffle(builder, sixteen, sixteen, list(range(16)) * 4)
     if WIDE:
@@ -134,7 +160,11 @@ def looked_up(builder: Any, table: Any, offset: int, indices: Any) -> Any:
 
 
 def permuted(builder: Any, instruction: str, table: Any, indices: Any) -> Any:
-    """Call an instruction of x86 that looks up bytes in a table of 16 bytes, repeated."""
+    """Emit a call of `pshufb`, the x86 instruction that looks up bytes in a table of 16 bytes.
+
+    `instruction` is LLVM's name of the instruction for a vector length. The vector `table` contains
+    the table of 16 bytes several times, as often as it fits.
+    """
     kind = ir.FunctionType(table.type, [table.type, table.type])
     name = f"llvm.x86.{instruction}"
     function = cgutils.get_or_insert_function(builder.module, kind, name)
@@ -142,7 +172,10 @@ def permuted(builder: Any, instruction: str, table: Any, indices: Any) -> Any:
 
 
 def sums_of(builder: Any, nibbles: Any, words: Any, table: Any) -> list[Any]:
-    """Emit code that adds up each key's table entries, as vectors for keys 0 to 31 and 32 to 63."""
+    """Emit code that looks up and adds the table entries of each of 64 keys.
+
+    The result is two vectors of sums, for keys 0 to 31 and for keys 32 to 63.
+    """
     none, eight = (ir.Constant(SHORTS, [n] * (KEYS // 2)) for n in (0, 8))
     both, odd = (cgutils.alloca_once(builder, SHORTS) for _ in range(2))
     builder.store(none, both)
@@ -175,10 +208,12 @@ def _put_nibbles(_: Any, words: Any, out: Any) -> Any:
 
 
 def votes_of(builder: Any, arguments: Any) -> list[Any]:
-    """Emit code that computes the votes of 64 keys, as vectors for keys 0 to 31 and 32 to 63.
+    """Emit code that computes the votes (coarse scores) of 64 keys for one query head.
 
-    The arguments are those of `_raise_votes` without `out`. On a CPU without AVX-512BW the function
-    emits nothing, because the code could not be compiled, and kernels do not use it.
+    Returns two vectors of votes, for keys 0 to 31 and for keys 32 to 63. The arguments are those of
+    `_raise_votes` without `out`. If the CPU lacks the necessary instructions (`SERVED` is False),
+    this function emits nothing, because LLVM could not compile the code. Kernels then compute votes
+    in another way.
     """
     if not SERVED:
         return []
@@ -193,7 +228,7 @@ def votes_of(builder: Any, arguments: Any) -> list[Any]:
 
 
 def place_of(builder: Any, out: Any, part: int, kind: Any) -> Any:
-    """Return a pointer to the results of keys 0 to 31 (`part` 0) or 32 to 63 (`part` 1)."""
+    """Return a pointer to the part of `out` for keys 0 to 31 (`part` 0) or 32 to 63 (`part` 1)."""
     at = builder.add(out, INT64(part * 4 * KEYS // 2))
     return builder.inttoptr(at, kind.as_pointer())
 
@@ -217,7 +252,10 @@ def _raise_votes(
 
 
 def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """Emit a fused multiply-add `a · b + c`, which rounds once, for vectors of type `SIZES`."""
+    """Emit LLVM code for `a · b + c` as a fused multiply-add, which rounds only the final result.
+
+    `a`, `b` and `c` are vectors of the LLVM type `SIZES`.
+    """
     kind = ir.FunctionType(SIZES, [SIZES] * 3)
     name = f"llvm.fma.v{SIZES.count}f32"
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [a, b, c])
@@ -259,16 +297,19 @@ def raise_votes(
     nibbles: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Compute the maximum of each key's votes over the query heads and of `out`, in place.
+    """Compute the largest vote (coarse score) of each key over all query heads.
+
+    `out[i]` becomes the largest of its old value and the votes of key `i` for the query heads.
 
     Args:
         words: Signs of the keys, 64 coordinates per word, uint64 `[W, n]`; `n` is a multiple of 64.
         tables: Result of `put_tables`, uint8 `[g, W, 16, 16]`.
         totals: Constants that `put_tables` returned, int32 `[g]`.
-        factors: Integers that multiply the votes of the keys, int32 `[n]`.
-        offsets: Vote that the block's center adds for each query head, int32 `[g]`.
+        factors: Integer by which the vote of each key is multiplied, in proportion to the key's
+            weight, int32 `[n]`.
+        offsets: Number that the block's center adds to votes, for each query head, int32 `[g]`.
         nibbles: Buffer, uint8 `[W, 16, 64]`.
-        out: On entry numbers below all votes, on return the maxima, int32 `[n]`.
+        out: Int32 `[n]`. The caller fills it with a number below all votes, or with earlier maxima.
     """
     (g, W), n = tables.shape[:2], len(out)
     table, signs, to = tables.ctypes.data, words.ctypes.data, out.ctypes.data
@@ -293,11 +334,12 @@ def raise_sizes(
     nibbles: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Compute the maximum of each key's sizes over the query heads and of `out`, in place.
+    """Estimate the log attention weights of keys, and compute the maximum over the query heads.
 
-    A size estimates the logarithm of a key's attention weight: `vote * gain + total`. `scales`
-    contains gain and total of each query head (`ops.priority`), float32 `[g, 2]`. `out` is float32
-    `[n]`, and all other arguments are those of `raise_votes`.
+    `out[i]`, float32, becomes the maximum of `out[i]` and the estimates for key `i` and all query
+    heads. An estimate, called size in code, is `vote * gain + total`, where `vote` is the coarse
+    score of the key. `scales` contains `gain` and `total` of each query head (`ops.priority`),
+    float32 `[g, 2]`. All other arguments are those of `raise_votes`.
     """
     (g, W), n = tables.shape[:2], len(out)
     table, signs, to = tables.ctypes.data, words.ctypes.data, out.ctypes.data
@@ -315,7 +357,8 @@ def raise_sizes(
 def put_tables(integers: np.ndarray, out: np.ndarray) -> int:
     """Write the look-up tables of a query that is rounded to integers.
 
-    A constant is added to each entry, so that no entry is negative. The sum of a key's entries is
+    An entry is the inner product of four coordinates with one of the 16 combinations of signs. A
+    constant is added to each entry, so that no entry is negative. The sum of a key's entries is
     therefore too large by a constant.
 
     Args:

@@ -1,7 +1,8 @@
-"""Compute the random noise by which keys are sampled (`ops.priority`).
+"""Compute the random noise that is added to the estimated log weights of keys (`ops.priority`).
 
-Keys with the largest priorities are sampled. A priority is the estimated logarithm of a key's
-attention weight (its size) plus noise.
+The estimated log weight of a key is an estimate of the logarithm of its attention weight. Variables
+for it are named `size`. Its sum with the noise is the priority of the key. The keys with the
+largest priorities are sampled.
 """
 
 from __future__ import annotations
@@ -39,16 +40,19 @@ EIGHT, SEVEN, ONE = np.uint32(8), np.int32(7), np.uint32(1)
 
 @inlined
 def number_of(position: int, seed: Number) -> Number:
-    """Return the number from which the noise of the key at `position` is hashed, uint32.
+    """Return the number whose hash gives the noise of the key at `position`, uint32.
 
-    `seed` is the seed of the key's group, uint32.
+    `seed` is the seed of the random numbers for the key's group (KV head of a sequence), uint32.
     """
     return np.uint32(np.uint32(position) * SPREAD + seed)
 
 
 @inlined
 def hashed(number: Number) -> Number:
-    """Hash a uint32 to a uint32; compiled version of `ops.priority.hashed`."""
+    """Return the hash of a uint32, which is a uint32.
+
+    This is the compiled version of `ops.priority.hashed`.
+    """
     both = np.uint64(np.uint32(number)) * FIRST + ADDED
     both = ((both >> HALF) ^ (both & LOWER)) * SECOND + ADDED
     return np.uint32((both >> HALF) ^ (both & LOWER))
@@ -56,10 +60,11 @@ def hashed(number: Number) -> Number:
 
 @inlined
 def noise_of(number: Number) -> Number:
-    """Return the noise `-log2 u` for a random number `u` that is hashed from a uint32.
+    """Return the noise `-log2 u`, where the random number `u` in (0, 1) is a hash of `number`.
 
     This is the compiled version of `ops.priority.noise_of`. The result is an int32, in units of
-    `1 / priority.UNIT`."""
+    `1 / priority.UNIT`.
+    """
     bits = np.float64(hashed(number) | ONE).view(np.int64)  # exponent and mantissa are exact
     octave = np.int32(bits >> np.int64(52)) - np.int32(1023)
     t = np.int32(bits >> np.int64(36)) & np.int32(UNIT - 1)
@@ -75,9 +80,10 @@ def noise_of(number: Number) -> Number:
 def bound_of(number: Number) -> Number:
     """Return an upper bound of `noise_of(number)` that is faster to compute.
 
-    The noise is minus a base-2 logarithm. The bits of a float, read as an integer, approximate its
-    logarithm, because they are linear between powers of two. The bound exceeds `-log2 u` by at most
-    0.09, or by more if `-log2 u` is 8 or larger, as it is for one key in 256.
+    The noise is `-log2 u` for a random number `u`. To approximate this logarithm, the function
+    reads the bits of a float as an integer, which grows linearly between two powers of two. If the
+    noise is below 8, the bound exceeds it by at most 0.09. The noise of one key in 256 is 8 or
+    larger; for such a key, the bound exceeds the noise by more.
     """
     upper = np.float32(np.int32(hashed(number) >> EIGHT))
     return np.int32(ABOVE - (upper.view(np.int32) >> SEVEN))
@@ -106,7 +112,11 @@ def hashed_pairs(builder: Any, numbers: Any, odd: bool) -> Any:
 
 
 def bounds_of(builder: Any, numbers: Any) -> Any:
-    """Emit code that computes `bound_of` for each element of a vector of the type `INTS`."""
+    """Emit code that computes an upper bound of the random noise of each key.
+
+    `numbers` is a vector of the type `INTS` with the numbers of the keys. For each of them, the
+    result is the same as that of `bound_of`.
+    """
     pairs = [hashed_pairs(builder, numbers, odd) for odd in (False, True)]
     hashes = shuffle(builder, pairs[0], pairs[1], [i + LANES * (i % 2) for i in range(LANES)])
     upper = builder.sitofp(builder.lshr(hashes, all_of(INTS, 8)), FLOATS)
@@ -115,7 +125,11 @@ def bounds_of(builder: Any, numbers: Any) -> Any:
 
 
 def rounded(builder: Any, sizes: Any) -> Any:
-    """Emit code that limits sizes to `LARGEST` and rounds them to integers (`FLOATS` to `INTS`)."""
+    """Emit code that rounds estimated log weights (sizes) to integers.
+
+    `sizes` is a vector of the type `FLOATS`, and the result has the type `INTS`. Larger numbers
+    than `LARGEST` become `LARGEST`.
+    """
     most = all_of(FLOATS, float(LARGEST))
     bounded = builder.select(builder.fcmp_ordered("<", sizes, most), sizes, most)
     name = f"llvm.rint.v{LANES}f32"
@@ -145,10 +159,14 @@ def _add_bounds(_: Any, number: Any, sizes: Any, chunks: Any, out: Any) -> Any:
 
 @inlined
 def add_bounds(sizes: np.ndarray, number: Number, out: np.ndarray) -> None:
-    """Compute upper bounds of the priorities of keys: their sizes plus upper bounds of their noise.
+    """Compute upper bounds of the priorities of keys.
+
+    A priority is the estimated log weight of a key plus random noise. To get an upper bound, an
+    upper bound of the noise is added, which is faster to compute than the noise (`bound_of`).
 
     Args:
-        sizes: Sizes of consecutive keys, float32 `[n]`, where `n` is a multiple of 16.
+        sizes: Estimated log weights of consecutive keys, float32 `[n]`, where `n` is a multiple of
+            16.
         number: Result of `number_of` for the first key.
         out: Result, int32 `[n]`.
     """

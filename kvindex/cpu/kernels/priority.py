@@ -1,8 +1,9 @@
-"""Sample candidates by priorities, with the same integer arithmetic as `ops.priority`.
+"""Sample candidates at random: the keys with the largest priorities (`ops.priority`).
 
-A priority is a key's size, an estimate of the logarithm of its attention weight, plus random noise.
-The kernels here compute the terms that convert votes to sizes, find the threshold that priorities
-must reach, and list the candidates.
+The priority of a key is the sum of two terms: the estimated logarithm of its attention weight,
+called size in code, and random noise. The kernels here compute the numbers that convert coarse
+scores of keys (votes) to sizes, find the threshold that priorities must reach, and list the
+candidates. They use the same integer arithmetic as `ops.priority`.
 """
 
 from __future__ import annotations
@@ -26,15 +27,18 @@ LEAST = np.int64(priority.LEAST)
 OF_NATS = priority.UNIT / math.log(2)
 
 SLACK = 5700
-"""How far the upper bound of a key's noise may exceed the noise, except for large noise."""
+"""Largest difference between the upper bound of a key's noise and the noise, except for large
+noise."""
 
 
 @kernel
 def total_of(logits: np.ndarray) -> Number:
-    """Return the term that makes the sizes of a query head comparable to those of other heads.
+    """Return the number that converts logits of a query head to logarithms of attention weights.
 
-    It is minus the log-sum-exp of the head's logits for block centers, float32 `[n]`. This is the
-    compiled version of `ops.priority.totals`.
+    A search adds this number to the head's estimated logits, to make the estimates of different
+    query heads comparable. `logits`, float32 `[n]`, are the head's logits for centers of blocks
+    (mean keys). The number is minus their log-sum-exp. This is the compiled version of
+    `ops.priority.totals`.
     """
     found = np.float32(log_sum(logits, np.empty(0, np.int64)) * np.float32(-OF_NATS))
     return found if abs(found) < LONGEST else np.float32(0)
@@ -52,22 +56,22 @@ def put_scales(
     products: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Compute two numbers for each query head, gain and total, which convert votes to sizes.
+    """Compute two numbers for each query head, called gain and total.
 
-    A size estimates the logarithm of a key's attention weight: `vote * gain + total`
-    (`ops.priority`).
+    They convert the vote (coarse score) of a key to an estimate of the logarithm of its attention
+    weight: `vote * gain + total` (`ops.priority`).
 
     Args:
         queries: Float32 `[B·G, g, D]`.
-        units: Inner product that a vote of 1 represents, float64 `[B·G, g]`.
-        centers: Addresses of centers, int64 `[2, B·G]`: of the full blocks, and of the last, partly
-            filled block.
+        units: Inner product that corresponds to a vote of 1, float64 `[B·G, g]`.
+        centers: Addresses of centers, int64 `[2, B·G]`: `[0]` for the full blocks, and `[1]` for
+            the last, partly filled block.
         length: Number of keys.
         full: Number of keys in full blocks; later keys are in the last, partly filled block.
         block: Number of tokens in a block.
         scale: Factor of the logits.
-        products: Result, inner products with block centers, float32 `[B·G, S, g]`, only for the
-            blocks that `scan.is_sampled` selects. Totals are computed from them.
+        products: Result, inner products with block centers, float32 `[B·G, S, g]`. Only those of
+            the blocks that `scan.is_sampled` selects are computed. They determine the totals.
         out: Result, gains and totals, float32 `[B·G, g, 2]`.
     """
     (groups, g, D), blocks = queries.shape, -(-length // block)
@@ -96,7 +100,7 @@ def put_scales(
 def list_priorities(
     bounds: np.ndarray, seed: Number, least: int, listed: np.ndarray, out: np.ndarray
 ) -> int:
-    """List the keys whose priority is at least `least`.
+    """List the keys whose priority (estimated log weight plus noise) is at least `least`.
 
     Args:
         bounds: Upper bounds of the keys' priorities, int32 `[N]`.
@@ -123,9 +127,15 @@ def list_priorities(
 
 @kernel
 def cut_for(priorities: np.ndarray, limit: int) -> tuple[Number, Number]:
-    """Find the threshold that about `limit` priorities reach, and the lowest sampled priority.
+    """Choose the lowest priority of a candidate, so that about `limit` keys become candidates.
 
-    This is the compiled version of `ops.priority.thresholds`, for more than `limit` priorities."""
+    `priorities` contains the priority of each key, and must have more than `limit` entries. This
+    is the compiled version of `ops.priority.thresholds`.
+
+    Returns:
+        The threshold `τ`, and the lowest priority of a candidate. If exactly `limit` priorities
+        reach `τ + STEP`, the lowest priority is `τ + STEP`. Otherwise, it is `τ`.
+    """
     low = high = np.int64(priorities[0])
     for i in range(len(priorities)):
         low, high = min(low, np.int64(priorities[i])), max(high, np.int64(priorities[i]))
@@ -146,7 +156,7 @@ def cut_for(priorities: np.ndarray, limit: int) -> tuple[Number, Number]:
 def candidates(
     bounds: np.ndarray, limit: int, seed: Number, listed: np.ndarray, room: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sample about `limit` candidates for one KV head of one sequence.
+    """Sample about `limit` candidates for one KV head of one sequence, by their priorities.
 
     Args:
         bounds: Upper bounds of the keys' priorities, int32 `[N]`, `INVALID` for padding.

@@ -1,4 +1,7 @@
-"""Prepare the queries of a search: rotate them and round them to integers (ParisKV, A.1)."""
+"""Prepare the queries of a search: rotate them and round them to integers.
+
+Source: ParisKV, section A.1.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,11 @@ GROUP = 6
 
 @kernel
 def rotate(query: np.ndarray, rotation: np.ndarray, out: np.ndarray) -> Number:
-    """Normalize and rotate a query, float32 `[D]`, into `out`, and return the query's norm."""
+    """Normalize and rotate a query, float32 `[D]`. Return its norm.
+
+    rotation: rotation matrix, float32 `[D, D]`. The rotated unit vector is written to `out`,
+    float32 `[D]`.
+    """
     D, total = len(query), 0.0
     for i in range(D):
         total += np.float64(query[i]) * np.float64(query[i])
@@ -36,9 +43,10 @@ def rotate(query: np.ndarray, rotation: np.ndarray, out: np.ndarray) -> Number:
 
 @kernel
 def put_voting(rotated: np.ndarray, matrix: np.ndarray, out: np.ndarray) -> None:
-    """Multiply a rotated query by the matrix that predicts keys from their signs, for use in votes.
+    """Multiply a rotated query by the matrix that predicts keys from their sign bits.
 
-    This is the compiled version of `pariskv.sign_regression.voting`.
+    The inner product of the result with the signs of a key is then a better estimate of the inner
+    product of query and key. This is the compiled version of `pariskv.sign_regression.voting`.
 
     Args:
         rotated: Rotated unit vector, float32 `[D]`.
@@ -59,9 +67,10 @@ def put_voting(rotated: np.ndarray, matrix: np.ndarray, out: np.ndarray) -> None
 
 @kernel
 def round_query(rotated: np.ndarray, query_max: int, out: np.ndarray) -> None:
-    """Scale a query, float32 `[D]`, and round it to integers up to `query_max`, int64 `[D]`.
+    """Scale a query, float32 `[D]`, and round its coordinates to integers, int64 `[D]`.
 
-    This is the compiled version of `ops.coarse.rounded`.
+    The coordinate with the largest magnitude becomes `query_max` or `-query_max`. This is the
+    compiled version of `ops.coarse.rounded`.
     """
     peak = 0.0
     for i in range(len(rotated)):
@@ -73,11 +82,11 @@ def round_query(rotated: np.ndarray, query_max: int, out: np.ndarray) -> None:
 
 @kernel
 def put_planes(integers: np.ndarray, out: np.ndarray) -> None:
-    """Split a rounded query, int64 `[D]`, into bit planes, uint64 `[P, W]`.
+    """Split a rounded query, int64 `[D]`, into `P` bit planes, uint64 `[P, W]`.
 
-    Integers are written in base 64 with digits from -32 to 31. A digit is stored in two's
-    complement as `GROUP` bits, and each of these bits has its bit plane. A word of a bit plane has
-    the bits of 64 coordinates.
+    A bit plane contains one bit of each coordinate, packed into `W` words of 64 coordinates. The
+    coordinates are integers, which are written in base 64 with digits from -32 to 31. Each digit is
+    stored in two's complement as `GROUP` bits, and there is one bit plane for each of these bits.
     """
     out[:] = 0
     for d in range(len(integers)):
@@ -91,7 +100,11 @@ def put_planes(integers: np.ndarray, out: np.ndarray) -> None:
 
 @kernel
 def vote_unit(voting: np.ndarray, scale: float, level: float, query_max: int) -> Number:
-    """Return the inner product that a vote of 1 represents (`ops.coarse.dot_offsets`)."""
+    """Return the unit of votes: the inner product of query and key that a vote of 1 represents.
+
+    A vote is the integer that estimates this inner product in the first stage of a search
+    (`ops.coarse.dot_offsets`).
+    """
     peak = 0.0
     for i in range(len(voting)):
         peak = max(peak, abs(np.float64(voting[i])))
@@ -112,10 +125,10 @@ def prepare(
     tables: np.ndarray,
     totals: np.ndarray,
 ) -> None:
-    """Rotate and round the queries, and compute all other numbers that votes need.
+    """Rotate and round the queries, and compute the tables for the coarse scores (votes) of keys.
 
-    Votes are computed with look-up tables or with bit planes. The arrays of the method that is not
-    used have `W = 0`.
+    The votes will be computed either with `tables` or with `planes`. The caller passes an empty
+    array for the one that is not used: its axis `W` (64-bit words per query) has length 0.
 
     Args:
         queries: Float32 `[B·G, g, D]`.
@@ -123,7 +136,8 @@ def prepare(
         matrices: Transposed matrices of the sign regression, float32 `[B·G, D, D]`, or `[B·G, 0,
             0]` without a regression.
         query_max: Largest coordinate of a rounded query.
-        scales: Powers of two above all weights of a group, float64 `[B·G]`.
+        scales: For each group the smallest power of two above the weights of all keys, float64
+            `[B·G]`.
         level: Absolute value of a coordinate of which only the sign is known.
         rotated: Result, rotated queries, not normalized, float32 `[B·G, g, D]`.
         units: Result, inner product that a vote of 1 represents, float64 `[B·G, g]`.

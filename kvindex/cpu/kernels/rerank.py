@@ -1,7 +1,7 @@
 """Rerank the candidates: estimate their inner products with the queries, and score them.
 
-Inner products are estimated from all bits of the candidates' codes. A score combines the estimates
-of all query heads that share a KV head.
+An inner product is estimated from all bits of a candidate's codes. Then the estimates for the query
+heads that share a KV head are combined into one score per candidate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ bits of a code.
 
 @inlined
 def weight_of(upper: int, lower: int, fine: np.ndarray) -> Number:
-    """Decode a 16-bit logarithmic weight, given as upper and lower byte.
+    """Decode a key's weight from the upper and the lower byte of its 16-bit logarithmic code.
 
     This is the compiled version of `ops.codes.log_weights`.
 
@@ -46,7 +46,7 @@ def weight_of(upper: int, lower: int, fine: np.ndarray) -> Number:
 def put_direction(
     signs: int, magnitudes: int, bits: int, M: int, levels: int, room: int, out: int
 ) -> None:
-    """Decode a key's quantized direction.
+    """Decode a key's quantized direction from its sign bits and magnitude bits.
 
     Args:
         signs: Address of the signs, uint8 `[M]`.
@@ -80,7 +80,7 @@ def ask_for(
     full: int,
     M: int,
 ) -> None:
-    """Prefetch the codes of the key with the id `id_of`, which `estimate` will read."""
+    """Prefetch the codes of one key. Later, `estimate` reads them. `id_of` is the token id."""
     of = int(id_of >= full)
     own = id_of - full * of
     prefetch(signs[of] + own * M)
@@ -108,9 +108,12 @@ def estimate(
 ) -> None:
     """Estimate the inner products of one KV head's queries with the candidates.
 
-    This is the compiled version of `ops.rerank.estimate`, plus the inner products of the queries
-    with the centers of the candidates' blocks. The four arrays of addresses, int64 `[2]`, contain
-    the address in the full blocks and the address in the last, partly filled block.
+    This is the compiled version of `ops.rerank.estimate`. In addition, it adds the inner products
+    of the queries with the centers of the candidates' blocks.
+
+    `signs`, `magnitudes`, `weights` and `fractions` are addresses of codes, int64 `[2]`. Element 0
+    is the address of the codes in the full blocks. Element 1 is the address of those in the last,
+    partly filled block.
 
     Args:
         ids: Token ids of the candidates, int32 `[C]`.
@@ -176,7 +179,8 @@ def put_log_softmax(logits: np.ndarray, most: np.ndarray) -> None:
 
     Args:
         logits: Float32 `[C]`.
-        most: Largest result of the earlier heads of the group, float32 `[C]`, updated in place.
+        most: Float32 `[C]`, updated in place. For each candidate, the maximum of the results for
+            all query heads that have been processed so far.
     """
     peak, total = largest(logits), 0.0
     for c in range(len(logits)):

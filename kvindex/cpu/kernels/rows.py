@@ -15,7 +15,10 @@ LINE = 64
 
 @kernel
 def copy_bytes(source: int, to: int, count: int) -> None:
-    """Copy `count` bytes from an address `source` to an address `to`; a source of 0 gives zeros."""
+    """Copy `count` bytes from the address `source` to the address `to`.
+
+    If `source` is 0, zeros are written.
+    """
     words, tail = count // 8, uint8_at(to, count)
     if not source:
         tail[:] = 0
@@ -45,9 +48,10 @@ def gather_rows(
     ids: np.ndarray,
     out: int,
 ) -> None:
-    """Copy the rows with some of the ids of each group into the result.
+    """Gather rows (keys and values of tokens) by their ids, and copy them into the result.
 
-    This is the compiled version of `ops.fetch.gather_rows`. A group is one KV head of one sequence.
+    A group is one KV head of one sequence. Each thread copies some of the rows of every group. This
+    is the compiled version of `ops.fetch.gather_rows`.
 
     Args:
         part: Number of this thread, from 0 to `parts - 1`.

@@ -1,4 +1,7 @@
-"""Sample the rows to attend to from the candidates, with float32 arithmetic (`ops.priority`)."""
+"""Sample the rows to attend to from the candidates, at random and with float32 arithmetic.
+
+The method is priority sampling, as in `ops.priority`.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,10 @@ def put_sizes(
     softcap: float,
     out: np.ndarray,
 ) -> None:
-    """Compute the sizes of the candidates, in proportion to which rows are sampled.
+    """Compute a sampling weight for each candidate, called its size in code.
 
-    A size is the root mean square of the estimated attention weights for the query heads
+    Rows are sampled with probabilities that are proportional to this weight. It is the root mean
+    square of the attention weights that are estimated for the query heads of the group
     (`ops.priority.root_mean_square`).
 
     Args:
@@ -40,7 +44,7 @@ def put_sizes(
             `[C]`.
         scale: Factor of the logits.
         softcap: Bound of the logits; 0 for none.
-        out: Result, logarithms of sizes, float32 `[C]`.
+        out: Result, logarithms of the sampling weights, float32 `[C]`.
     """
     (g, C), once = estimates.shape, np.empty(0, np.int64)
     room = np.empty(C, np.float32)
@@ -77,11 +81,14 @@ def sample(
     scores: np.ndarray,
     log_weight: np.ndarray,
 ) -> int:
-    """Sample up to `k` of `C` candidates; compiled version of `ops.priority.sample`.
+    """Sample up to `k` of `C` candidates: those with the largest priorities.
+
+    The priority of a candidate is the logarithm of its sampling weight plus random noise. This is
+    the compiled version of `ops.priority.sample`.
 
     Args:
-        sizes: Logarithms of the candidates' sizes, float32 `[C]`.
-        noises: Noise of the candidates, float32 `[C]`.
+        sizes: Logarithms of the candidates' sampling weights (`put_sizes`), float32 `[C]`.
+        noises: Random noise of the candidates, float32 `[C]`.
         chances: Logarithms of the probabilities with which the candidates were sampled, float32
             `[C]`.
         ids: Token ids of the candidates, ascending, int32 `[C]`.
@@ -147,13 +154,15 @@ def sample_rows(
     found: np.ndarray,
     log_weight: np.ndarray,
 ) -> None:
-    """Sample candidates and then up to `k` rows, for some of the groups (KV heads of sequences).
+    """Sample candidates from all keys, and then up to `k` rows from the candidates.
 
-    Arguments that are not listed here are those of `step.find_rows`. The number of candidates is
-    not known before they are sampled, so this function allocates the arrays of that length.
+    A group is one KV head of one sequence. Each thread processes some of the groups. The function
+    `step.find_rows` documents the arguments that are not listed here. The number of candidates is
+    known only after sampling, so this function allocates the arrays with one entry per candidate.
 
     Args:
-        bounds: Upper bounds of the keys' priorities, int32 `[B·G, N]`.
+        bounds: Upper bounds of the keys' priorities (estimated log weights plus noise), int32
+            `[B·G, N]`.
         seeds: Seeds of the noise, uint32 `[B·G]`.
         power: Exponent for log weights: a row sampled with probability `π` has the weight
             `(1 / π)^power`.

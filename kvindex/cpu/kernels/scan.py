@@ -1,6 +1,7 @@
-"""Scan all keys: compute a vote for each key from its signs, its weight and its block's center.
+"""Compute a coarse score, called vote, for every key of an index.
 
-Of a key's 16-bit logarithmic weight, only the upper byte is read.
+The vote is computed from the key's sign bits, its weight, and the center of its block. Only the
+upper byte of the weight's 16-bit logarithmic code is read.
 """
 
 from __future__ import annotations
@@ -47,17 +48,21 @@ def multiply_center(
 
 @kernel
 def is_sampled(s: int, blocks: int) -> bool:
-    """Return True if `ops.priority.sampled_blocks(blocks)` contains block `s`."""
+    """Return True if the list of blocks that `ops.priority.sampled_blocks` returns contains `s`.
+
+    s: number of a block. blocks: number of blocks in the index.
+    """
     count = min(blocks, CENTERS)
     return blocks * -(-s * count // blocks) // count == s
 
 
 @kernel
 def offset_of(product: float, unit: float) -> Number:
-    """Convert a query's inner product with a block center to a number of votes.
+    """Convert a query's inner product with a block center to the unit of votes (coarse scores).
 
-    This is the compiled version of `ops.coarse.dot_offsets`. `unit` is the inner product that a
-    vote of 1 represents.
+    `unit` is the inner product that a vote of 1 represents. The result is the number that the
+    center adds to the votes of its block's keys. This is the compiled version of
+    `ops.coarse.dot_offsets`.
     """
     if not unit > 0:
         return np.int32(0)
@@ -86,7 +91,12 @@ def scan_block(
     sizes: np.ndarray,
     votes: np.ndarray,
 ) -> None:
-    """Compute the votes of one block's keys or, with sampling, upper bounds of their priorities.
+    """Compute the votes (coarse scores) of the keys in one block.
+
+    If rows are sampled, upper bounds of the keys' priorities are computed instead. The priority of
+    a key is its estimated log weight plus random noise. Votes are computed either with look-up
+    tables (`tables`) or with bit planes of the queries (`planes`). In the array that is not used,
+    the axis `W` has length 0.
 
     Args:
         signs: Address of the block's signs.
@@ -94,12 +104,12 @@ def scan_block(
         valid: Address of the mask of valid keys, bool `[count]`; 0 if all keys are valid.
         count: Number of keys.
         M: Number of bytes that the signs of a key take.
-        planes: Bit planes of the queries, uint64 `[g, P, W]`. Either these or `tables` are used,
-            and `W` is 0 in the other array.
-        tables: Look-up tables of the queries, uint8 `[g, W, 16, 16]`.
+        planes: Bit planes of the queries, uint64 `[g, P, W]` (`query.put_planes`).
+        tables: Look-up tables of the queries, uint8 `[g, W, 16, 16]` (`lookup.put_tables`).
         totals: Constants to subtract from the inner products of signs with queries, int32 `[g]`.
-        factors: Integer that votes are multiplied by for each weight, int32 `[256]`.
-        offsets: Vote that the block's center adds for each query head, int32 `[g]`.
+        factors: Integer by which the vote of a key is multiplied, indexed by the upper byte of its
+            weight, int32 `[256]`.
+        offsets: Number that the block's center adds to votes, for each query head, int32 `[g]`.
         scales: Gain and total of each query head (`ops.priority`), float32 `[g, 2]`; `[0, 2]`
             without sampling.
         number: Number from which the noise of the first key is hashed (`noise.number_of`).
@@ -165,25 +175,27 @@ def scan(
     products: np.ndarray,
     votes: np.ndarray,
 ) -> None:
-    """Compute the votes of all keys in some of the blocks of all groups (KV heads of sequences).
+    """Compute the coarse scores (votes) of all keys.
 
-    A key's vote is the largest vote of the group's query heads (`ops.coarse.votes`). With sampling,
-    upper bounds of the keys' priorities are computed instead of votes.
+    A group is one KV head of one sequence with its query heads. A key's vote is the largest of its
+    votes for these query heads (`ops.coarse.votes`). Each thread processes some of the blocks of
+    all groups. If rows are sampled, upper bounds of the keys' priorities are computed instead.
 
     Args:
         part: Number of this thread, from 0 to `parts - 1`.
         parts: Number of threads among which the work is divided.
-        signs: Addresses of signs, int64 `[2, B·G]`: in the full blocks, and in the last, partly
-            filled block.
+        signs: Addresses of signs, int64 `[2, B·G]`: `[0]` for the full blocks, and `[1]` for the
+            last, partly filled block.
         weights: Addresses of the weights' upper bytes, int64 `[2, B·G]`.
         centers: Addresses of centers, int64 `[2, B·G]`; 0 if blocks have no centers.
         valid: Addresses of the masks of valid keys, int64 `[B·G]`; 0 if all keys are valid.
         length: Number of keys.
         full: Number of keys in full blocks; later keys are in the last, partly filled block.
         block: Number of tokens in a block.
-        factors: Integer that votes are multiplied by for each weight, int32 `[B·G, 256]`.
+        factors: Integer by which the vote of a key is multiplied, indexed by the upper byte of its
+            weight, int32 `[B·G, 256]`.
         queries: Float32 `[B·G, g, D]`.
-        units: Inner product that a vote of 1 represents, float64 `[B·G, g]`.
+        units: Inner product that corresponds to a vote of 1, float64 `[B·G, g]`.
         planes: Bit planes of the rounded queries, from `query.prepare`.
         tables: Look-up tables of the rounded queries, from `query.prepare`.
         totals: Constants to subtract from inner products, from `query.prepare`.

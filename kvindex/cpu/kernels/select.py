@@ -1,7 +1,8 @@
-"""Select candidates by their votes, and rows by their scores.
+"""Select candidates by their coarse scores (votes), and rows by their final scores.
 
-Of keys with equal votes or scores, those with lower ids are selected. Thresholds are found by
-counting, without branches on the data, which a CPU could not predict.
+Of keys with equal votes or scores, those with lower ids are selected. To select the best `n` keys,
+the kernels first find a threshold that at least `n` scores reach. The kernels avoid branches that
+depend on the data, because a CPU could not predict them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ ONE = np.uint64(1)
 
 @kernel
 def order_of(score: float) -> Number:
-    """Map a float32 score to an int32 so that integers compare as the scores do; -0 equals 0."""
+    """Map a float32 score to an int32, so that a larger score gives a larger integer.
+
+    The scores 0 and -0 give the same integer.
+    """
     bits = np.int32(0) if score == 0 else np.float32(score).view(np.int32)
     return np.int32(bits ^ (bits >> np.int32(31) & np.int32(0x7FFFFFFF)))
 
@@ -52,13 +56,13 @@ def entry_of(order: Number, position: Number) -> Number:
 
 @kernel
 def position_of(entry: int) -> Number:
-    """Extract the position from an entry (`entry_of`)."""
+    """Extract the position from an integer that `entry_of` has made."""
     return LAST - (entry & LAST)
 
 
 @kernel
 def score_of(entry: int) -> Number:
-    """Extract the float32 score from an entry (`entry_of`)."""
+    """Extract the float32 score from an integer that `entry_of` has made."""
     order = np.int32(entry >> np.int64(32))
     return np.int32(order ^ (order >> np.int32(31) & np.int32(0x7FFFFFFF))).view(np.float32)
 
@@ -114,12 +118,16 @@ def put_chosen(numbers: np.ndarray, k: int, out: np.ndarray) -> None:
 
 @kernel
 def sampled_threshold(votes: np.ndarray, limit: int, more: int, room: np.ndarray) -> Number:
-    """Estimate a threshold that somewhat more than `limit` votes reach, from a sample of the votes.
+    """Estimate a threshold that at least `limit` of the votes (coarse scores) reach.
+
+    The threshold is estimated from a sample of the votes. It is chosen so that usually somewhat
+    more than `limit` votes reach it. If it is too high nevertheless, the caller calls this function
+    again with a larger `more`, which gives a lower threshold.
 
     Args:
         votes: Int32 `[n]`.
         limit: Number of votes that must reach the threshold.
-        more: Number of earlier calls whose result was too high. It lowers the result.
+        more: Number of earlier calls whose result was too high.
         room: Buffer, int32, at least `2 · SAMPLED` long.
     """
     step = max(1, len(votes) // min(max(len(votes) // 8, FEWEST), SAMPLED))
@@ -135,12 +143,13 @@ def sampled_threshold(votes: np.ndarray, limit: int, more: int, room: np.ndarray
 
 @kernel
 def list_from(votes: np.ndarray, threshold: int, out: np.ndarray) -> int:
-    """List the positions of all votes that reach the threshold.
+    """List the positions of all votes (coarse scores) that are at least `threshold`.
 
     Args:
         votes: Int32 `[n]`.
-        threshold: Lowest vote of a listed position.
-        out: Result, positions, ascending, int32. It needs `MARGIN` elements more than the list.
+        threshold: Lowest vote that is listed.
+        out: Result, positions, ascending, int32. It must have `MARGIN` elements more than there are
+            positions.
 
     Returns:
         Number of listed positions.
@@ -166,7 +175,9 @@ def list_from(votes: np.ndarray, threshold: int, out: np.ndarray) -> int:
 def candidates(
     votes: np.ndarray, limit: int, listed: np.ndarray, room: np.ndarray, out: np.ndarray
 ) -> None:
-    """Select the `limit` keys with the largest votes, as `ops.select.candidates` does for one head.
+    """Select the `limit` keys with the largest coarse scores (votes) for one query head.
+
+    `ops.select.candidates` does the same for several heads.
 
     Args:
         votes: Int32 `[n]`, `INVALID` for padding.
@@ -192,7 +203,10 @@ def candidates(
 
 @kernel
 def put_in_order(entries: np.ndarray, out: np.ndarray) -> None:
-    """Sort int64 entries `[k]`, which must differ from each other, into `out`, largest first."""
+    """Sort int64 entries `[k]`, largest first, and write them into `out`.
+
+    No two entries may be equal.
+    """
     k = len(entries)
     if k > FEW:
         out[:k] = entries
@@ -217,7 +231,9 @@ def top_k(
     room: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Select the `k` rows with the best scores; compiled version of `ops.select.top_k`.
+    """Select the `k` rows with the best scores.
+
+    This is the compiled version of `ops.select.top_k`.
 
     Args:
         scores: Float32 `[C]`.

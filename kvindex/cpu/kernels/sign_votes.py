@@ -1,8 +1,9 @@
-"""Compute the votes of up to 256 keys or, with sampling, upper bounds of their priorities.
+"""Compute the votes (coarse scores) of up to 256 keys.
 
-A priority is a key's size plus random noise. Its upper bound is the size plus an upper bound of the
-noise (`noise.bound_of`), which is faster to compute. The exact noise is computed later, only for
-the few keys whose bound reaches the threshold.
+If rows are sampled, upper bounds of the keys' priorities are computed instead. The priority of a
+key is its estimated log weight plus random noise. Its upper bound is the estimated log weight plus
+an upper bound of the noise (`noise.bound_of`), which is faster to compute. The exact noise is
+computed later, only for the few keys whose bound reaches the threshold.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ CHUNK = 256
 """Number of keys that are processed at a time; their intermediate results fit in the L1 cache."""
 
 INVALID = np.int32(np.iinfo(np.int32).min)
-"""Vote of a padded token."""
+"""Vote (coarse score) of a padded token, which is lower than all other votes."""
 
 BYTE = np.uint64(8)
 ONE, TWO, THREE, FOUR, FIVE = (np.uint64(n) for n in range(1, 6))
@@ -26,9 +27,10 @@ ONE, TWO, THREE, FOUR, FIVE = (np.uint64(n) for n in range(1, 6))
 
 @inlined
 def put_words(signs: int, count: int, M: int, out: np.ndarray) -> None:
-    """Convert the sign bytes of keys, `[count, M]`, to 64-bit words, uint64 `[W, count]`.
+    """Pack the sign bits of keys, uint8 `[count, M]`, into 64-bit words, uint64 `[W, count]`.
 
-    `signs` is the address of the bytes. Each key's bytes are padded with zeros to whole words.
+    `signs` is the address of the bytes. The `M` bytes of each key are padded with zeros to `W`
+    words.
     """
     if M % 8 == 0:
         W = M // 8
@@ -48,7 +50,7 @@ def put_words(signs: int, count: int, M: int, out: np.ndarray) -> None:
 
 @kernel
 def put_dots(words: np.ndarray, planes: np.ndarray, total: int, out: np.ndarray) -> None:
-    """Compute the inner products of keys' signs (±1) with a rounded query, from bit planes.
+    """Compute the inner products of the signs of keys (±1) with a query, from its bit planes.
 
     The inner product is twice the sum of the coordinates whose sign bit is 1, minus the sum of all
     coordinates.
@@ -85,11 +87,20 @@ def raise_by_planes(
     dots: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Compute the maximum of each key's votes over the query heads and of `out`, in place.
+    """Compute the largest vote (coarse score) of each key over all query heads.
 
-    Votes are computed with bit planes of the queries, `planes`, uint64 `[g, P, W]`. `dots` is a
-    buffer, int32 `[n]`. All other arguments are those of `lookup.raise_votes`, which uses tables
-    instead. Here the number of keys `n` does not need to be a multiple of 64.
+    `out[i]` becomes the largest of its old value and the votes of key `i` for the query heads. The
+    function does the same as `lookup.raise_votes`, but with bit planes of the queries instead of
+    look-up tables. The number of keys `n` does not need to be a multiple of 64.
+
+    Args:
+        words: As for `lookup.raise_votes`.
+        planes: Bit planes of the queries (`query.put_planes`), uint64 `[g, P, W]`.
+        totals: Sum of the coordinates of each query, int32 `[g]`.
+        factors: As for `lookup.raise_votes`.
+        offsets: As for `lookup.raise_votes`.
+        dots: Buffer, int32 `[n]`.
+        out: As for `lookup.raise_votes`.
     """
     for h in range(len(planes)):
         put_dots(words, planes[h], totals[h], dots)
@@ -108,12 +119,12 @@ def raise_sizes_by_planes(
     dots: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Compute the maximum of each key's sizes over the query heads and of `out`, in place.
+    """Estimate the log attention weights of keys, and compute the maximum over the query heads.
 
-    A size estimates the logarithm of a key's attention weight. Sizes are computed with bit planes
-    of the queries, `planes`, uint64 `[g, P, W]`. `dots` is a buffer, int32 `[n]`. All other
-    arguments are those of `lookup.raise_sizes`, which uses tables instead. Here the number of keys
-    `n` does not need to be a multiple of 64.
+    `out[i]`, float32, becomes the maximum of `out[i]` and the estimates for key `i` and all query
+    heads. The function does the same as `lookup.raise_sizes`, but with bit planes of the queries
+    instead of look-up tables. The number of keys `n` does not need to be a multiple of 64. `scales`
+    is an argument of `lookup.raise_sizes`, and all other arguments are those of `raise_by_planes`.
     """
     for h in range(len(planes)):
         put_dots(words, planes[h], totals[h], dots)
@@ -137,10 +148,11 @@ def put_votes(
     some: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Compute the votes of `n` keys into `out`, int32 `[n]`, where `n` is at most `CHUNK`.
+    """Compute the votes (coarse scores) of `n` keys, where `n` is at most `CHUNK`.
 
-    `words` are the signs of the keys (`put_words`), and `factors` are the integers that multiply
-    their votes, int32 `[CHUNK]`. All other arguments are those of `scan.scan_block`.
+    The votes are written to `out`, int32 `[n]`. `words` are the sign bits of the keys
+    (`put_words`), and `factors` are the integers by which their votes are multiplied, int32
+    `[CHUNK]`. All other arguments are those of `scan.scan_block`.
     """
     n = len(out)
     some[:] = INVALID
@@ -168,10 +180,11 @@ def put_bounds(
     sizes: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Compute upper bounds of the priorities of `n` keys into `out`, int32 `[n]`.
+    """Compute upper bounds of the priorities of up to `CHUNK` keys, for a search that samples rows.
 
-    `n` is at most `CHUNK`. `words` are the signs of the keys (`put_words`), and `factors` are the
-    integers that multiply their votes, int32 `[CHUNK]`. All other arguments are those of
+    The priority of a key is its estimated log weight plus random noise. The bounds are written to
+    `out`, int32 `[n]`. `words` are the sign bits of the keys (`put_words`), and `factors` are the
+    integers by which their votes are multiplied, int32 `[CHUNK]`. All other arguments are those of
     `scan.scan_block`.
     """
     n = len(out)

@@ -1,7 +1,7 @@
-"""The stages of a decode step that follow the computation of votes.
+"""Select rows after the votes (coarse scores) of all keys have been computed, and attend to them.
 
-These stages select candidates, rerank them, combine the estimates of the query heads that share a
-KV head, select rows, and attend to the rows.
+These are the later stages of a decode step. They select candidates by their votes, rerank them,
+combine the estimates of the query heads that share a KV head, select rows, and compute attention.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ def find_rows(
     scores: np.ndarray,
     found: np.ndarray,
 ) -> None:
-    """Select the best `k` rows from the votes of all keys, for some of the groups.
+    """Select the best `k` rows of each group, given the coarse scores (votes) of all keys.
 
-    A group is one KV head of one sequence. `most` is the largest number of candidates of a group.
+    A group is one KV head of one sequence. Each thread processes some of the groups. `most` is the
+    largest number of candidates of a group.
 
     Args:
         part: Number of this thread, from 0 to `parts - 1`.
@@ -60,8 +61,8 @@ def find_rows(
         length: Number of keys.
         full: Number of keys in full blocks; later keys are in the last, partly filled block.
         block: Number of tokens in a block.
-        signs: Addresses of signs, int64 `[2, B·G]`: in the full blocks, and in the last, partly
-            filled block.
+        signs: Addresses of signs, int64 `[2, B·G]`: `[0]` for the full blocks, and `[1]` for the
+            last, partly filled block.
         magnitudes: Addresses of magnitudes, int64 `[2, B·G]`.
         weights: Addresses of the weights' upper bytes, int64 `[2, B·G]`.
         fractions: Addresses of the weights' lower bytes, int64 `[2, B·G]`.
@@ -140,9 +141,9 @@ def attend_groups(
     output: np.ndarray,
     lse: np.ndarray,
 ) -> None:
-    """Attend to selected rows and resident rows (sink and window), for some of the groups.
+    """Compute attention over selected rows, and over resident rows (those of sink and window).
 
-    A group is one KV head of one sequence.
+    A group is one KV head of one sequence. Each thread processes some of the groups.
 
     Args:
         part: Number of this thread, from 0 to `parts - 1`.
@@ -163,8 +164,8 @@ def attend_groups(
         softcap: Bound of the logits; 0 for none.
         addresses: Buffer, int64 `[parts, R]`, `R` at least `K + W`.
         places: Buffer, int64 `[parts, R]`, where `R` is rounded up to a multiple of 4.
-        keys: Buffer for each part, as for `attend`. Its last row may contain anything.
-        values: Buffer for each part, as for `attend`. Its last row may contain anything.
+        keys: For each thread the buffer `keys` of `attend`. Its last row may contain anything.
+        values: For each thread the buffer `values` of `attend`. Its last row may contain anything.
         logits: Buffer, float32 `[parts, g · R]`, with the `R` of `places`.
         output: Result, float32 `[B·G, g, Dv]`.
         lse: Result, log-sum-exp of the logits, float32 `[B·G, g]`.

@@ -1,6 +1,7 @@
-"""The stages of a decode step with `coarse="tiered_votes"` that follow the computation of votes.
+"""Select rows after tiered votes have been computed (`coarse="tiered_votes"`).
 
-These stages select candidates, rerank them, and select rows.
+Tiered votes are coarse scores of keys. The kernels here run the later stages of a search: they
+select candidates by their votes, rerank them, and select rows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from kvindex.cpu.kernels.top import list_best
 from kvindex.cpu.kernels.vectors import FLOAT, FOUR, chunk, element, four_dots, shuffle
 
 PAIR, WIDE = (ir.VectorType(ir.IntType(bits), 2) for bits in (16, 32))
-"""Vectors of two weights, which 16 consecutive coordinates share, with 16 and with 32 bits each."""
+"""LLVM types of vectors of two weights, in 16 and in 32 bits each.
+
+Two weights belong to 16 consecutive coordinates, since a subspace of 8 coordinates has one weight.
+"""
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # Numba is not typed
@@ -72,9 +76,10 @@ def estimate(
     levels: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Estimate the queries' inner products with candidates whose subspaces have one weight each.
+    """Estimate the inner products of queries with candidates, for one KV head of one sequence.
 
-    This is the compiled version of `ops.rerank.estimate`, for one KV head of one sequence.
+    The codes of a candidate contain one weight for each subspace of 8 coordinates. This is the
+    compiled version of `ops.rerank.estimate`.
 
     Args:
         ids: Token ids of the candidates, int32 `[C]`.
@@ -141,9 +146,10 @@ def find_rows(
     scores: np.ndarray,
     found: np.ndarray,
 ) -> None:
-    """Select the best `k` rows from the votes of all keys, for some of the groups.
+    """Select the best `k` rows of each group, given the coarse scores (votes) of all keys.
 
-    A group is one KV head of one sequence. `most` is the largest number of candidates of a group.
+    A group is one KV head of one sequence. Each thread processes some of the groups. `most` is the
+    largest number of candidates of a group.
 
     Args:
         part: Number of this thread, from 0 to `parts - 1`.

@@ -1,8 +1,9 @@
-"""Find candidates by tiered votes (`coarse="tiered_votes"`).
+"""Find candidates by tiered votes, which are coarse scores of keys (`coarse="tiered_votes"`).
 
-In each subspace, the centroids that are closest to the query give points to their keys. A key's
-vote is the sum of its points, and the keys with the largest votes become candidates. The points for
-up to eight query heads are the bytes of one 64-bit word, so that one look-up serves all heads.
+In each subspace of 8 coordinates, a key belongs to one of 256 centroids. The centroids that are
+closest to the query get a score, which is a small integer. The vote of a key is the sum of the
+scores of its centroids, and the keys with the largest votes become candidates. The scores for up to
+eight query heads are the bytes of one 64-bit word, so that one look-up serves all heads.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from kvindex.cpu.kernels.compile import Number, kernel, uint8_at, uint64_at
 from kvindex.cpu.kernels.query import rotate
 
 HEADS = 8
-"""Number of query heads whose points are in one 64-bit word."""
+"""Number of query heads whose scores are in one 64-bit word."""
 
 CENTROIDS = 256
 
 POINTS = 256
-"""Upper bound of a key's points, which are at most 6 in each subspace."""
+"""Number of possible votes (coarse scores) of a key, from 0 to 255. A subspace adds at most 6."""
 
 CHUNK = 1024
 """Number of keys that are processed at a time."""
@@ -39,12 +40,13 @@ def merge_flipped(
     merged: np.ndarray,
     numbers: np.ndarray,
 ) -> None:
-    """Merge a sorted list of centroids with the list of the same centroids with bit `j` flipped.
+    """Double a sorted list of centroids: add each centroid again, with bit `j` of its id flipped.
 
-    The loss of a centroid is how much smaller its inner product with the query is than that of the
-    best centroid. Lists are sorted by ascending loss, and centroids with equal losses by id. The
-    merge runs from both ends at the same time, so that the CPU can overlap two chains of dependent
-    instructions.
+    The two lists, without and with the flipped bit, are merged into one sorted list. The bits of a
+    centroid's id are the signs of its coordinates. The loss of a centroid is how much
+    smaller its inner product with the query is than that of the best centroid. Lists are sorted by
+    ascending loss, and centroids with equal losses by id. The merge runs from both ends at the same
+    time, so that the CPU can overlap two chains of dependent instructions.
 
     Args:
         losses: Losses of the centroids, float64 `[256]`, ascending.
@@ -94,13 +96,15 @@ def put_order(part: np.ndarray, losses: np.ndarray, ids: np.ndarray) -> None:
 def put_points(
     ids: np.ndarray, histogram: np.ndarray, limits: np.ndarray, up: Number, table: np.ndarray
 ) -> None:
-    """Write the points that each centroid of a subspace gives to its keys, for one query head.
+    """Write the scores (points) of the 256 centroids of a subspace, for one query head.
+
+    Tier `t` ends at `limits[t]` keys. The score of a centroid is the number of tiers `t` for which
+    fewer than `limits[t]` keys belong to better centroids.
 
     Args:
         ids: Centroids, best first, int64 `[256]`.
         histogram: Number of keys per centroid, int64 `[256]`.
-        limits: Cumulative number of keys up to each tier, int64 `[tiers]`. A centroid gives a point
-            for each limit that exceeds the number of keys of better centroids.
+        limits: Number of keys at which each tier ends, ascending, int64 `[tiers]`.
         up: Position of the lowest bit of the head's byte in the words of `table`.
         table: Result, uint64 `[256]`, one word per centroid, with one byte for each query head.
     """
@@ -123,16 +127,19 @@ def prepare(
     rotated: np.ndarray,
     tables: np.ndarray,
 ) -> None:
-    """Rotate the queries, and compute the points of all centroids (`ops.coarse.tier_table`).
+    """Rotate the queries, and compute the score of each centroid in each subspace.
+
+    The scores depend on the query head. Keys get the scores of their centroids (`vote`). This is
+    the compiled version of `ops.coarse.tier_table`.
 
     Args:
         queries: Float32 `[B·G, g, D]`.
         rotation: Rotation matrix, float32 `[D, D]`.
         histogram: Number of keys per centroid, int64 `[B·G, M, 256]`.
-        limits: Cumulative number of keys up to each tier, int64 `[B·G, tiers]`.
+        limits: Number of keys at which each tier ends, int64 `[B·G, tiers]`.
         rotated: Result, rotated queries, not normalized, float32 `[B·G, g, D]`.
-        tables: Result, points of the centroids, one byte for each query head, uint64 `[B·G, words,
-            M, 256]`.
+        tables: Result, scores of the centroids, uint64 `[B·G, words, M, 256]`. A word contains the
+            scores for up to eight query heads, one byte each.
     """
     groups, g, D = queries.shape
     losses = np.empty((2, CENTROIDS), np.float64)
@@ -151,12 +158,15 @@ def prepare(
 
 @kernel
 def look_up(signs: int, M: int, table: np.ndarray, out: np.ndarray) -> None:
-    """Add up the points of `n` keys over the subspaces, for up to eight query heads at a time.
+    """Compute the coarse scores (votes) of `n` keys, for up to eight query heads at a time.
+
+    The vote of a key is the sum of the scores of its centroids over all subspaces.
 
     Args:
-        signs: Address of the keys' signs, uint8 `[n, M]`. A byte is the id of a centroid.
+        signs: Address of the keys' signs, uint8 `[n, M]`. A byte is the id of the centroid to which
+            the key belongs in a subspace.
         M: Number of subspaces.
-        table: Points of the centroids, one byte for each query head, uint64 `[M, 256]`.
+        table: Scores of the centroids, one byte for each query head, uint64 `[M, 256]`.
         out: Result, votes, one byte for each query head, uint64 `[n]`.
     """
     n = len(out)
@@ -189,9 +199,9 @@ def vote(
     votes: np.ndarray,
     counts: np.ndarray,
 ) -> None:
-    """Compute the votes of some of the keys of all groups, and count the keys with each vote.
+    """Compute the coarse scores (votes) of all keys, and a histogram of the votes.
 
-    A group is one KV head of one sequence.
+    A group is one KV head of one sequence. Each thread processes some of the keys of all groups.
 
     Args:
         part: Number of this thread, from 0 to `parts - 1`.
@@ -199,9 +209,10 @@ def vote(
         signs: Addresses of signs, int64 `[B·G]`.
         valid: Addresses of the masks of valid keys, int64 `[B·G]`; 0 if all keys are valid.
         heads: Number of query heads of a group.
-        tables: Points of the centroids, from `prepare`.
+        tables: Scores of the centroids, from `prepare`.
         votes: Result, votes, one byte for each query head, uint64 `[B·G, words, N]`.
-        counts: Result, number of valid keys with each vote, int64 `[parts, B·G, g, 256]`.
+        counts: Result, number of valid keys with each vote from 0 to 255, counted separately by
+            each thread, int64 `[parts, B·G, g, 256]`.
     """
     (groups, words, N), M = votes.shape, tables.shape[2]
     chunks = -(-N // CHUNK)
@@ -219,7 +230,7 @@ def vote(
 
 @kernel
 def count(votes: np.ndarray, up: Number, valid: int, counts: np.ndarray) -> None:
-    """Count the valid keys with each vote, for one query head.
+    """Count how many valid keys have each vote (coarse score) from 0 to 255, for one query head.
 
     Args:
         votes: Votes, one byte for each query head, uint64 `[n]`.
@@ -238,14 +249,19 @@ def count(votes: np.ndarray, up: Number, valid: int, counts: np.ndarray) -> None
 
 @kernel
 def put_cut(counts: np.ndarray, limit: int, h: int, cuts: np.ndarray, left: np.ndarray) -> None:
-    """Find the lowest vote (the cut) among the `limit` best keys, for the query head `h`.
+    """Find the threshold of a query head: the lowest coarse score (vote) of its `limit` best keys.
+
+    There may be more keys with exactly this vote than can become candidates. So the function also
+    computes how many of them become candidates.
 
     Args:
-        counts: Number of keys with each vote, as counted by each thread, int64 `[parts, 256]`.
+        counts: Number of keys with each vote from 0 to 255, as counted by each thread, int64
+            `[parts, 256]`.
         limit: Number of candidates of a query head.
         h: Number of the query head.
-        cuts: Result, the cut is written to `cuts[h]`.
-        left: Result, the number of candidates with exactly this vote is written to `left[h]`.
+        cuts: Result. The threshold is written to `cuts[h]`.
+        left: Result. The number of candidates whose vote equals the threshold is written to
+            `left[h]`.
     """
     above = 0
     for v in range(POINTS - 1, -1, -1):
@@ -258,16 +274,17 @@ def put_cut(counts: np.ndarray, limit: int, h: int, cuts: np.ndarray, left: np.n
 
 @kernel
 def flag_best(votes: np.ndarray, up: Number, cut: int, flags: np.ndarray) -> Number:
-    """Flag the keys whose vote exceeds the cut, for one query head.
+    """Flag the keys whose coarse score (vote) exceeds the threshold `cut`, for one query head.
 
     Args:
         votes: Votes, one byte for each query head, uint64 `[n]`.
         up: Position of the lowest bit of the head's byte.
         cut: Lowest vote of a candidate.
-        flags: Uint8 `[n]`. Bit 1 is set for valid keys. This function sets bit 0.
+        flags: Uint8 `[n]`. Bit 1 is set for valid keys. This function sets bit 0 of the flagged
+            keys.
 
     Returns:
-        Number of valid keys whose vote equals the cut.
+        Number of valid keys whose vote equals the threshold.
     """
     ties, least = np.int64(0), np.uint64(cut)
     for i in range(len(votes)):
@@ -279,9 +296,9 @@ def flag_best(votes: np.ndarray, up: Number, cut: int, flags: np.ndarray) -> Num
 
 @kernel
 def flag_ties(votes: np.ndarray, up: Number, cut: int, most: int, flags: np.ndarray) -> None:
-    """Flag the first `most` valid keys whose vote equals the cut, for one query head.
+    """Flag the first `most` valid keys whose vote for a query head equals the threshold `cut`.
 
-    Other arguments are those of `flag_best`.
+    A vote is a coarse score. All other arguments are those of `flag_best`.
     """
     taken, least = 0, np.uint64(cut)
     if most >= len(votes):
@@ -307,7 +324,8 @@ def candidates(
 ) -> int:
     """Select the candidates of one KV head: the union of the best keys of its query heads.
 
-    This is the compiled version of `ops.select.candidates`.
+    The best keys of a query head are those with the largest coarse scores (votes). This is the
+    compiled version of `ops.select.candidates`.
 
     Args:
         votes: Votes, one byte for each query head, uint64 `[words, N]`.

@@ -1,8 +1,8 @@
-"""Transpose, center, normalize and rotate tiles of keys.
+"""Transpose, center, normalize and rotate tiles of keys, to prepare them for encoding.
 
 A tile `[D, L]` contains `L` keys. The values of one coordinate for all keys are adjacent in memory,
-so that inner loops run over keys and LLVM vectorizes them. Apart from the center, which is
-subtracted, the result for a key does not depend on other keys.
+so that inner loops run over keys and LLVM vectorizes them. The result for a key depends on other
+keys only through the center (mean key), which is subtracted.
 
 Source: ParisKV, section A.1.
 """
@@ -78,8 +78,8 @@ def put_squares(tile: np.ndarray, sums: np.ndarray) -> None:
 def normalize(tile: np.ndarray, sums: np.ndarray, norms: np.ndarray) -> None:
     """Divide the keys of a tile by their norms, in place.
 
-    This is the compiled version of `ops.transform.normalize`. Before the result is rounded to
-    float32, it is accurate to 2^-52.
+    This is the compiled version of `ops.transform.normalize`. It computes in float64, with an
+    accuracy of 2^-52, and then rounds the result to float32.
 
     Args:
         tile: Keys on entry, unit vectors on return, float32 `[D, L]`.
@@ -99,12 +99,16 @@ def normalize(tile: np.ndarray, sums: np.ndarray, norms: np.ndarray) -> None:
 
 @kernel
 def rotate(tile: np.ndarray, flips: np.ndarray, hartley: np.ndarray, out: np.ndarray) -> None:
-    """Rotate the keys of a tile; a fast version of `ops.transform.rotate`, which rounds otherwise.
+    """Rotate the keys of a tile.
+
+    This is a fast version of `ops.transform.rotate`. Its results can differ from those of
+    `ops.transform.rotate` by rounding errors.
 
     The rotation matrix is `(Q ⊗ H) diag(s) / √D`, where `s` are signs, `H` is a Hadamard matrix of
     size `2^a`, `Q` is a Hartley matrix of size `p`, and `D = p · 2^a`. A coordinate of a rotated
-    unit vector has an error of at most `√2 (a + p + 2) 2^-24`. It is the result of `a` sums of two
-    numbers, one product with a rounded entry of `Q / √D`, and `p - 1` further sums.
+    unit vector has an error of at most `√2 (a + p + 2) 2^-24`. This bound counts the roundings of a
+    coordinate: `a` sums of two numbers, one product with a rounded entry of `Q / √D`, and `p - 1`
+    further sums.
 
     Args:
         tile: Unit vectors, float32 `[D, L]`, overwritten.

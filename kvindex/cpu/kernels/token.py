@@ -1,4 +1,4 @@
-"""Check the queries and keys of a new token, and write its rows."""
+"""Check the queries and keys of a new token, and store its keys and values."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def put_token(
     queries: np.ndarray,
     room: np.ndarray,
 ) -> bool:
-    """Convert queries to float32, and write a token's rows to the window and to resident rows.
+    """Check a new token, and write its keys and values to two places in memory.
+
+    The first place is the window. The second one is the buffer of resident rows, which are the rows
+    of sink and window that attention reads. The queries of the token are converted to float32.
 
     Args:
         asked: Address of the queries, contiguous `[B·G, g, D]`.
@@ -51,9 +54,10 @@ def put_token(
         values: Address of the token's values, contiguous `[B·G, Dv]`.
         window_keys: Address of the token's first key in the window.
         window_values: Address of the token's first value in the window.
-        steps: Bytes from there to each other key and value in the window, int64 `[2, B·G]`.
+        steps: Distances in bytes from the first key to each key in the window, and from the first
+            value to each value, int64 `[2, B·G]`.
         place: Address of the number of resident rows, int64, which is set to `count + 1`.
-        count: Number of resident rows before the call. The token's rows are written behind them.
+        count: Number of resident rows before the call. The token's rows are written after them.
         limit: Largest magnitude of a number in a query or key; negative to check nothing.
         kind: Dtype of queries, keys and values (`numbers.KINDS`).
         size: Bytes of a number.
@@ -63,7 +67,8 @@ def put_token(
         room: Buffer, float32 `[B·G · D]`.
 
     Returns:
-        True; or False if a number in a query or key is out of range. Then no row is written.
+        True if the token was written. False if a number in a query or key is out of range; then
+        nothing was written to the window and the resident rows.
     """
     (groups, _, D), every = queries.shape, queries.reshape(queries.size)
     read(asked, len(every), kind, every)

@@ -1,4 +1,4 @@
-"""Select the best `k` of float scores, and list the positions of True elements of a mask."""
+"""Select the `k` best scores of an array, and list the positions of True elements of a mask."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WIDE = 32
 
 @kernel
 def put_orders(scores: np.ndarray, size: int, orders: np.ndarray, highest: np.ndarray) -> None:
-    """Map scores to integers with the same order, and find the largest integer of each block.
+    """Map scores to integers that have the same order, and find the maximum of each block.
 
     Args:
         scores: Float32 `[n]`.
@@ -47,9 +47,9 @@ def put_orders(scores: np.ndarray, size: int, orders: np.ndarray, highest: np.nd
 def list_best(scores: np.ndarray, k: int, entries: np.ndarray) -> None:
     """List the `k` best scores as entries (`select.entry_of`), the best first.
 
-    Scores are divided into blocks. At least `k` scores reach the `k`-th largest of the blocks'
-    maxima, and usually not many more. Therefore only blocks whose maximum reaches this threshold
-    are searched.
+    To save time, most scores are skipped. The scores are divided into blocks, and the maximum of
+    each block is computed. Then the function finds a threshold that at least `k` of these maxima
+    reach. So at least `k` scores reach it, and only blocks whose maximum reaches it are searched.
 
     Args:
         scores: Float32 `[n]`.
@@ -80,7 +80,9 @@ def list_best(scores: np.ndarray, k: int, entries: np.ndarray) -> None:
 
 @kernel
 def top_rows(scores: np.ndarray, best: np.ndarray, positions: np.ndarray) -> None:
-    """Select the `k` best scores of each matrix row; compiled version of `ops.select.top_k`.
+    """Select the `k` best scores of each matrix row.
+
+    This is the compiled version of `ops.select.top_k`.
 
     Args:
         scores: Float32 `[R, n]`.
@@ -140,9 +142,10 @@ def flag_candidates(
     chosen: np.ndarray,
     flags: np.ndarray,
 ) -> None:
-    """Flag the candidates of any query head (`ops.select.candidates`), for some of the groups.
+    """Flag the keys that are candidates of at least one query head (`ops.select.candidates`).
 
-    A group is one KV head of one sequence.
+    The candidates of a query head are the keys with the largest votes (coarse scores). A group is
+    one KV head of one sequence. Each thread processes some of the groups.
 
     Args:
         part: Number of this thread, from 0 to `parts - 1`.

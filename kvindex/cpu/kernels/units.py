@@ -1,6 +1,7 @@
-"""List the rows of the best units, best first, until `k` rows are listed.
+"""Select `k` rows of the best units.
 
-A unit is a set of rows with a common score, for example a page, a segment or a cluster.
+A unit is a set of rows with a common score, for example a page, a segment or a cluster. Rows are
+listed unit by unit, the best unit first, until there are `k` rows.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def ranked_entry(score: float, number: int) -> Number:
 
 @kernel
 def put_ranked(entries: np.ndarray, count: int, ids: np.ndarray, scores: np.ndarray) -> None:
-    """Sort the first `count` entries, and write the ids and scores in them, best first.
+    """Sort the first `count` entries, extract their row ids and scores, and write them best first.
+
+    An entry is an int64 that contains a score and a row id (`ranked_entry`).
 
     Args:
         entries: Int64 `[k]`, sorted in place.
@@ -104,17 +107,20 @@ def best_rows(
     ids: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """Select `k` rows of the best units of each group; compiled version of `ops.units.best_rows`.
+    """Select `k` rows of the best units of each group.
 
     A unit is a set of rows with a common score, such as a cluster. A group is one KV head of one
-    sequence. It has `S` units of any size, and `R` units that have at most one row each.
+    sequence. It has `S` units of any size, and `R` units that have at most one row each. This is
+    the compiled version of `ops.units.best_rows`.
 
     Args:
         scores: Scores of the units, float32 `[B·G, S + R]`.
-        starts: Position of each unit's first row id at the address in `members`, int64 `[B·G, S]`.
+        starts: For each of the first `S` units, the position of its first row id in the array at
+            the address in `members`, int64 `[B·G, S]`.
         sizes: Number of rows of each unit, int64 `[B·G, S + R]`.
-        members: Addresses of the row ids of the first `S` units, int64 `[B·G]`.
-        width: Number of bytes of an id at these addresses, 4 or 8.
+        members: For each group, the address of an array with the row ids of the first `S` units,
+            int64 `[B·G]`.
+        width: Number of bytes of an id in this array, 4 or 8.
         singles: Row ids of the last `R` units, int64 `[B·G, R]`.
         ids: Result, row ids, best first, int64 `[B·G, k]`.
         out: Result, scores of the rows, float32 `[B·G, k]`.
@@ -139,9 +145,10 @@ def best_rows(
 
 @kernel
 def walk(sizes: np.ndarray, units: np.ndarray, offsets: np.ndarray) -> None:
-    """List the first `k` rows of consecutive units (sets of rows) of the given sizes.
+    """For each of the first `k` rows, compute to which unit (set of rows) it belongs.
 
-    This is the compiled version of `ops.units.walk`.
+    The rows of the first unit come first, then those of the second unit, and so on. This is the
+    compiled version of `ops.units.walk`.
 
     Args:
         sizes: Number of rows of each unit, int64 `[R, S]`.

@@ -1,8 +1,8 @@
-"""Sums over float32 rows, written with LLVM's vector types.
+"""Compute inner products and weighted sums of float32 vectors, with LLVM's vector types.
 
 LLVM compiles these types to the vector instructions of the CPU. Its automatic vectorization is not
-used, because rows have only a few dozen to a few hundred numbers: the code that LLVM puts before
-the loop would take longer than the loop.
+used, because the vectors have only a few dozen to a few hundred numbers: the code that LLVM puts
+before the loop would take longer than the loop.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ def element(builder: Any, address: Any, kind: Any, at: Any) -> Any:
 
 
 def chunk(builder: Any, address: Any, number: Any) -> Any:
-    """Return a pointer to chunk `number` of a float32 array at `address`; a chunk is one vector."""
+    """Return a pointer to vector number `number` of a float32 array at `address`.
+
+    The array is divided into vectors of `LANES` numbers.
+    """
     at = builder.add(address, builder.mul(number, INT64(4 * LANES)))
     return builder.inttoptr(at, FLOATS.as_pointer())
 
@@ -55,10 +58,10 @@ def shuffle(builder: Any, a: Any, b: Any, order: list[int]) -> Any:
 
 
 def totals(builder: Any, vectors: list[Any]) -> Any:
-    """Emit code that adds up the elements of each of four vectors, and returns a vector of 4 sums.
+    """Emit code that computes the sum of the elements of each of four vectors.
 
-    The length of the vectors is halved repeatedly: the upper half of each is added to its lower
-    half.
+    The result is a vector of the four sums. The vectors are halved repeatedly: the upper half of a
+    vector is added to its lower half.
     """
     first, second, third, fourth = vectors
     pairs = halved(builder, first, second, 8), halved(builder, third, fourth, 8)
@@ -69,9 +72,11 @@ def totals(builder: Any, vectors: list[Any]) -> Any:
 
 
 def halved(builder: Any, a: Any, b: Any, length: int) -> Any:
-    """Emit code that adds up pairs of elements of a vector that are `length` elements apart.
+    """Emit code that adds pairs of elements of a vector, and so halves its length.
 
-    The result is a vector of the sums in `a`, followed by the sums in `b` if `b` is not None.
+    The vector `a` is divided into runs of `2 · length` elements. In each run, the second half is
+    added to the first half. The result contains the sums of `a`, followed by the sums of the vector
+    `b` if it is not None.
     """
     count = a.type.count * (1 if b is None else 2)
     b = ir.Constant(a.type, ir.Undefined) if b is None else b
@@ -81,7 +86,7 @@ def halved(builder: Any, a: Any, b: Any, length: int) -> Any:
 
 
 def broadcast(builder: Any, number: Any, kind: Any) -> Any:
-    """Emit a vector of the type `kind`, whose elements are all equal to `number`."""
+    """Emit code that makes a vector of the type `kind`, whose elements are all `number`."""
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), number, ir.IntType(32)(0))
     zeros = ir.Constant(ir.VectorType(ir.IntType(32), kind.count), [0] * kind.count)
     return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), zeros)

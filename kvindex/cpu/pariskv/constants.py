@@ -25,12 +25,13 @@ class Constants:
         rotation: Rotation matrix, float32 `[D, D]`.
         levels: Absolute value of a coordinate for each magnitude code, float32 `[2^bits]`, padded
             with zeros to at least 16.
-        fine: Weights from 1 to 2 (one octave), indexed by the lower 11 bits of their 16-bit
-            logarithmic code, float32 `[2^11]`.
-        factors: Integer that votes are multiplied by, for each upper byte of a logarithmic weight,
-            int32 `[256]`.
+        fine: Table that decodes the weights of keys, which are stored as 16-bit logarithmic codes.
+            It contains the weights from 1 to 2, indexed by the lower 11 bits of a code, float32
+            `[2^11]`.
+        factors: Integers by which the coarse scores (votes) of keys are multiplied, ascending,
+            int32 `[256]`. They are proportional to the keys' weights (`ops.codes.log_factors`).
         level: Absolute value of a coordinate of which only the sign is known.
-        query_max: Largest coordinate of a query that is rounded to integers.
+        query_max: Largest value of a coordinate after a query is rounded to integers.
         encoder: Function that encodes keys.
     """
 

@@ -25,7 +25,7 @@ FEW_KEYS = 2**9
 
 @dataclass(frozen=True)
 class Encoder:
-    """Callable that encodes keys. The attributes are tables that the kernel reads.
+    """A callable object that encodes keys. Its attributes are tables that the kernel reads.
 
     Attributes:
         flips: Signs of the rotation, float32 `[D]` (`factors`).
@@ -48,7 +48,13 @@ class Encoder:
 
     @staticmethod
     def of(config: ParisKVConfig, rotation: Tensor, levels: Tensor) -> Encoder:
-        """Compute the tables for an index that has the given rotation and levels."""
+        """Create the encoder of an index.
+
+        Args:
+            config: Options of the index.
+            rotation: The index's random rotation of keys.
+            levels: Absolute value of a coordinate for each magnitude code, float32 `[2^bits]`.
+        """
         flips, hartley = factors(rotation)
         edges = (levels[1:] + levels[:-1]) / 2
         none = -len(edges) % AT_ONCE
@@ -63,7 +69,7 @@ class Encoder:
         )
 
     def __call__(self, keys: Tensor, valid: Tensor | None, wrong: Tensor | None = None) -> Codes:
-        """Encode keys, of which the first one must begin a block.
+        """Encode keys. The first of them must be the first key of a block.
 
         Args:
             keys: Floating point, `[B, G, N, D]`; invalid keys must be zero.
@@ -108,9 +114,10 @@ class Encoder:
 
 
 def factors(rotation: Tensor) -> tuple[Tensor, Tensor]:
-    """Split a rotation into factors: the signs `s`, float32 `[D]`, and `Q / √D`, float32 `[p, p]`.
+    """Split a rotation matrix into factors, which `ops.transform.rotation` defines.
 
-    `ops.transform.rotation` defines these factors.
+    rotation: float32 `[D, D]`. Returns the signs `s`, float32 `[D]`, and the matrix `Q / √D`,
+    float32 `[p, p]`.
     """
     D = len(rotation)
     power = D & -D

@@ -25,7 +25,7 @@ from kvindex.storage.columns import BlockColumns
 
 
 class ParisKVExecutor:
-    """Implementation of `kvindex.core.protocol.Executor`, which runs `ParisKV` on a CPU."""
+    """Runs the index `ParisKV` on a CPU (implements `kvindex.core.protocol.Executor`)."""
 
     encodes, appends_async, searches_at_once = True, False, True
     checks_tokens = True
@@ -60,7 +60,7 @@ class ParisKVExecutor:
         return unreadable(self._contents.rows) is None
 
     def explain(self) -> str:
-        """Describe in one line each how the index runs, encodes keys and computes attention."""
+        """Describe how the index runs, encodes keys and computes attention, in one line each."""
         return "\n".join(
             [
                 "executor: compiled by Numba",
@@ -74,9 +74,10 @@ class ParisKVExecutor:
         return 0, 0, 0
 
     def update(self, contents: Contents) -> ParisKVExecutor:
-        """Take over the contents of the index after they changed.
+        """Return the executor to use after the contents of the index have changed.
 
-        If the codes are stored in another object than before, return a new executor for them.
+        This executor stores the new contents and is returned. Only if the codes are in a different
+        object than before, a new executor is returned.
         """
         if contents.codes is not self.codes:
             if not isinstance(contents.codes, BlockColumns):
@@ -91,7 +92,7 @@ class ParisKVExecutor:
     def prepare(
         self, keys: Tensor, valid: Tensor | None, *, beyond: int, wrong: Tensor | None = None
     ) -> Codes:
-        """Encode the keys of an append. The index stores the codes when the append is finished."""
+        """Encode the keys of an append. The index stores the codes when it completes the append."""
         return self._constants.encoder(keys, valid, wrong) if keys.shape[2] else {}
 
     def encoded(self, keys: Tensor, valid: Tensor | None) -> Codes | None:
@@ -99,17 +100,18 @@ class ParisKVExecutor:
         return self._constants.encoder(keys, valid)
 
     def discard(self) -> None:
-        """Do nothing, because `prepare` reserves nothing."""
+        """Cancel an append. There is nothing to undo, because `prepare` stores nothing."""
 
     def warm_up(self, k: int, tokens: int) -> None:
-        """Do nothing: kernels are compiled by the first search, and buffers grow when needed."""
+        """Do nothing: a background thread compiles kernels, and buffers grow when needed."""
 
     def reserve(self, tokens: int) -> None:
         """Do nothing: the memory for codes grows when needed."""
 
     def search(self, queries: Tensor, k: int) -> Hits:
         """Select `k` rows per KV head for queries `[B, H, D]`."""
-        # `stages` keeps the memory alive that kernels read, even if another thread calls `update`.
+        # The variable `stages` references the memory that kernels read, so that this memory is not
+        # freed if another thread calls `update` meanwhile.
         folded, stages = self._folded(queries), self._stages
         hits, find = self._finding(stages, folded, k)
         threads.run(find, stages.most_parts(len(folded)))
@@ -120,9 +122,12 @@ class ParisKVExecutor:
     def attend(
         self, queries: Tensor, resident: ResidentRows, k: int, wrong: Tensor | None = None
     ) -> Attended:
-        """Select `k` rows per KV head, and attend to them and to the resident rows."""
+        """Select `k` rows per KV head, and attend to them and to the rows in `resident`.
+
+        `resident` contains the rows of sink and window, which are not selected by a search.
+        """
         folded, stages = self._folded(queries), self._stages
-        # Kernels need room for at least one row; it stays unused if there is no valid row.
+        # Kernels need a buffer for at least one selected row, even if the index has no valid row.
         hits, find = self._finding(stages, folded, max(1, min(k, self._most)))
         rows, resident_state = (
             (hits.ids, hits.weights(len(queries))),
@@ -138,7 +143,7 @@ class ParisKVExecutor:
         return self._attended(queries, output, lse, hits.found)
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """Attend to the rows in `hits` and to the resident rows, without a search."""
+        """Attend to the rows in `hits` and in `resident` (sink and window), without a search."""
         folded, stages, resident_state = (
             self._folded(queries),
             self._stages,
@@ -159,7 +164,10 @@ class ParisKVExecutor:
         wrong: Tensor | None,
         graphs: bool,
     ) -> Attended:
-        """Add a token and attend, as `Executor.decode_step`."""
+        """Add a token to the rows of sink and window, search, and attend.
+
+        The arguments are those of `Executor.decode_step`.
+        """
         check_token(token, resident, window)
         step = self._whole_step(k, resident)
         if step is not None:
@@ -173,7 +181,11 @@ class ParisKVExecutor:
         return self.attend(queries.detach(), resident, k)
 
     def _whole_step(self, k: int, resident: ResidentRows) -> WholeStep | None:
-        """Return the tables of a step on one thread; None if the stages have no such tables."""
+        """Return the object that runs a decode step on one thread with prepared kernel arguments.
+
+        The object is reused as long as its arguments are valid. The result is None if a decode step
+        uses several threads, or if `WholeStep` does not support the stages of the search.
+        """
         stages, k = self._stages, max(1, min(k, self._most))
         state = self._resident_state(resident)
         if self._step is None or not self._step.serves(stages, k, state):
@@ -185,7 +197,7 @@ class ParisKVExecutor:
         return self._step
 
     def _check_resident(self, resident: ResidentRows) -> None:
-        """Raise ValueError for resident rows of another batch or geometry."""
+        """Raise ValueError if shape, dtype or device of the rows in `resident` does not fit."""
         g, rows = self._geometry, resident.rows
         shape = len(self._contents.counts), g.kv_heads, resident.room, g.head_dim + g.value_dim
         if rows.shape != shape or rows.dtype != g.dtype or not rows.is_cpu:
@@ -228,7 +240,10 @@ class ParisKVExecutor:
         return self._resident
 
     def _limits(self, stages: Stages, k: int) -> np.ndarray:
-        """Return the number of candidates of each group if `k` rows are selected, int64 `[B·G]`."""
+        """Return how many candidates a search for `k` rows takes, int64 `[B·G]`.
+
+        The result has one number for each KV head of each sequence.
+        """
         limits = stages.state.limits
         if k not in limits:
             counts = self._contents.counts.tolist()
@@ -237,11 +252,18 @@ class ParisKVExecutor:
         return limits[k]
 
     def _finding(self, stages: Stages, queries: np.ndarray, k: int) -> tuple[Found, threads.Part]:
-        """Compute the votes of all keys, and return the function that selects the rows.
+        """Compute the votes (coarse scores) of all keys. The rows are selected later.
 
-        `queries` are float32 `[B·G, g, D]`. The first result is filled by the returned function,
-        which each thread calls for some of the groups (`threads.run`). The caller must keep a
-        reference to `stages` until then.
+        Args:
+            stages: The stages of the search. The caller must keep a reference to this object until
+                the rows are selected, because the kernels read memory that it references.
+            queries: Float32 `[B·G, g, D]`.
+            k: Number of rows to select.
+
+        Returns:
+            A `Found` object, and a function that selects the rows and stores them in this object.
+            Each thread calls the function for some of the groups (`threads.run`). A group is the
+            query heads of one KV head of one sequence.
         """
         asked = stages.prepare_query(queries)
         return stages.find(asked, stages.scan(asked), k, self._limits(stages, k))
@@ -258,10 +280,10 @@ class ParisKVExecutor:
 
 
 def check_token(token: Rows, resident: ResidentRows, window: Rows) -> None:
-    """Check a token before its rows are written.
+    """Check the key and the value of a new token before they are written.
 
     Raises:
-        ValueError: A shape, dtype or device does not fit, or there is no room.
+        ValueError: A shape, dtype or device does not fit, or the buffer `resident` is full.
     """
     batch, heads, room, wide = resident.rows.shape
     D, dtype = token.keys.shape[-1], resident.rows.dtype
@@ -282,9 +304,9 @@ def check_token(token: Rows, resident: ResidentRows, window: Rows) -> None:
 
 
 def stage_token(token: Rows, resident: ResidentRows, window: Rows) -> None:
-    """Add a token's keys and values to the resident rows, at their places in the window.
+    """Write the keys and values of a new token to `resident` and to `window`.
 
-    Raises the errors of `check_token`; then nothing is written.
+    If `check_token` raises an error, nothing is written.
     """
     check_token(token, resident, window)
     resident.add(token.keys, token.values, None)

@@ -26,7 +26,7 @@ _lock = Lock()
 
 
 def begin(config: ParisKVConfig) -> None:
-    """Start to compile the kernels that an index with these options needs.
+    """Start to compile the kernels that an index with these options needs, in the background.
 
     Do nothing if an earlier call has started to compile the same kernels.
     """
@@ -70,7 +70,7 @@ def _quietly(work: Callable[[], None]) -> Callable[[], None]:
 
 
 def _hold() -> None:
-    """Run before a fork: wait until no thread compiles, and prevent new ones from starting."""
+    """Before a fork, wait until no thread compiles, and prevent new threads from compiling."""
     while True:
         wait()
         _lock.acquire()
@@ -81,7 +81,7 @@ def _hold() -> None:
 
 
 def _release() -> None:
-    """Run after a fork, in both processes: release the locks, of which each process has a copy."""
+    """After a fork, release the locks that `_hold` acquired. Parent and child both call this."""
     global_compiler_lock.release()
     _lock.release()
 

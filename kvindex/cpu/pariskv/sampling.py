@@ -1,4 +1,7 @@
-"""Stages of a search that samples candidates and rows (`ops.priority`)."""
+"""Stages of a search that samples candidates and rows, compiled for a CPU.
+
+The module `kvindex.ops.priority` explains how keys are sampled.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,10 @@ from kvindex.storage.columns import BlockColumns
 
 
 def seeds_of(contents: Contents, codes: BlockColumns, seed: int) -> np.ndarray:
-    """Compute the seed of each group's random numbers, uint32 `[B·G]`.
+    """Compute one seed for each KV head of each sequence, uint32 `[B·G]`.
 
-    The random number of a key is the hash of `seed + SPREAD * id`.
+    The random number of a key is later computed from the seed `s` of its KV head and its token id:
+    it is the hash of `s + SPREAD * id`.
 
     Args:
         contents: Contents of the index, including the codes of the last, partly filled block.
@@ -43,7 +47,7 @@ def seeds_of(contents: Contents, codes: BlockColumns, seed: int) -> np.ndarray:
 
 
 def signs_at(b: int, position: int, full: Codes, opened: Codes) -> Tensor:
-    """Return the signs of the key at `position` of sequence `b`, uint8 `[G, M]`."""
+    """Return the sign bits of the key at `position` in sequence `b`, uint8 `[G, M]`."""
     stored = full["signs"].shape[2] if full else 0
     return (
         full["signs"][b, :, position]
@@ -63,12 +67,17 @@ class SampledStages(Stages):
     seeds: np.ndarray
 
     def room_of(self, queries: np.ndarray) -> Prepared:
-        """Return queries, and buffers that include gains, totals and inner products."""
+        """Allocate buffers for the data that the kernels compute from the queries before a search.
+
+        The result contains the queries and the buffers. The buffer `scales` is only needed for
+        sampling. It contains two numbers for each query head, which convert the coarse score (vote)
+        of a key to the key's estimated log weight.
+        """
         scales = BUFFERS.array("scales", np.float32, *queries.shape[:2], 2)
         return replace(super().room_of(queries), scales=scales, seeds=self.seeds)
 
     def preparing(self, asked: Prepared) -> list[Call]:
-        """Return the calls of kernels that compute `Prepared`."""
+        """Return the kernels that fill the buffers in `asked`, each with its arguments."""
         state = self.state
         codes = state.centers, state.length, state.full, self.config.center or BLOCK
         made = self.geometry.scale, asked.products, asked.scales
@@ -78,13 +87,17 @@ class SampledStages(Stages):
         ]
 
     def room_of_hits(self, asked: Prepared, k: int) -> Found:
-        """Return new arrays for `k` rows with log weights."""
+        """Return new arrays for `k` selected rows per group, and for their log weights."""
         groups, heads, _ = asked.queries.shape
         weights = np.empty((groups, heads, k), np.float32)
         return replace(super().room_of_hits(asked, k), log_weight=weights)
 
     def finding(self, asked: Prepared, scanned: Scanned, limits: np.ndarray, hits: Found) -> Call:
-        """Return the kernel that samples rows, and its arguments after the part."""
+        """Return the kernel that samples rows, and its arguments.
+
+        The first two arguments of the kernel are not included, because each thread adds them: its
+        own number (`part`) and the number of threads (`parts`).
+        """
         groups, k = hits.ids.shape
         sizes = threads.parts_of(self.most_parts(groups)), self.state.length + 2 * SAMPLED
         room = [BUFFERS.array(name, np.int32, *sizes) for name in ("listed", "numbers")]

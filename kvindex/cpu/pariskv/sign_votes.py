@@ -46,22 +46,24 @@ Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Prepared:
-    """The queries of a search in the forms that later stages read.
+    """The queries of a search, and tensors computed from the queries for the later stages.
 
-    Votes are computed with look-up tables if the CPU has AVX-512 and `query_max` is at most 31.
-    Otherwise they are computed with bit planes.
+    Coarse scores of keys (votes) are computed with look-up tables if the CPU supports it
+    (`kernels.lookup.SERVED`) and `query_max` is at most 31. Otherwise they are computed with bit
+    planes.
 
     Attributes:
         queries: Float32 `[B·G, g, D]`.
         rotated: Rotated queries, not normalized, float32 `[B·G, g, D]`.
-        units: Inner product that a vote of 1 represents, float64 `[B·G, g]`.
+        units: Inner product that corresponds to a vote of 1, float64 `[B·G, g]`.
         planes: Bit planes of the rounded queries (`kernels.query`); empty if tables are used.
         tables: Look-up tables of the rounded queries (`kernels.query`); empty if bit planes are
             used.
         totals: Constants to subtract from inner products that were computed with bit planes or
             tables, int32 `[B·G, g]`.
-        scales: Gain and total of each query head (`ops.priority`); empty without sampling.
-        seeds: Seed of each group's random numbers, for sampling.
+        scales: Gain and total of each query head, two numbers that convert votes to estimated log
+            weights of keys (`ops.priority`); empty without sampling.
+        seeds: Seed of each group's random numbers, uint32 `[B·G]`; not used without sampling.
         products: Buffer for the queries' inner products with block centers, float32 `[B·G, S, g]`,
             which `scan` fills.
     """
@@ -79,7 +81,11 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Scanned:
-    """Votes of all keys or, with sampling, upper bounds of their priorities, int32 `[B·G, N]`."""
+    """The coarse score (vote) of every key in an index, int32 `[B·G, N]`.
+
+    If the index samples rows, `votes` contains upper bounds of the keys' priorities instead. The
+    priority of a key is its estimated log weight plus random noise.
+    """
 
     votes: np.ndarray
 
@@ -125,7 +131,15 @@ def room_of_queries(shape: tuple[int, ...], query_max: int) -> tuple[np.ndarray,
 def room_of_candidates(
     parts: int, heads: int, most: int, length: int, k: int
 ) -> tuple[np.ndarray, ...]:
-    """Allocate the buffers of the kernel `step.find_rows`, for up to `most` candidates a group."""
+    """Allocate the buffers of the kernel `step.find_rows`.
+
+    Args:
+        parts: Number of threads.
+        heads: Number of query heads per KV head.
+        most: Largest number of candidates of a group.
+        length: Number of keys.
+        k: Number of rows to select per group.
+    """
     array, entries = BUFFERS.array, length + 2 * SAMPLED
     return (
         array("chosen", np.int32, parts, most + 1),
@@ -149,18 +163,25 @@ class Stages:
     state: State
 
     def most_parts(self, groups: int) -> int:
-        """Return the largest useful number of threads for `groups` groups."""
+        """Return the largest useful number of threads for a search.
+
+        The result is `groups`, the number of groups of query heads (batch size times KV heads), or
+        1 if there are few keys.
+        """
         return groups if groups * self.state.length > FEW_KEYS else 1
 
     def prepare_query(self, queries: np.ndarray) -> Prepared:
-        """Rotate and round queries float32 `[B·G, g, D]`."""
+        """Rotate `queries`, float32 `[B·G, g, D]`, and round them to integers."""
         asked = self.room_of(queries)
         for kernel, arguments in self.preparing(asked):
             kernel(*arguments)
         return asked
 
     def room_of(self, queries: np.ndarray) -> Prepared:
-        """Return queries float32 `[B·G, g, D]`, and buffers for their other forms."""
+        """Return the queries, and empty buffers for everything that is computed from them.
+
+        queries: float32 `[B·G, g, D]`.
+        """
         query_max, shape = self.constants.query_max, queries.shape
         made = BUFFERS.room(("asked", shape, query_max), lambda: room_of_queries(shape, query_max))
         groups, heads, _ = shape
@@ -169,7 +190,10 @@ class Stages:
         return Prepared(queries, *(*made, *none, products))
 
     def preparing(self, asked: Prepared) -> list[Call]:
-        """Return the calls of kernels that compute `Prepared` in buffers of `room_of`."""
+        """Return the kernels that fill the buffers in `asked`, each with its arguments.
+
+        asked: result of `room_of`.
+        """
         constants, state = self.constants, self.state
         by = constants.rotation, state.regression, constants.query_max, state.scales
         made = asked.rotated, asked.units, asked.planes, asked.tables, asked.totals
@@ -186,7 +210,7 @@ class Stages:
         return *codes, state.length, state.full, block, state.factors
 
     def scan(self, asked: Prepared) -> Scanned:
-        """Compute the votes of all keys."""
+        """Compute the coarse scores (votes) of all keys."""
         groups, scanned = len(asked.queries), self.room_of_votes(asked)
         arguments = self.scanning(asked, scanned)
         if not self.config.center:
@@ -199,12 +223,16 @@ class Stages:
         return scanned
 
     def room_of_votes(self, asked: Prepared) -> Scanned:
-        """Return a buffer for the votes."""
+        """Return a buffer for the coarse scores (votes) of all keys."""
         shape = len(asked.queries), self.state.length
         return Scanned(BUFFERS.array("votes", np.int32, *shape))
 
     def scanning(self, asked: Prepared, scanned: Scanned) -> tuple[Any, ...]:
-        """Return the arguments of the kernel `scan` after the part."""
+        """Return the arguments of the kernel `scan`.
+
+        The first two arguments of the kernel are not included, because each thread adds them: its
+        own number (`part`) and the number of threads (`parts`).
+        """
         of = asked.queries, asked.units, asked.planes, asked.tables, asked.totals
         own = asked.scales, asked.seeds, asked.products
         return *self._scanned_codes, *of, *own, scanned.votes
@@ -225,10 +253,11 @@ class Stages:
     def find(
         self, asked: Prepared, scanned: Scanned, k: int, limits: np.ndarray
     ) -> tuple[Found, threads.Part]:
-        """Allocate the result of a search, and return a function that selects the rows into it.
+        """Allocate the result of a search, and return it with a function that fills it.
 
-        Each thread calls the returned function for some of the groups (`threads.run`). `limits` is
-        the number of candidates of each group, int64 `[B·G]`.
+        The function selects candidates, reranks them, and selects rows. Each thread calls it for
+        some of the groups (`threads.run`). `limits` is the number of candidates of each group,
+        int64 `[B·G]`.
         """
         hits = self.room_of_hits(asked, k)
         kernel, arguments = self.finding(asked, scanned, limits, hits)
@@ -239,13 +268,17 @@ class Stages:
         return hits, part
 
     def room_of_hits(self, asked: Prepared, k: int) -> Found:
-        """Return new arrays for `k` rows."""
+        """Return new arrays for `k` selected rows per group."""
         groups = len(asked.queries)
         ids, scores = np.empty((groups, k), np.int64), np.empty((groups, k), np.float32)
         return Found(ids, scores, np.empty(groups, np.int32))
 
     def finding(self, asked: Prepared, scanned: Scanned, limits: np.ndarray, hits: Found) -> Call:
-        """Return the kernel that selects rows, and its arguments after the part."""
+        """Return the kernel that selects rows, and its arguments.
+
+        The first two arguments of the kernel are not included, because each thread adds them: its
+        own number (`part`) and the number of threads (`parts`).
+        """
         (groups, heads, _), codes, by = asked.queries.shape, self._ranked_codes, self._ranked_by
         parts, k = threads.parts_of(self.most_parts(groups)), hits.ids.shape[1]
         sizes = parts, heads, max(limits.tolist()), self.state.length, k

@@ -29,7 +29,10 @@ POLICIES = "mean_share", "max_share"
 
 
 def refusal(config: ParisKVConfig, geometry: Geometry) -> str | None:
-    """Return a message about the first unsupported option, or None if all are supported."""
+    """Return None if the kernels support all options of the index.
+
+    Otherwise, return a message about the first option that they do not support.
+    """
     if config.coarse not in SERVED:
         return f"coarse: got {config.coarse!r}, allowed is {' or '.join(map(repr, SERVED))}"
     got = {field.name: value for field in fields(config) for value in [vars(config)[field.name]]}
@@ -46,7 +49,10 @@ def refusal(config: ParisKVConfig, geometry: Geometry) -> str | None:
 
 
 def too_wide(geometry: Geometry) -> str | None:
-    """Return a message if the head dimension is too large for votes of one byte, else None."""
+    """Return an error message if the head dimension is too large for tiered votes, else None.
+
+    Tiered votes are one kind of coarse scores of keys. The score of a key must fit in one byte.
+    """
     most = 255 // len(TIERS) * SUBSPACE
     if geometry.head_dim > most:
         got = f"head_dim: got {geometry.head_dim}"
@@ -55,7 +61,10 @@ def too_wide(geometry: Geometry) -> str | None:
 
 
 def query_max_of(config: ParisKVConfig, geometry: Geometry) -> int:
-    """Return the largest coordinate of a query that is rounded to integers."""
+    """Return the largest integer that a coordinate of a quantized query may have.
+
+    This is the option `query_max`, but at most `2^15 / D`.
+    """
     return min(config.query_max, 2**15 // geometry.head_dim)
 
 

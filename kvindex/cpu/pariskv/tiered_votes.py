@@ -1,4 +1,7 @@
-"""Run ParisKV with `coarse="tiered_votes"` (the paper's votes) by compiled kernels on a CPU."""
+"""Run ParisKV with `coarse="tiered_votes"` on a CPU, with compiled kernels.
+
+Tiered votes are the coarse scores of keys that the ParisKV paper describes.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +32,13 @@ for each subspace of a key.
 class TieredVotesState(State):
     """Addresses of codes and rows (`State`), and the statistics that tiered votes need.
 
-    A block is one token here, so all blocks are full.
+    A block is one token here, so all blocks are full. In each subspace, the best keys are divided
+    into tiers by their centroids, and a key in a better tier gets a higher score.
 
     Attributes:
         histogram: Number of keys per centroid, int64 `[B·G, M, 256]`.
-        bounds: Cumulative number of keys up to each tier of votes, int64 `[B·G, tiers]`.
+        bounds: Number of keys at which each tier ends, counted from the best key, int64 `[B·G,
+            tiers]`.
     """
 
     histogram: np.ndarray
@@ -43,7 +48,8 @@ class TieredVotesState(State):
     def of_contents(
         contents: Contents, codes: BlockColumns, config: ParisKVConfig
     ) -> TieredVotesState:
-        """Collect the addresses of an index's codes and rows, and compute the tiers' sizes."""
+        """Collect the addresses of an index's codes and rows, and compute where the tiers of
+        centroids end."""
         histogram = contents.statistics["histogram"].contiguous()
         batch, heads, *shape = histogram.shape
         bounds = [config.tier_bounds(n) for n in contents.counts.tolist()]
@@ -56,12 +62,12 @@ class TieredVotesState(State):
 
 @dataclass(frozen=True)
 class Asked:
-    """The queries of a search in the forms that later stages read.
+    """The data that a search computes from its queries, and that its later stages read.
 
     Attributes:
         rotated: Rotated queries, not normalized, float32 `[B·G, g, D]`.
-        tables: Points of the centroids, one byte for each query head, uint64 `[B·G, words, M,
-            256]`.
+        tables: Scores of the 256 centroids of each subspace, uint64 `[B·G, words, M, 256]`. A word
+            contains the scores for up to eight query heads, one byte each.
     """
 
     rotated: np.ndarray
@@ -70,12 +76,13 @@ class Asked:
 
 @dataclass(frozen=True)
 class Voted:
-    """Votes of all keys, and the number of keys with each vote.
+    """The coarse scores (votes) of all keys, and a histogram of them.
 
     Attributes:
-        votes: Votes, one byte for each query head, uint64 `[B·G, words, N]`.
-        counts: Number of keys with each vote, counted by each of `parts` threads, int64 `[parts,
-            B·G, g, 256]`.
+        votes: Votes of the keys, uint64 `[B·G, words, N]`. A word contains the votes for up to
+            eight query heads, one byte each.
+        counts: Number of keys with each vote from 0 to 255, counted separately by each of `parts`
+            threads, int64 `[parts, B·G, g, 256]`.
     """
 
     votes: np.ndarray
@@ -84,12 +91,18 @@ class Voted:
 
 @dataclass(frozen=True)
 class TieredVotesStages(Stages):
-    """The stages of a search with tiered votes, for the codes whose addresses are in `state`."""
+    """The stages of a search with tiered votes (the coarse scores of the preset `paper`).
+
+    A search reads the codes (compressed keys) whose addresses are in `state`.
+    """
 
     state: TieredVotesState
 
     def prepare_query(self, queries: np.ndarray) -> Asked:  # type: ignore[override]
-        """Rotate the queries, float32 `[B·G, g, D]`, and compute the points of all centroids."""
+        """Rotate the queries, and compute the score that each centroid gives to its keys.
+
+        queries: float32 `[B·G, g, D]`.
+        """
         groups, heads, D = queries.shape
         rotated = BUFFERS.array("rotated", np.float32, groups, heads, D)
         words = -(-heads // tiered_votes.HEADS)
@@ -99,7 +112,7 @@ class TieredVotesStages(Stages):
         return Asked(rotated, tables)
 
     def scan(self, asked: Asked) -> Voted:  # type: ignore[override]
-        """Compute the votes (coarse scores) of all keys for the queries `asked`."""
+        """Compute the coarse scores (votes) of all keys for the queries in `asked`."""
         state, (groups, heads, _) = self.state, asked.rotated.shape
         chunks = groups * -(-state.length // tiered_votes.CHUNK)
         most = chunks if groups * state.length > FEW_KEYS else 1
@@ -117,10 +130,11 @@ class TieredVotesStages(Stages):
     def find(  # type: ignore[override]
         self, asked: Asked, scanned: Voted, k: int, limits: np.ndarray
     ) -> tuple[Found, threads.Part]:
-        """Allocate the result of a search, and return a function that selects the rows into it.
+        """Allocate memory for the result of a search, and return it with a function that fills it.
 
-        Each thread calls the returned function for some of the groups (`threads.run`). `limits` is
-        the number of candidates of each query head, int64 `[B·G]`.
+        The function selects candidates, reranks them, and selects rows. `threads.run` calls it in
+        each thread, for some of the KV heads. `limits`, int64 `[B·G]`, contains one number per KV
+        head: how many candidates each of its query heads may choose.
         """
         state, array, (groups, heads, _) = self.state, BUFFERS.array, asked.rotated.shape
         most = min(int(limits.max()) * heads, state.length)

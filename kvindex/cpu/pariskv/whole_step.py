@@ -1,4 +1,4 @@
-"""A decode step on one thread, whose kernels get the same arguments in every step."""
+"""Run decode steps on one thread, with kernel arguments that are prepared once."""
 
 from __future__ import annotations
 
@@ -22,25 +22,27 @@ from kvindex.cpu.pariskv.sign_votes import Call, Stages
 from kvindex.cpu.state import ResidentState, places
 
 UNCHECKED = -1.0
-"""Limit of `put_token` that checks nothing."""
+"""Value of the argument `limit` of `put_token` with which numbers are not checked."""
 
 
 @dataclass
 class WholeStep:
-    """A decode step of a layer with tables of arguments that were made before.
+    """Runs decode steps of a layer with kernel arguments that were prepared once.
 
-    It is valid until the index changes, or until the rows of sink and window get another buffer.
+    The arguments are valid until the index changes, or until the rows of sink and window are in
+    another buffer.
 
     Attributes:
-        stages: The stages that run.
-        k: Number of rows.
-        resident_state: Addresses of resident rows.
-        buffers: Buffers of the thread that may run the step (`Buffers.owner`).
-        calls: Calls of kernels before attention.
-        token: Last arguments of `put_token`.
-        limit: Largest magnitude of a number in a query or key.
-        attention: Arguments of `attend_groups`.
-        found: Number of rows that the last step found, int32 `[B, G]`.
+        stages: The stages of the search.
+        k: Number of rows to select.
+        resident_state: Addresses of the rows in sink and window.
+        buffers: An object (`Buffers.owner`) that identifies a thread. The arguments contain buffers
+            of this thread, so only this thread may run the decode step.
+        calls: The kernels that run before attention, each with its arguments.
+        token: Arguments of the kernel `put_token` that are the same in every decode step.
+        limit: Largest allowed magnitude of a number in a query or key.
+        attention: Arguments of the kernel `attend_groups`.
+        found: Number of rows that the last decode step selected, int32 `[B, G]`.
     """
 
     stages: Stages
@@ -63,12 +65,12 @@ class WholeStep:
         resident: ResidentRows,
         resident_state: ResidentState,
     ) -> WholeStep:
-        """Make the tables for stages whose groups run on one thread.
+        """Prepare the arguments of all kernels, for a search that runs on one thread.
 
         Args:
             stages: The stages for the current contents of the index.
-            k: Number of rows.
-            limits: Number of candidates of each group, int64 `[B·G]`.
+            k: Number of rows to select.
+            limits: Number of candidates of each group (KV head of a sequence), int64 `[B·G]`.
             resident: Rows in the sink and the window.
             resident_state: Addresses of `resident`.
         """
@@ -99,24 +101,29 @@ class WholeStep:
         )
 
     def serves(self, stages: Stages, k: int, resident_state: ResidentState) -> bool:
-        """Return whether the tables are valid for a step with these arguments on this thread."""
+        """Return True if this object can run the decode step.
+
+        This is the case if the object was made on this thread, for the same stages, the same state
+        of the resident rows (sink and window), and the same `k`.
+        """
         same = self.stages is stages and self.resident_state is resident_state
         return same and self.k == k and self.buffers is BUFFERS.owner
 
     def run(
         self, queries: Tensor, token: Rows, resident: ResidentRows, window: Rows, checks: bool
     ) -> Attended | None:
-        """Add a token to the resident rows and the window, and attend.
+        """Add a new token to `resident` and `window`, search, and attend.
 
         Args:
             queries: `[B, H, D]`.
             token: Keys `[B, G, 1, D]` and values `[B, G, 1, Dv]`.
             resident: Rows in the sink and the window, with room for the token.
-            window: The token's places in the window.
-            checks: Whether to check the numbers of queries and keys.
+            window: Memory in the window to which the key and value are also copied.
+            checks: True to check that no number in `queries` and `token.keys` is NaN, infinite or
+                too large.
 
         Returns:
-            The result; or None if a number is out of range. Then no row was added.
+            The output of attention. None if the check fails; then the token was not added.
         """
         count, g = len(resident), self.stages.geometry
         some = [
@@ -146,7 +153,11 @@ class WholeStep:
         )
 
     def _window_steps(self, window: Rows) -> np.ndarray:
-        """Return the bytes from the first row in the window to the one of each group."""
+        """Return where the key and the value of each group (KV head of a sequence) are in `window`.
+
+        The result is int64 `[2, B·G]`: distances in bytes from the first key of the window to the
+        key of each group, and from the first value to the value of each group.
+        """
         strides = window.keys.stride(), window.values.stride()
         if strides != self._strides:
             batch, heads = places(*window.keys.shape[:2])
