@@ -1,4 +1,4 @@
-"""ActQKV: selects pages of tokens with a probe query, which is a weighted mean of recent queries.
+"""ActQKV: scores pages of tokens with a probe query, which is a weighted mean of recent queries.
 
 Xiao et al., Activation-aware Probe-Query: Effective Key-Value Retrieval for Long-Context LLMs
 Inference (arXiv 2502.13542). docs/indexes/actqkv.md lists the differences from the paper.
@@ -27,8 +27,8 @@ class ActQKVConfig:
 
     Args:
         page: Tokens per page.
-        window: Number of queries from which the probe is computed: the query that is passed to
-            `search`, and the newest queries before it.
+        window: Number of queries from which the probe query is computed: the query that is passed
+            to `search`, and the newest queries before it.
         group: How the scores of the query heads that share a KV head are combined
             (`kvindex.ops.group`).
     """
@@ -46,10 +46,11 @@ class ActQKVConfig:
 class ActQKV(PagedIndex, PromptQueriesIndex):
     """Selects whole pages by the inner product of a probe query and the page's mean key.
 
-    The probe is the mean of the latest queries, where a query has more weight the farther it is
-    from their unweighted mean. The query that is passed to `search` replaces the newest query that
-    was passed to `observe_queries`. If none was observed, it is the probe. In `Hits.scores`, each
-    row has the score of its page.
+    The probe query is a weighted mean of the latest queries. Queries that are far from the
+    unweighted mean get large weights. The latest queries are the queries that were passed to
+    `observe_queries`, but the newest of them is replaced by the query that is passed to `search`.
+    If no query was observed, the query of the search is the probe query. In `Hits.scores`, each row
+    has the score of its page.
 
     Source: Xiao et al., Activation-aware Probe-Query (arXiv 2502.13542).
     """
@@ -72,7 +73,11 @@ class ActQKV(PagedIndex, PromptQueriesIndex):
         self._sample_queries(queries, positions, self.config.window)
 
     def _probes(self, queries: Tensor) -> Tensor:
-        """Return the probe of each query head, float32 `[B, H, D]`, for a search with `queries`."""
+        """Return the query with which each head scores pages (the probe), float32 `[B, H, D]`.
+
+        It is a weighted mean of earlier observed queries and of `queries`, the argument of the
+        search (see `probe`).
+        """
         observed, window = self._observed, queries[:, :, None].float()
         if observed is None:
             return window[:, :, 0]
@@ -110,7 +115,7 @@ class ActQKV(PagedIndex, PromptQueriesIndex):
 
 
 def probe(window: Tensor, counted: Tensor) -> Tensor:
-    """Compute the probe: the mean of the latest queries, weighted by their activation bias.
+    """Compute the probe query: the mean of the latest queries, weighted by their activation bias.
 
     The activation bias of a query is its squared distance from the unweighted mean, divided by the
     sum of these distances over all queries. If all queries are equal, they get equal weights.

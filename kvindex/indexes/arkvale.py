@@ -1,4 +1,5 @@
-"""ArkVale: selects pages of tokens by a volume around their keys, a cuboid or a ball.
+"""ArkVale: summarizes the keys of each page by a volume around them (a cuboid or a ball). The score
+of a page is the largest inner product of the query with a point in this volume.
 
 Chen et al., ArkVale: Efficient Generative LLM Inference with Recallable Key-Value Eviction
 (NeurIPS 2024). The paper calls the center and the radius of the volume the page's digest.
@@ -51,12 +52,10 @@ class ArkValeConfig:
 
 
 class ArkVale(PagedIndex):
-    """Selects whole pages.
+    """Selects whole pages by the query's largest inner product with a point of a page's volume.
 
-    A page's score is the query's largest inner product with a point of its volume.
-
-    The volume is a region around the page's keys (option `volume`). In `Hits.scores`, each row has
-    the score of its page.
+    The volume of a page is a region around its keys (option `volume`). In `Hits.scores`, each row
+    has the score of its page.
 
     Source: Chen et al., ArkVale (NeurIPS 2024).
     """

@@ -23,7 +23,7 @@ class ClusterKVConfig:
     Args:
         per_cluster: Average number of keys in a cluster of the prompt.
         block: Number of tokens after the prompt that are clustered together.
-        block_clusters: Number of clusters into which such a block is divided.
+        block_clusters: Number of clusters into which these `block` tokens are divided.
         iterations: Maximum number of k-means iterations.
         group: How the scores of the query heads that share a KV head are combined
             (`kvindex.ops.group`).

@@ -1,4 +1,5 @@
-"""CTkvr: uses queries of the prompt as centroids, and lists the keys that each attends to most.
+"""CTkvr: uses queries of the prompt as centroids. Each centroid has a list of the keys to which it
+attends most.
 
 A search finds the centroids that are most similar to its query, and ranks the keys in their lists.
 
@@ -91,7 +92,8 @@ class CTkvr(BaseIndex):
     """Computes exact scores for the keys that similar queries of the prompt attend to most.
 
     Before `end_prompt`, or if no query was observed, a search computes exact scores for all keys.
-    `Hits.scores` contains the scores that the group policy computes from the exact `q·k`.
+    `Hits.scores` contains the exact `q·k`, combined over the query heads that share a KV head
+    (option `group`).
 
     Source: Lu et al., CTkvr (2025), Algorithms 1 and 2.
     """
@@ -124,10 +126,10 @@ class CTkvr(BaseIndex):
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         """Receive the newest queries `[B, H, T, D]` of the tokens `positions`.
 
-        Until `end_prompt`, these queries are stored, and some of them become centroids. After it,
-        the query of the last search becomes a centroid. If a call then passes several queries, for
-        example those of another prompt, these also become centroids, with lists chosen from all
-        keys. NaN and infinite coordinates count as 0.
+        Until `end_prompt`, queries are stored, and some of them become centroids. After
+        `end_prompt`, each call makes the query of the last search a centroid. A call with several
+        queries, for example those of another prompt, also makes these queries centroids, and
+        chooses their lists from all keys. NaN and infinite coordinates count as 0.
         """
         g, observed = self.geometry, self._state.observed
         batch = observed.queries.shape[0] if self._batch is None and observed else self._batch
@@ -332,7 +334,7 @@ class CTkvr(BaseIndex):
         return Hits(ids.gather(-1, slots.clamp_min(0)).masked_fill(slots < 0, UNUSED), best)
 
     def _all_ids(self, batch: int) -> Tensor:
-        """Return the ids of all tokens, int64 `[B, G, N]`, with -1 in place of invalid tokens."""
+        """Return the ids of all tokens, int64 `[B, G, N]`, with -1 in place of padded tokens."""
         ids = torch.arange(len(self), device=self.geometry.device)
         ids = ids.expand(batch, self.geometry.kv_heads, -1)
         return ids if self.valid is None else ids.masked_fill(~self.valid[:, None], UNUSED)

@@ -52,12 +52,14 @@ class DoubleSparsityConfig:
 class DoubleSparsity(PromptQueriesIndex):
     """Ranks all keys by the inner product `Σ_j q_j k_j` over a few channels `j` of each KV head.
 
-    Channels are chosen once for each sequence, at the first append that contains a valid token of
-    the sequence. They are those with the largest `mean |q_j| · mean |k_j|`, summed over the query
-    heads of the group, or with the largest `mean |k_j|` if no query was observed before. The
-    learned tensors are `channels`, int64 `[B, G, R]`, and `known`, bool `[B]`, which is True for
-    sequences whose channels are chosen. `Hits.scores` contains the scores that the group policy
-    computes from the estimated `q·k`.
+    A channel is a coordinate of keys and queries. Channels are chosen once for each sequence, at
+    the first append that contains a valid token of the sequence. The chosen channels have the
+    largest `mean |q_j| · mean |k_j|`, summed over the query heads of the KV head. If no query was
+    observed before, they have the largest `mean |k_j|`.
+
+    The learned tensors are `channels`, int64 `[B, G, R]`, and `known`, bool `[B]`, which is True
+    for sequences whose channels are chosen. `Hits.scores` contains the estimated `q·k`, combined
+    over the query heads that share a KV head (option `group`).
 
     Source: Yang et al., Double Sparsity (arXiv 2408.07092), section 3.
     """
@@ -67,9 +69,10 @@ class DoubleSparsity(PromptQueriesIndex):
     # Calibration
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """Store a sample of the prompt's queries `[B, H, T, D]`, from which channels are chosen.
+        """Store a sample of the prompt's queries, `[B, H, T, D]`.
 
-        Queries after `end_prompt` are ignored. NaN and infinite coordinates count as 0.
+        The label channels are chosen from the keys and this sample. Queries that are observed after
+        `end_prompt` are ignored. NaN and infinite coordinates count as 0.
         """
         queries = self._checked_queries(queries, positions)
         if not self._prompt_ended and len(positions):
@@ -96,7 +99,7 @@ class DoubleSparsity(PromptQueriesIndex):
         return {"channels": kept, "known": known | seen}
 
     def _activity(self, valid: Tensor | None, batch: int) -> Tensor:
-        """Sum the absolute values of each coordinate over the observed queries of a group.
+        """Sum the absolute values of each coordinate over the observed queries of each KV head.
 
         Args:
             valid: Mask of valid tokens, bool `[B, N]`, or None if all are valid.

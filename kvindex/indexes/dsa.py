@@ -1,7 +1,7 @@
 """DSA: the lightning indexer of DeepSeek Sparse Attention, which ranks tokens with small heads.
 
-The keys and queries of this index are not those of attention. The model is trained to compute
-separate, smaller ones for its indexer (docs/indexes/dsa.md).
+The keys and queries of this index are not the keys and queries of attention. The model is trained
+to compute separate, smaller keys and queries for its indexer (docs/indexes/dsa.md).
 
 DeepSeek-AI, DeepSeek-V3.2 (arXiv 2512.02556, section 2.1, equation 1).
 """
@@ -43,10 +43,11 @@ class DSAConfig:
 
 
 class DSA(BaseIndex):
-    """Ranks each key `k_s` by `I_s = Σ_j w_j ReLU(q_j · k_s)`, a sum over the heads of a group.
+    """Ranks each key `k_s` by `I_s = Σ_j w_j ReLU(q_j · k_s)`, a sum over the query heads `j`.
 
-    `search` uses the weight `w_j = 1` for all heads. For other weights of at least 0, multiply the
-    queries by them. `choose` takes weights of either sign. `Hits.scores` contains `I_s`.
+    `search` uses the weight `w_j = 1` for all heads. For other weights that are not negative,
+    multiply the queries by the weights. `choose` has an argument for weights, which may also be
+    negative. `Hits.scores` contains `I_s`.
 
     Source: DeepSeek-AI, DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
     """

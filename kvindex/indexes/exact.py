@@ -38,7 +38,7 @@ class Exact(BaseIndex):
     """Ranks all keys by their exact inner products with the query, computed in float32.
 
     The keys are read from the row store, so the index stores no codes. `Hits.scores` contains the
-    scores that the group policy computes from the exact `q·k`.
+    exact `q·k`, combined over the query heads that share a KV head (option `group`).
 
     Source: Qi et al., ParisKV (ICML 2026), equation 1.
     """
@@ -57,7 +57,9 @@ class Exact(BaseIndex):
         return self._ranked(queries, k)[0]
 
     def search_shard(self, queries: Tensor, *, k: int, total: Callable[[Tensor], Tensor]) -> Hits:
-        """Search this index as one shard of a larger one, with scores comparable between shards.
+        """Search this index as one shard of a larger index.
+
+        The scores can be compared with those of the other shards.
 
         `kvindex.core.protocol.SearchesShard.search_shard` describes the arguments.
         """
@@ -80,7 +82,7 @@ class Exact(BaseIndex):
         return within(hits, hits.ids, known, known.logsumexp(-1), coverage)
 
     def _ranked(self, queries: Tensor, k: int) -> tuple[Hits, Tensor]:
-        """Return the `k` best rows, and the inner products `q·k` of all tokens."""
+        """Return the `k` rows per KV head with the best scores, and the `q·k` of all tokens."""
         g, policy = self.geometry, self.config.group
         scores = self.scores(group.fold(queries, g.kv_heads, policy))
         agreed = self.ops.group.agree(scores, policy, scale=g.scale, softcap=g.softcap)

@@ -1,7 +1,7 @@
 """FAISS flat: brute-force search with FAISS's `IndexFlatIP`.
 
-The best keys of each query head are candidates, which the query heads of a group then rank
-together.
+The best keys of each query head are candidates. The candidates of all query heads that share a KV
+head are then ranked in one list.
 
 Douze et al., The Faiss library (2024), section 4. Details: docs/indexes/faiss_flat.md.
 """
@@ -17,9 +17,8 @@ class FaissFlat(FaissIndex):
     """Scores every key with FAISS.
 
     There is one `IndexFlatIP` per sequence and KV head, with a float32 copy of the keys.
-
-    FAISS stores a float32 copy of the keys. `Hits.scores` contains the scores that the group policy
-    computes from the candidates' `q·k`.
+    `Hits.scores` contains the `q·k` of the candidates, combined over the query heads that share a
+    KV head (option `group`).
 
     Source: Douze et al., The Faiss library (2024), section 4.
     """

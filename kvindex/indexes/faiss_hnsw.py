@@ -45,11 +45,10 @@ class FaissHNSWConfig(FaissConfig):
 class FaissHNSW(FaissIndex):
     """Searches a graph over the keys, with FAISS.
 
-    There is one `IndexHNSWFlat` per sequence and KV head, with a float32 copy of the keys.
-
-    FAISS stores a float32 copy of the keys. Keys are added one at a time, so that the graph does
-    not depend on how they were divided into appends. `Hits.scores` contains the scores that the
-    group policy computes from the candidates' `q·k`.
+    There is one `IndexHNSWFlat` per sequence and KV head, with a float32 copy of the keys. Keys are
+    added one at a time, so that the graph does not depend on how the keys were divided into
+    appends. `Hits.scores` contains the `q·k` of the candidates, combined over the query heads that
+    share a KV head (option `group`).
 
     Source: Malkov and Yashunin, HNSW (2016).
     """
@@ -79,24 +78,25 @@ class FaissHNSW(FaissIndex):
     def _query_faiss(
         self, faiss_index: Any, queries: Tensor, count: int
     ) -> tuple[Tensor, Tensor | None]:
-        # FAISS stops its graph walk by efSearch alone, so efSearch must be at least `count`
+        # The end of FAISS's graph search depends on efSearch, not on `count`. So efSearch must be
+        # at least `count`.
         faiss_index.hnsw.efSearch = max(self.config.ef_search, count)
         return super()._query_faiss(faiss_index, queries, count)
 
     def _token_bytes(self) -> float:
         """Return the bytes that FAISS stores per key: the key, its level, an offset, and its links.
 
-        A key has `2 M` links on the lowest level. It also has `M` links on the next level with
-        probability `1/M`, on the level above that with probability `1/M²`, and so on; the expected
-        number of these links is counted.
+        A key has `2 M` links on the lowest level of the graph. It is on the next level with
+        probability `1/M`, on the level above that with probability `1/M²`, and so on, and has `M`
+        links on each of these levels. The result contains the expected number of these links.
         """
         M: int = self.config.neighbors
         return 4 * self.geometry.head_dim + 4 + 8 + 4 * (2 * M + M / (M - 1))
 
     def _scanned_bytes(self) -> float:
-        """Return the bytes that a query head's search reads per stored key, from 16 test searches.
+        """Return how many bytes a search reads for one query head, divided by the number of keys.
 
-        These are bytes of keys and of links.
+        These are bytes of keys and links. They are measured in up to 16 test searches.
         """
         row = next((row for row in self._faiss_indexes if row[0]), None)
         if row is None:

@@ -53,9 +53,8 @@ class FaissIVF(FaissIndex):
     """Scores the keys in the lists of the nearest centroids, with FAISS.
 
     There is one `IndexIVFFlat` per sequence and KV head, with a float32 copy of the keys.
-
-    FAISS stores a float32 copy of the keys. `Hits.scores` contains the scores that the group policy
-    computes from the candidates' `q·k`.
+    `Hits.scores` contains the `q·k` of the candidates, combined over the query heads that share a
+    KV head (option `group`).
 
     Source: Douze et al., The Faiss library (2024), section 5.1.
     """
@@ -63,8 +62,8 @@ class FaissIVF(FaissIndex):
     Config = FaissIVFConfig
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        """Train the centroids of each sequence on the first append with a valid key of the
-        sequence.
+        """Train the centroids of each sequence on its valid keys in the first append that contains
+        valid keys of this sequence.
 
         Returns:
             `lists`: Number of centroids of each sequence, int64 `[B]`; 0 before the training.

@@ -51,10 +51,9 @@ class FaissIVFPQConfig(FaissIVFConfig):
 class FaissIVFPQ(FaissIVF):
     """Scores product-quantized keys in the lists of the nearest centroids, with FAISS.
 
-    There is one `IndexIVFPQ` per sequence and KV head, on residuals.
-
-    `Hits.scores` contains the scores that the group policy computes from the inner products of the
-    query with the decoded keys of the candidates.
+    There is one `IndexIVFPQ` per sequence and KV head. It quantizes residuals: the difference of a
+    key and its centroid. `Hits.scores` contains the inner products of the query with the decoded
+    keys of the candidates, combined over the query heads that share a KV head (option `group`).
 
     Source: Jégou et al., Product Quantization for Nearest Neighbor Search (2011), section IV.
     """
@@ -73,8 +72,8 @@ class FaissIVFPQ(FaissIVF):
     def _trained(self, keys: Tensor, lists: int) -> dict[str, Tensor]:
         """Train centroids on the keys, and codebooks float32 `[G, M, 2^bits, m]` on the residuals.
 
-        The codebooks are bitwise equal to those that FAISS's product quantizer would train, but
-        several are trained at the same time.
+        FAISS's product quantizer would train bitwise equal codebooks, but one after the other. This
+        function trains several at the same time.
         """
         learned, points = super()._trained(keys, lists), self._points(keys)
         residuals = points - _nearest(points, learned["centroids"])
@@ -118,9 +117,9 @@ class FaissIVFPQ(FaissIVF):
         return self._ready(index)
 
     def _reconstructed(self, keys: Tensor, ids: Tensor) -> Tensor:
-        """Return the decoded codes of the keys `[B, G, C, D]`.
+        """Quantize the keys `[B, G, C, D]` and return the decoded result.
 
-        The codes are computed again from the keys, instead of being read from FAISS.
+        This computes codes again from the keys, and does not read them from FAISS.
         """
         B, G, C, _ = keys.shape
         represented = torch.empty_like(keys)
@@ -144,6 +143,9 @@ class FaissIVFPQ(FaissIVF):
 
 
 def _nearest(points: Tensor, centroids: Tensor) -> Tensor:
-    """Return the centroid with the largest inner product for each point, `[G, n, D]`."""
+    """Find the centroid that has the largest inner product with each point.
+
+    Returns the centroids, `[G, n, D]`, one for each of the `n` points.
+    """
     best = (points @ centroids.mT).argmax(-1)[..., None]
     return centroids.gather(1, best.expand(-1, -1, points.shape[-1]))

@@ -48,9 +48,10 @@ class H2OConfig:
 class H2O(ObservingEvictionIndex):
     """Permanently evicts the rows that have received the least attention, except the latest rows.
 
-    The score of a row is the sum of the attention weights that it has received: from the queries of
-    the prompt, which are added at `end_prompt`, and from each query that is observed later. Rows
-    are evicted whenever scores have been updated and there are more than `budget` rows.
+    The score of a row is the sum of the attention weights that it has received from the queries of
+    the prompt and from each query that is observed later. The weights from the prompt are added at
+    `end_prompt`. Rows are evicted whenever scores have been updated and there are more than
+    `budget` rows.
 
     The learned tensors are:
 
@@ -125,7 +126,10 @@ class H2O(ObservingEvictionIndex):
         return torch.cat(parts[0], dim=-1), torch.cat(parts[1], dim=-1)
 
     def _evict(self, ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose the `budget` rows to retain from rows with ids `[B, G, C]` and their scores."""
+        """Choose which `budget` rows to retain, and return their ids and scores.
+
+        `ids` and `scores`, `[B, G, C]`, are those of all rows that could be retained.
+        """
         budget = self.config.budget
         if ids.shape[-1] <= budget:
             return ids, scores

@@ -1,7 +1,8 @@
 """IceCache: selects pages of similar keys. A search finds the pages with the help of anchor keys.
 
-A random sample of the keys are anchors. Each token belongs to the nearest anchor, and the tokens of
-an anchor are divided into pages. Appended tokens are added to the existing anchors and pages.
+The anchors are a random sample of the keys. Each token belongs to the nearest anchor, and the
+tokens of an anchor are divided into pages. Appended tokens are added to the existing anchors and
+pages.
 
 Mao et al., IceCache: Memory-Efficient KV-cache Management for Long-Sequence LLMs (ICLR 2026, arXiv
 2604.10539), with multi-level dynamic continuous indexing (M-DCI), on which it is based.
@@ -48,7 +49,7 @@ class IceCacheConfig:
         group: How the scores of the query heads that share a KV head are combined
             (`kvindex.ops.group`).
         seed: Seed for the choice of anchors, and for the direction along which an anchor's tokens
-            are sorted before they are cut into pages.
+            are sorted before they are divided into pages.
     """
 
     page: int = 16
@@ -68,12 +69,16 @@ class IceCacheConfig:
 
 
 class IceCache(BaseIndex):
-    """Selects whole pages by the largest inner product `q·k` in each page of the best anchors.
+    """Selects whole pages by the largest inner product `q·k` of the query and a key of the page.
+
+    A random sample of the keys are anchors, and each token belongs to the nearest anchor. A search
+    first chooses the best anchors, and then scores only the pages of their tokens. In
+    `Hits.scores`, each row has the score of its page.
 
     The learned tensors, for `A` anchors and `N` tokens, are:
 
-    - `first` int64 `[B]`: number of tokens after the append from which `radius` was computed.
-    - `radius` float32 `[B, G]`: the largest `‖k‖²` of these tokens.
+    - `first` int64 `[B]`: length of the sequence after the first append with a valid token.
+    - `radius` float32 `[B, G]`: the largest `‖k‖²` of the keys of that append.
     - `anchor_ids` int64 `[B, A]`: ids of the anchors, ascending, padded with -1.
     - `anchors` `[B, G, A, D]`: keys of the anchors.
     - `parents` int32 `[B, G, N]`: the anchor of each token, -1 if the token is invalid.
@@ -82,8 +87,6 @@ class IceCache(BaseIndex):
       tokens with adjacent projections.
     - `members` int32 `[B, G, n]`: token ids in the order of pages.
     - `sizes` int32 `[B, G, A]`: number of tokens of each anchor.
-
-    In `Hits.scores`, each row has the score of its page.
 
     Source: Mao et al., IceCache (ICLR 2026).
     """
@@ -112,7 +115,7 @@ class IceCache(BaseIndex):
         flags = joined_flags(self.valid, len(self), keys, valid)
         known = max(
             learned["parents"].shape[2] - len(self), 0
-        )  # how many of these keys are in the tree already
+        )  # how many of these keys already have an anchor and a page
         return self._grown(learned, keys[:, :, known:], flags) if known < keys.shape[2] else learned
 
     def _learned_before(self, length: int) -> Codes:
@@ -200,7 +203,8 @@ class IceCache(BaseIndex):
         return promoted
 
     def _places(self, keys: Tensor, radius: Tensor) -> Tensor:
-        """Project keys `[B, G, T, D]` onto the direction by which tokens are divided into pages."""
+        """Project keys `[B, G, T, D]` onto a random direction. Tokens are sorted by the result to
+        divide them into pages."""
         projections: Tensor = keys.float() @ self._line[:-1] + _lift(keys, radius) * self._line[-1]
         return projections
 
@@ -295,9 +299,10 @@ class IceCache(BaseIndex):
         return anchor, at(sizes.cumsum(-1) - sizes, anchor, 0) + start, stop - start
 
     def _scanned(self) -> list[Tensor]:
-        """Return tensors whose bytes add up to those that one query head reads in a search.
+        """Return tensors whose total size is the number of bytes that a search reads per query
+        head.
 
-        All anchors are assumed to have equally many tokens.
+        This size is an estimate: it assumes that all anchors have equally many tokens.
         """
         learned = self._learned
         view = max(self.config.view, int(self.config.view_share * len(self)))
@@ -332,10 +337,11 @@ def _squares(keys: Tensor) -> Tensor:
 
 
 def _lift(keys: Tensor, radius: Tensor) -> Tensor:
-    """Return an additional coordinate for keys `[B, G, n, D]`, which moves them onto one sphere.
+    """Return an additional coordinate for each of the keys `[B, G, n, D]`.
 
-    With this coordinate in the keys, and 0 in the query, the key with the largest inner product is
-    the nearest key. The coordinate, `[B, G, n]`, is 0 for keys outside the sphere.
+    The coordinate, `[B, G, n]`, gives all keys the same norm `√radius`. The query's additional
+    coordinate is 0. If keys have equal norms, the key with the largest inner product with a query
+    is also the nearest key. For a key that already has a larger norm, the coordinate is 0.
     """
     return (radius[..., None] - _squares(keys)).clamp_min(0).sqrt()
 
@@ -343,19 +349,21 @@ def _lift(keys: Tensor, radius: Tensor) -> Tensor:
 def _nearest(
     keys: Tensor, anchors: Tensor, radius: Tensor, allowed: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Find the nearest anchor of each key, with the additional coordinate of `_lift`.
+    """Find the nearest anchor of each key.
 
-    If several anchors are equally near, the first one is chosen.
+    Distances are computed between vectors that `_lift` has extended by one coordinate, so that
+    nearly all of them have the same norm. If several anchors are equally near, the first one is
+    chosen.
 
     Args:
         keys: `[B, G, n, D]`.
         anchors: `[B, G, A, D]`.
-        radius: Squared radius of the sphere, float32 `[B, G]`.
+        radius: Square of the norm that `_lift` gives to the keys, float32 `[B, G]`.
         allowed: True for anchors that may be chosen, bool `[B, A]`.
 
     Returns:
         The anchor of each key, int64 `[B, G, n]`, and the key's similarity to this anchor, float32
-        `[B, G, n]`. The similarity is the larger, the smaller the distance.
+        `[B, G, n]`. A smaller distance gives a larger similarity.
     """
     B, G, n, _ = keys.shape
     if not anchors.shape[2]:

@@ -1,7 +1,7 @@
 """InfLLM: selects blocks of tokens by a few representative keys of each block.
 
-The representative keys of a block are those with the largest representative scores. This score is
-the mean inner product of a key with the queries of the tokens that follow it.
+Each key has a representative score, which is its mean inner product with the queries of the tokens
+that follow it. The keys with the largest scores represent their block.
 
 Xiao et al., InfLLM: Training-Free Long-Context Extrapolation for LLMs with an Efficient Context
 Memory (NeurIPS 2024).
@@ -59,11 +59,12 @@ class InfLLMConfig:
 class InfLLM(PagedIndex):
     """Selects whole blocks by the query's mean inner product with their representative keys.
 
-    Representative scores are computed from the queries that the caller passes to `observe_queries`.
-    A key has no score if no query of a later token was observed. Such a key represents its block
-    only if fewer than `representatives` keys of the block have a score. If no key of a block has a
-    score, the keys with the largest norms represent the block. In `Hits.scores`, each row has the
-    score of its block.
+    The keys with the largest representative scores represent their block. The representative score
+    of a key is computed from the queries of later tokens that the caller passes to
+    `observe_queries`; without such a query, the key has no score. A key without a score represents
+    its block only if fewer than `representatives` keys of the block have a score. If no key of a
+    block has a score, the keys with the largest norms represent the block. In `Hits.scores`, each
+    row has the score of its block.
 
     Source: Xiao et al., InfLLM (NeurIPS 2024).
     """
@@ -78,10 +79,10 @@ class InfLLM(PagedIndex):
         self._queries, self._positions = Columns(), torch.zeros(0, dtype=torch.int64)
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """Store queries `[B, H, T, D]` of the tokens `positions`, which score the keys before them.
+        """Store queries `[B, H, T, D]` of the tokens `positions`, to score the keys before them.
 
-        Queries that were stored for the first of these positions or a later one are dropped,
-        because their tokens have been replaced.
+        If earlier calls stored queries at the first of these positions or later, these old queries
+        are dropped, because their tokens have been replaced.
         """
         g = self.geometry
         shape = {"B": self._batch, "H": g.q_heads, "T": None, "D": g.head_dim}
@@ -103,7 +104,7 @@ class InfLLM(PagedIndex):
         self._positions = torch.cat([self._positions[past:kept], new])
 
     def truncate(self, length: int) -> None:
-        """Remove the tokens from `length` on, and their observed queries."""
+        """Remove all tokens from position `length` on, and the queries of these tokens."""
         super().truncate(length)
         self._positions = self._positions[self._positions < length]
         self._queries.truncate(len(self._positions))

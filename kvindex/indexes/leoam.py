@@ -1,6 +1,7 @@
 """LeoAM: selects chunks of tokens by a search from large chunks to small ones.
 
 A search splits the large chunks that may receive much attention into halves, and scores the halves.
+It repeats this until the chunks have the smallest size.
 
 Sun et al., Breaking the Boundaries of Long-Context LLM Inference: Adaptive KV Management on a
 Single Commodity GPU (arXiv 2506.20187). docs/indexes/leoam.md lists the simplifications.
@@ -29,8 +30,8 @@ class LeoAMConfig:
     Args:
         page: Number of tokens in a chunk of the largest size.
         leaf: Number of tokens in a chunk of the smallest size, `page` divided by a power of two.
-        spread: Number of tokens in the chunks that a search splits at each size, as a multiple of
-            the number of requested rows `k`, at least 1.
+        spread: How many chunks a search splits at each chunk size. These chunks contain about
+            `spread · k` tokens in total, for `k` requested rows. At least 1.
         group: How the scores of the query heads that share a KV head are combined
             (`kvindex.ops.group`).
     """
@@ -54,17 +55,20 @@ class LeoAMConfig:
 
     @property
     def sizes(self) -> list[int]:
-        """Number of tokens in a chunk, for each chunk size from the largest to the smallest."""
+        """The sizes of chunks in tokens, from the largest to the smallest."""
         levels = (self.page // self.leaf).bit_length()
         return [self.page >> level for level in range(levels)]
 
 
 class LeoAM(PagedIndex):
-    """Selects whole chunks of the smallest size by a search from large chunks to small ones.
+    """Selects the best small chunks of consecutive tokens.
 
-    The score of a chunk is an upper bound of the query's inner products with its keys, computed
-    from the minimum and maximum of each coordinate of the keys, as in `Quest`. In `Hits.scores`,
-    each row has the score of its chunk of the smallest size.
+    A search first scores large chunks (pages). It then divides the best of them into smaller
+    chunks, until the chunks have the smallest size.
+
+    The score of a chunk is an upper bound of the query's inner products with the chunk's keys. It
+    is computed from the minimum and maximum of each coordinate of the keys, as in `Quest`. In
+    `Hits.scores`, each row has the score of its chunk of the smallest size.
 
     Source: Sun et al., Adaptive KV Management on a Single Commodity GPU (arXiv 2506.20187).
     """
@@ -79,9 +83,9 @@ class LeoAM(PagedIndex):
     # Chunks of a page are stored as a binary tree: chunk `c` at level `l` is node `2^l - 1 + c`
 
     def _summaries_of(self, keys: Tensor, present: Tensor, marks: Tensor | None) -> Codes:
-        """Return minimum and maximum of each coordinate, for the chunks of all sizes.
+        """Return the minimum and the maximum of each key coordinate, for the chunks of all sizes.
 
-        `low` and `high` are `[B, G, pages, nodes, D]`.
+        The results `low` and `high` are `[B, G, pages, nodes, D]`. A node is one chunk of a page.
         """
         (B, G, pages, P, D), nodes = keys.shape, []
         for size in self.config.sizes:
@@ -135,7 +139,8 @@ class LeoAM(PagedIndex):
         Args:
             queries: Float32 `[B, G, g, D]`.
             chunks: Numbers of the chunks, int64 `[B, G, M]`.
-            level: Number of times that a chunk of the largest size was halved to this size.
+            level: Level of the chunks. A chunk of level 0 is a page. Each higher level halves the
+                chunks of the level before.
 
         Returns:
             Float32 `[B, G, g, M]`.
@@ -149,7 +154,10 @@ class LeoAM(PagedIndex):
         return box_scores(queries, *boxes)
 
     def _agreed(self, bounds: Tensor, chunks: Tensor, size: int) -> Tensor:
-        """Combine the query heads' scores of each chunk of `size` tokens, float32 `[B, G, M]`."""
+        """Combine the scores of the query heads for each chunk of `size` tokens.
+
+        The result is float32 `[B, G, M]`.
+        """
         g, sizes = self.geometry, self._sizes(chunks, size)
         bounds = bounds.masked_fill((sizes == 0)[:, :, None], float("-inf"))
         agreed: Tensor = self.ops.group.agree(

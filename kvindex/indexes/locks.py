@@ -55,9 +55,9 @@ class LocksConfig:
 class Locks(PagedIndex):
     """Selects whole pages by the mean of `exp(scale · q·k)` over a page's approximated keys `k`.
 
-    `Hits.scores` contains the scores that the group policy computes from the logarithms of these
-    means. With `group="mean_share"`, the score of a page corresponds to the attention weight that
-    its approximated keys would receive.
+    `Hits.scores` contains the logarithms of these means, combined over the query heads that share a
+    KV head (option `group`). With `group="mean_share"`, the score of a page corresponds to the
+    attention weight that its approximated keys would receive.
 
     Source: LOCKS (documentation of the package locks-kv 0.1.4).
     """
@@ -73,8 +73,8 @@ class Locks(PagedIndex):
     def _summaries_of(self, keys: Tensor, present: Tensor, marks: Tensor | None) -> Codes:
         """Approximate the keys of each page (`factors`), and quantize the three resulting tensors.
 
-        They are `basis` `[B, G, pages, r, D]`, `coefficients` `[B, G, pages, r, P]` and `center`
-        `[B, G, pages, D]`. The result has codes and scales of each.
+        The tensors are `basis` `[B, G, pages, r, D]`, `coefficients` `[B, G, pages, r, P]` and
+        `center` `[B, G, pages, D]`. The result contains the codes and scales of each tensor.
         """
         parts = zip(torch.split(keys, PAGES, 2), torch.split(present, PAGES, 2), strict=True)
         made = [_quantized(factors(*part, self._rank)) for part in parts]

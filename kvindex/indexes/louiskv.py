@@ -57,11 +57,13 @@ class LouisKVConfig:
 
 @dataclass(frozen=True)
 class _Sequence:
-    """Where the prompt and the segments end, as the caller has signaled.
+    """Stores where the prompt ends and where the caller has marked the start of a segment.
+
+    The positions come from the calls `end_prompt` and `mark_boundary`.
 
     Args:
         prompt: Number of tokens of the prompt, None before `end_prompt`.
-        cuts: Positions at which the caller has marked the beginning of a segment, ascending.
+        cuts: Positions at which a segment begins, as marked by the caller, ascending.
         newest: Position of the newest query, int64 `[1]`, or None before the first query.
     """
 
@@ -70,7 +72,7 @@ class _Sequence:
     newest: Tensor | None = None
 
     def starts(self, stop: int, longest: int) -> list[int]:
-        """Return the first token of each segment, for the tokens before `stop`.
+        """Return the position of the first token of each segment, for the tokens before `stop`.
 
         A larger `stop` adds segments or extends the last one.
         """
@@ -82,10 +84,11 @@ class _Sequence:
 
 
 class LouisKV(BaseIndex):
-    """Selects whole clusters and segments by the inner product of the query and their mean key.
+    """Selects whole clusters of the prompt's tokens, and whole segments of later tokens.
 
-    All query heads of a group use the same ranking. Before `end_prompt`, all keys are ranked one by
-    one. In `Hits.scores`, all rows of a cluster or segment have its score.
+    The score of a cluster or segment is the inner product of the query and the mean of its keys.
+    All query heads that share a KV head use the same ranking. Before `end_prompt`, all keys are
+    ranked one by one. In `Hits.scores`, each row has the score of its cluster or segment.
 
     Source: LouisKV (ICLR 2026).
     """
@@ -192,7 +195,10 @@ class LouisKV(BaseIndex):
         return layout | {f"learned.{name}": spec for name, spec in learned.items()}
 
     def _in_segments(self, state: Mapping[str, Tensor], length: int) -> bool:
-        """Return True if a loaded state has the segments that its prompt and cuts require."""
+        """Return True if a loaded state has the correct number of segments.
+
+        The number follows from the length of the prompt and the marked segment boundaries (`cuts`).
+        """
         prompt = state.get("statistics.sequence.prompt")
         if prompt is None:
             return False
@@ -210,8 +216,8 @@ class LouisKV(BaseIndex):
             `members`: Token ids, sorted by cluster and padded with -1, int32 `[B, G, N]`.
             `sizes`: Number of valid tokens in each cluster, int32 `[B, G, C]`.
             `centroids`: Mean key of each cluster, `[B, G, C, D]`, in the layer's dtype.
-            `means`: Mean keys of segments, of which there are none yet, `[B, G, 0, D]`.
-            `counts`: Numbers of tokens in segments, int32 `[B, 0]`.
+            `means`: Mean keys of later segments, `[B, G, 0, D]`. There are no segments yet.
+            `counts`: Numbers of tokens in later segments, int32 `[B, 0]`.
         """
         g, B, device = self.geometry, len(self.counts), self.geometry.device
         counts, per = [length] * B, self.config.per_cluster
@@ -363,7 +369,10 @@ def _renumbered(labels: Tensor, clusters: int) -> Tensor:
 
 
 def _empty(keys: Tensor) -> dict[str, Tensor]:
-    """Return the learned tensors of an empty prompt, for an append of `keys` `[B, G, n, D]`."""
+    """Return the learned tensors of an index without tokens.
+
+    Batch size, number of heads and dtype are those of `keys`, `[B, G, n, D]`.
+    """
     B, G, _, D = keys.shape
     return {
         "members": keys.new_empty((B, G, 0), dtype=torch.int32),

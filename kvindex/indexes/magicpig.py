@@ -1,7 +1,7 @@
-"""MagicPIG: samples keys by locality-sensitive hashing (LSH), and corrects attention for it.
+"""MagicPIG: samples keys by locality-sensitive hashing (LSH).
 
-Attention divides the term of a key in the softmax by the probability with which the key was
-sampled.
+To correct for the sampling, attention divides the term of each key in the softmax by the
+probability with which the key was sampled.
 
 Chen et al., MagicPIG: LSH Sampling for Efficient LLM Generation (ICLR 2025).
 docs/indexes/magicpig.md lists the differences from the authors' code.
@@ -79,9 +79,10 @@ class MagicPIG(BaseIndex):
 
     These keys are the candidates of a query head. The head attends to its candidates and to the
     first `sure` tokens. The log weight of a candidate is `-log w`, where `w` is the probability
-    that the key is a candidate. Numerator and denominator of the softmax are therefore unbiased
-    estimates of those of full attention. `Hits.scores` contains attention weights within the
-    returned rows, averaged over the heads. They only determine the order of the rows.
+    that the key is a candidate. With these weights, numerator and denominator of the softmax are
+    unbiased estimates of the numerator and denominator in full attention. `Hits.scores` contains
+    the attention weights in a softmax over the returned rows, averaged over the heads. These scores
+    only determine the order of the rows.
 
     Source: Chen et al., MagicPIG (ICLR 2025).
     """
@@ -104,9 +105,9 @@ class MagicPIG(BaseIndex):
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
         """Compute the mean key of each sequence, which is subtracted from keys before hashing.
 
-        The mean is that of the first append that contains a valid token of the sequence.
-        Subtracting it changes all logits of a query by the same number, so the softmax does not
-        change.
+        The mean is over the keys of the first append that contains a valid token of the sequence.
+        Subtracting the mean changes all logits of a query by the same number, so the softmax does
+        not change.
 
         Returns:
             `center`: Mean key, float32 `[B, G, D]`.
@@ -125,9 +126,16 @@ class MagicPIG(BaseIndex):
         return {"hashes": self._hashes(keys.float() - learned["center"][:, :, None])}
 
     def _hashes(self, vectors: Tensor) -> Tensor:
-        """Compute the hashes of vectors: from float32 `[..., N, D]` to int16 `[..., N, tables]`.
+        """Compute one hash for each vector and hash table.
 
-        Each bit of a hash is 1 if the inner product with the bit's direction is at least 0.
+        Each bit of each table has a direction `[D]`. The bit is 1 if the inner product of the
+        vector and this direction is at least 0.
+
+        Args:
+            vectors: Float32 `[..., N, D]`.
+
+        Returns:
+            Hashes int16 `[..., N, tables]`.
         """
         bits, tables = self.config.bits, self.config.tables
         powers = 2 ** torch.arange(bits, device=vectors.device, dtype=torch.float32)
@@ -193,16 +201,17 @@ class MagicPIG(BaseIndex):
         return known if self.valid is None else known.logical_and(self.valid)
 
     def _sure(self, k: int) -> Tensor:
-        """Return a mask of the first tokens, which every search for `k` rows returns, `[B, N]`."""
+        """Return a mask `[B, N]`: True for the first tokens, which a search for `k` rows always
+        returns."""
         known = self._known()
         return known.logical_and(known.cumsum(-1) <= min(self.config.sure, max(k // 2, 1)))
 
     def _thinned(self, drawn_by_any: Tensor, room: Tensor, hashes: Tensor) -> Tensor:
         """Choose at most `room` candidates at random, all with the same probability.
 
-        A token's random number is a hash of its rank among the valid tokens and of the queries'
-        hashes. Therefore different queries get different samples, runs are repeatable, and padding
-        changes nothing.
+        The random number of a token is a hash of two things: the position of the token among the
+        valid tokens, and the hashes of the queries. So different queries get different samples, the
+        result is the same in every run, and padding does not change it.
 
         Args:
             drawn_by_any: True for the candidates of any query head, bool `[B, G, N]`.
@@ -275,8 +284,10 @@ class MagicPIG(BaseIndex):
 
 
 def log_chance(cosines: Tensor, bits: int, tables: int) -> Tensor:
-    """Return `log w`, where `w` is the probability that hashes are equal in at least two tables.
+    """Return `log w`, where `w` is the probability that the hashes of query and key are equal in at
+    least two tables.
 
+    For `K` bits, `L` tables and the angle `θ` between query and key, it is
     `w = 1 - (1 - p^K)^L - L p^K (1 - p^K)^(L-1)` with `p = 1 - θ/π`.
 
     Args:
@@ -293,7 +304,8 @@ def log_chance(cosines: Tensor, bits: int, tables: int) -> Tensor:
     meet = p.clamp_min(1e-8) ** bits  # angles near π are accurate to 1e-8
     missed = torch.log1p(-meet)
     closed = -torch.expm1(tables * missed) - tables * meet * ((tables - 1) * missed).exp()
-    # for small `w`, use the logarithm of the first two terms of the power series of `w` in `p^K`
+    # If the probability `w` is small, its exact formula (`closed`) suffers from rounding. In this
+    # case, use the logarithm of the first two terms of the power series of `w` in `p^K`.
     pairs = math.log(tables * (tables - 1) / 2)
     series = pairs + 2 * meet.log() + torch.log1p(-2 * (tables - 2) / 3 * meet.clamp_max(RARE))
     return torch.where(tables * meet < RARE, series, closed.log())

@@ -59,7 +59,7 @@ class PQCache(BaseIndex):
 
     For each subspace of a key, the index stores the number of the nearest centroid in one byte. The
     centroids are trained on the first append. The query is not quantized. `Hits.scores` contains
-    the scores that the group policy computes from these inner products.
+    these inner products, combined over the query heads that share a KV head (option `group`).
 
     Source: Zhang et al., PQCache (SIGMOD 2025).
     """
@@ -76,8 +76,9 @@ class PQCache(BaseIndex):
     # Encoding
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        """Train the codebooks of each sequence on the first append with a valid key of the
-        sequence.
+        """Train the codebooks of each sequence once, in its first append with valid keys.
+
+        The codebooks are trained on the valid keys of this append.
 
         Returns:
             `codebooks`: Float32 `[B, G, M, 2^bits, m]`.
@@ -112,8 +113,8 @@ class PQCache(BaseIndex):
     def _trained(self, points: Tensor) -> Tensor:
         """Train `P` independent codebooks `[P, 2^bits, m]` on points `[P, n, m]`.
 
-        If there are at most `2^bits` points, the points are the centroids. The other centroids
-        repeat the first point, so that no key is assigned to them.
+        If there are at most `2^bits` points, each point is a centroid. The remaining centroids are
+        copies of the first point, and no key is assigned to them.
         """
         clusters, config = 2**self.config.bits, self.config
         if points.shape[1] > clusters:

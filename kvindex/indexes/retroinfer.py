@@ -1,7 +1,7 @@
 """RetroInfer: selects the tokens of the best clusters, and summaries of the next best clusters.
 
-A summary is one row, with the mean key and the mean value of the cluster. Attention weights it by
-the number of tokens in the cluster.
+A summary is one row, with the mean key and the mean value of the cluster. In attention, this row
+has the weight of as many tokens as the cluster contains.
 
 Chen et al., RetroInfer: A Vector-Storage Approach for Scalable Long-Context LLM Inference
 (arXiv 2505.02922): the wave index and its three zones.
@@ -106,11 +106,14 @@ class RetroInfer(ClusteredIndex):
     def _exact(self, sizes: Tensor, units: Tensor, k: int) -> Tensor:
         """Choose how many of the best units to return completely, instead of as summaries.
 
-        A unit is a cluster or a token that is not clustered yet. Units are returned completely
-        while they fit into the rows that are not reserved for summaries. The last of them may take
-        rows reserved for summaries, because otherwise a large best cluster, which has most of the
-        attention weight, would become a summary. If summaries of all remaining units would leave
-        rows unused, more units are returned completely.
+        A unit is a cluster or a token that is not clustered yet. Some of the `k` rows are reserved
+        for summaries, and complete units get the other rows:
+
+        - Units are returned completely as long as some of these other rows are free. The last
+          complete unit may also take reserved rows. Otherwise the best cluster, which has most of
+          the attention weight, would become a summary if it is large.
+        - If summaries of all remaining units do not fill the `k` rows, more units are returned
+          completely.
 
         Args:
             sizes: Number of tokens of the units, best first, int64 `[B, G, W]`.

@@ -1,7 +1,8 @@
-"""SentenceKV: selects whole sentences by the inner product of a mean query and their mean keys.
+"""SentenceKV: selects whole sentences by the inner product of a mean query and the mean of a
+sentence's keys.
 
-The mean query is the mean over the sentence that is being generated. The caller marks where
-sentences end, or passes the token ids of the text.
+The mean query is the mean of the queries of the sentence that is being generated. The caller marks
+where sentences end, or passes the token ids of the text.
 
 Zhu et al., SentenceKV: Efficient LLM Inference via Sentence-Level Semantic KV Caching (2025,
 arXiv 2504.00970).
@@ -63,7 +64,7 @@ class SentenceKVConfig:
 
 
 class SentenceKV(BaseIndex):
-    """Selects whole sentences by the inner product of a mean query and their mean keys.
+    """Selects whole sentences by the inner product of a mean query and a sentence's mean key.
 
     The mean query is the mean of the query that is passed to `search` and of the queries of the
     current sentence that were observed since `end_prompt`. The query of the search counts only
@@ -104,8 +105,8 @@ class SentenceKV(BaseIndex):
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         """Store queries `[B, H, T, D]` of the tokens `positions`, int64 `[T]`, ascending.
 
-        Queries that were stored for the first of these positions or a later one are dropped,
-        because their tokens have been replaced.
+        If earlier calls stored queries at the first of these positions or later, these old queries
+        are dropped, because their tokens have been replaced.
         """
         g = self.geometry
         shape = {"B": self._batch, "H": g.q_heads, "T": None, "D": g.head_dim}
@@ -116,10 +117,10 @@ class SentenceKV(BaseIndex):
             self._signals = self._signals.with_queries(queries.detach(), positions, most)
 
     def mark_boundary(self) -> None:
-        """End a sentence of each sequence at the newest token.
+        """Mark the newest token of each sequence as the end of a sentence.
 
-        This is the newest token whose query or key the index has received. Sentence ends that were
-        marked at later tokens are dropped.
+        The newest token is the last one whose query or key the index has received. Sentence ends
+        that were marked at later tokens are dropped.
         """
         last = max(self._signals.newest, len(self) - 1)
         if last >= 0:
@@ -152,7 +153,13 @@ class SentenceKV(BaseIndex):
             self._set_ends(torch.isin(tokens, tokens.new_tensor(self.config.punctuation)), first)
 
     def _set_ends(self, ends: Tensor, first: int) -> None:
-        """Set which of the tokens from `first` on end a sentence, bool `[B or 1, T]`."""
+        """Store which tokens are the last token of a sentence.
+
+        Args:
+            ends: True for the last token of a sentence, bool `[B, T]`, or `[1, T]` for all
+                sequences.
+            first: Position of the first of these `T` tokens.
+        """
         signals = self._signals.with_ends(ends, first)
         if first < len(self) - 1:
             past = self._held_before(first)
@@ -208,7 +215,11 @@ class SentenceKV(BaseIndex):
     # Sentences
 
     def _encode(self, keys: Tensor, learned: Codes) -> Codes:
-        """Compute mean keys as if the first key began a sentence and no sentence end was marked."""
+        """Compute the mean keys of sentences from the keys alone.
+
+        This method does not know where sentences end in the text. So it treats all keys as one long
+        sentence that is cut after every `longest` tokens.
+        """
         present = keys.new_ones((len(keys), keys.shape[2]), dtype=torch.bool)
         none, ids = Sentences.empty(self.geometry), torch.zeros_like(present, dtype=torch.int64)
         means, sizes = self._sentences(keys, ids, present, none)
@@ -219,8 +230,8 @@ class SentenceKV(BaseIndex):
         self._check_finite("keys", known)
         if len(self._signals.ends) not in (1, len(keys)):
             raise ValueError(
-                f"keys: got a batch of {len(keys)}, but the text of "
-                f"{len(self._signals.ends)} sequences was observed"
+                f"keys: got a batch of {len(keys)}, but the index was given the text of "
+                f"{len(self._signals.ends)} sequences"
             )
         counts = self._held_before(len(self)) if len(self) else None
         past = torch.zeros(len(keys), dtype=torch.int64, device=keys.device)
@@ -280,10 +291,10 @@ class SentenceKV(BaseIndex):
         valid: Tensor | None,
         signals: Sentences,
     ) -> Tail:
-        """Compute the mean keys and sizes of all sentences after the first `kept` of each sequence.
+        """Compute the mean keys and sizes of sentences that have changed or are new.
 
-        These sentences consist of stored tokens, whose keys are read from the row store, and of new
-        tokens.
+        In each sequence, these are all sentences after the first `kept` sentences. They consist of
+        new tokens, and of stored tokens, whose keys are read from the row store.
 
         Args:
             kept: Number of sentences that do not change, int64 `[B]`.
@@ -381,9 +392,9 @@ class SentenceKV(BaseIndex):
 
 
 def _of_batch(batch: int | None, state: Mapping[str, Tensor]) -> bool:
-    """Return True if the signals in a stored state fit a batch of `batch` sequences.
+    """Return True if sentence ends and queries in a saved state fit a batch of `batch` sequences.
 
-    Signals are sentence ends, which may also be common to all sequences, and observed queries.
+    All sequences may share the same sentence ends.
     """
     ends, queries = (state[f"statistics.signals.{name}"] for name in ("ends", "queries"))
     rows = {len(ends)} - {1} | ({len(queries)} if queries.shape[2] else set())

@@ -35,10 +35,11 @@ class SnapKVConfig:
 
     Args:
         budget: Number of rows of the prompt to retain, including the window (published: 2048).
-        window: Number of last tokens of the prompt whose queries vote on the rows before them. The
-            rows of these tokens are always retained (published: 32).
-        kernel: Number of adjacent rows over which votes are pooled, an odd number (published: 5).
-        pool: How votes are pooled, "mean" (published) or "max".
+        window: Number of last tokens of the prompt. Their queries select which rows before them are
+            retained, and their own rows are always retained (published: 32).
+        kernel: Number of adjacent rows over which the attention weights of these queries are
+            pooled, an odd number (published: 5).
+        pool: How attention weights are pooled, "mean" (published) or "max".
         group: How the scores of the query heads that share a KV head are combined
             (`kvindex.ops.group`).
     """
@@ -59,12 +60,12 @@ class SnapKVConfig:
 
 
 class SnapKV(ObservingEvictionIndex):
-    """Retains the rows of the prompt with the most votes, its last rows, and all later rows.
+    """Retains the rows of the prompt to which its last queries attend most, and all later rows.
 
-    The votes for a row are the attention weights that it receives from the last queries of the
-    prompt. Until `end_prompt`, or if no query was observed, all rows are retained. The learned
-    tensor `voted`, int64 `[B, G, budget - window]`, contains the ids of the rows with the most
-    votes, ascending, with -1 in unused places, which come first.
+    The last rows of the prompt are also retained. Until `end_prompt`, or if no query was observed,
+    all rows are retained. The learned tensor `voted`, int64 `[B, G, budget - window]`, contains the
+    ids of the rows with the largest attention weights, in ascending order. If there are fewer such
+    rows, the tensor begins with entries of -1.
 
     Source: Li et al., SnapKV (NeurIPS 2024), section 4.
     """
@@ -74,18 +75,19 @@ class SnapKV(ObservingEvictionIndex):
     # Signals
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """Store the newest queries `[B, H, T, D]` of the prompt, of which the last `window` vote.
+        """Store the newest queries `[B, H, T, D]` of the prompt.
 
-        Queries after `end_prompt` are ignored. NaN and infinite coordinates count as 0.
+        The attention weights of the last `window` queries decide which rows are retained. Queries
+        after `end_prompt` are ignored. NaN and infinite coordinates count as 0.
         """
         queries = self._checked_queries(queries, positions)
         if not self._prompt_ended:
             self._sample_queries(queries, positions, self.config.window)
 
     def end_prompt(self) -> None:
-        """End the prompt: let its last queries vote, and evict rows.
+        """End the prompt, and evict the rows to which its last queries attend least.
 
-        If keys of the prompt are appended after this call, the queries vote again.
+        If keys of the prompt are appended after this call, the rows to evict are chosen again.
         """
         if len(self) and self._observed and not self._prompt_ended:
             self._learned = self._vote(self._observed, len(self))
@@ -100,12 +102,14 @@ class SnapKV(ObservingEvictionIndex):
         keys: Tensor | None = None,
         valid: Tensor | None = None,
     ) -> Codes:
-        """Let the observed queries vote, and return the learned tensors with the result.
+        """Choose the rows to which the observed queries attend most.
+
+        Return the learned tensors with the ids of these rows.
 
         Args:
             observed: Last queries of the prompt.
-            past: Number of stored rows to vote on.
-            keys: Keys of an append, `[B, G, T, D]`, which are voted on as well; or None.
+            past: Number of stored rows from which to choose.
+            keys: Keys of an append, `[B, G, T, D]`, from which to choose as well; or None.
             valid: Mask of valid keys of the append, bool `[B, T]`, or None if all are valid.
         """
         g, config, B = self.geometry, self.config, len(observed.queries)
@@ -186,5 +190,5 @@ def _before_window(state: Mapping[str, Tensor]) -> bool:
 
 
 def _first(observed: PromptQueries) -> int:
-    """Return the id of the first token whose query votes."""
+    """Return the id of the first token whose query is used to choose rows."""
     return observed.end - len(observed.positions)

@@ -65,9 +65,9 @@ class SocketConfig:
 class Socket(BaseIndex):
     """Ranks all keys by the probability of the key's bucket for the query, summed over hash tables.
 
-    The group policy treats these sums like unnormalized attention weights: it combines the scores
-    of the query heads after each head's are divided by their sum over all keys. `Hits.scores`
-    contains the combined scores.
+    The sum for a key is its score for one query head. The scores of the query heads that share a KV
+    head are combined like unnormalized attention weights (option `group`): the scores of each head
+    are first divided by their sum over all keys. `Hits.scores` contains the combined scores.
 
     Source: SOCKET: SOft Collision Kernel EsTimator for Sparse Attention.
     """

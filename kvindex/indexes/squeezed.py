@@ -68,9 +68,10 @@ class SqueezedConfig:
 class Squeezed(PromptQueriesIndex, ClusteredIndex):
     """Selects rows of the clusters whose estimated attention weight per row exceeds a threshold.
 
-    The weight must exceed the threshold for at least one query head of the group. A search returns
-    the `k` best rows of all such clusters. Before `end_prompt`, or if no query was observed, there
-    is no threshold. In `Hits.scores`, all rows of a cluster have the cluster's score.
+    The weight must exceed the threshold for at least one query head of the KV head. A search
+    returns the `k` best rows of all such clusters. Before `end_prompt`, or if no query was
+    observed, there is no threshold. In `Hits.scores`, all rows of a cluster have the cluster's
+    score.
 
     Source: Hooper et al., Squeezed Attention (arXiv 2411.09688).
     """
@@ -116,7 +117,7 @@ class Squeezed(PromptQueriesIndex, ClusteredIndex):
     # Calibration
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
-        """Store the last of the prompt's queries `[B, H, T, D]`, which calibrate the threshold.
+        """Store the last queries `[B, H, T, D]` of the prompt, to calibrate the threshold.
 
         Queries after `end_prompt` are ignored. NaN and infinite coordinates count as 0.
         """
@@ -131,9 +132,10 @@ class Squeezed(PromptQueriesIndex, ClusteredIndex):
         self._prompt_ended, self._observed = True, None
 
     def _threshold(self, observed: PromptQueries) -> Tensor:
-        """Compute the log weight that a fraction `sparsity` of the keys do not exceed, `[B]`.
+        """Compute the threshold of each sequence, `[B]`, as the logarithm of an attention weight.
 
-        The fraction is an average over the observed queries and all heads.
+        On average over the observed queries and all heads, the attention weights of a fraction
+        `sparsity` of the keys do not exceed the threshold.
         """
         units = self._units()
         bins = torch.zeros((len(units.sizes), BINS), dtype=torch.int64, device=units.sizes.device)

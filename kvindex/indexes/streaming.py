@@ -21,7 +21,7 @@ class StreamingConfig:
 
     Args:
         budget: Number of rows to retain (published: 4 first and 2000 latest rows).
-        sink: Number of first rows among them (published: 4). All others are the latest rows.
+        sink: How many of these rows are the first ones (published: 4). The others are the latest.
         group: How the scores of the query heads that share a KV head are combined
             (`kvindex.ops.group`).
     """

@@ -47,7 +47,7 @@ class Centers:
 
     @staticmethod
     def of(queries: Tensor, positions: Tensor, counted: Tensor, rope: Tensor) -> Centers:
-        """Compute the centers of each sequence; the results have an additional first axis `B`.
+        """Compute the centers of each sequence. The results have an additional first axis `B`.
 
         Args:
             queries: Queries with the rotary embedding, `[B, H, R, D]`.
@@ -69,10 +69,10 @@ class TriAttentionConfig:
 
     Args:
         budget: Number of rows to retain (published: 2048).
-        horizon: Largest distance of the future positions to which centers are rotated. These are 1,
-            2, 4, … positions ahead (published: 65536).
-        centers: Centers of the layer, computed from another text beforehand (published). None: they
-            are computed from the prompt.
+        horizon: Centers are rotated to the positions that are 1, 2, 4, … tokens ahead, up to
+            `horizon` (published: 65536).
+        centers: Centers of the layer that were computed from another text, as in the published
+            method. With None, centers are computed from the prompt.
         most: Number of last queries of the prompt from which centers are computed, if `centers` is
             None.
         group: How the scores of the query heads that share a KV head are combined
@@ -97,10 +97,17 @@ class TriAttentionConfig:
 class TriAttention(ObservingEvictionIndex):
     """Permanently evicts the rows with the lowest scores, once there are more than `budget` rows.
 
-    The score of a row for a query head is the mean inner product of its key with the head's center,
-    rotated to several future positions, plus `Σ_f (E|q_f| - |E q_f|) |k_f|` over the pairs of
-    coordinates `f`, for the spread of queries around the center. Rows are evicted at `end_prompt`
-    and at each later append. If there are no centers, no row is evicted.
+    Each query head has a center, which is the mean of its queries before the rotary embedding. The
+    score of a row for a query head estimates the inner product of its key and future queries. It is
+    the sum of two terms:
+
+    - The inner product of the key and the center, where the center is rotated to several future
+      positions, and the mean over these positions is taken.
+    - A term for the spread of queries around the center: `Σ_f (E|q_f| - |E q_f|) |k_f|`, where `f`
+      are the pairs of coordinates that the rotary embedding rotates together.
+
+    Rows are evicted at `end_prompt` and at each later append. If there are no centers, no row is
+    evicted.
 
     The learned tensors are:
 
@@ -165,6 +172,8 @@ class TriAttention(ObservingEvictionIndex):
     def _evict(self, ids: Tensor, keys: Tensor, flags: Tensor | None, length: int) -> Codes:
         """Choose which rows to retain, and return the learned tensors.
 
+        The learned tensor `ids` contains the token ids of the retained rows.
+
         Args:
             ids: Token ids of the rows, int64 `[B, G, C]`.
             keys: Keys of the rows, `[B, G, C, D]`.
@@ -186,9 +195,9 @@ class TriAttention(ObservingEvictionIndex):
         return {**learned, "ids": remaining}
 
     def _with_centers(self, batch: int, flags: Tensor | None) -> Codes:
-        """Add the centers to the learned tensors, if they are known.
+        """Add the centers (mean queries) to the learned tensors, if they are known.
 
-        They are those of the option `centers`, or are computed from the observed queries.
+        The centers are given by the option `centers`, or are computed from the observed queries.
         """
         g, calibrated, observed, learned = (
             self.geometry,
@@ -263,7 +272,9 @@ class TriAttention(ObservingEvictionIndex):
         return layout
 
     def _retains(self, ids: Tensor, counts: Tensor | None) -> bool:
-        """Return True if `ids` are distinct, and are either `budget` rows or all valid tokens."""
+        """Return True if the ids are distinct, and are the ids of `budget` rows or of all valid
+        tokens.
+        """
         known = 0 if counts is None else counts[:, None]
         evicted = ids.shape[-1] == self.config.budget
         complete = evicted or bool(((ids >= 0).sum(-1).cpu() == known).all())
@@ -307,7 +318,7 @@ class TriAttention(ObservingEvictionIndex):
 def paired(vectors: Tensor, rope: Tensor) -> Tensor:
     """Combine the coordinates that are rotated together into complex numbers.
 
-    Coordinates that are not rotated are also combined in pairs, which come last.
+    Coordinates that are not rotated also become complex numbers: the last ones of the result.
 
     Args:
         vectors: Float32 `[…, D]`.
