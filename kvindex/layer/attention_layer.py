@@ -2,8 +2,8 @@
 
 A token's id in the index is its position in the sequence. New tokens enter the window. When the
 window is full, the newest `local_window` tokens stay, and the older ones move into the index. The
-first real tokens of the sequence are the sink. Every query attends to the sink. The index marks its
-tokens as invalid, and never returns them (docs/pipeline/regions.md).
+sink is the first tokens of the sequence that are not padding. Every query attends to the sink, so a
+search need not return sink tokens: the index marks them as invalid (docs/pipeline/regions.md).
 
 These classes implement the layer:
 
@@ -71,9 +71,9 @@ class AttentionLayer(Transactional):
     """An attention layer that keeps recent tokens in a window and older ones in an index.
 
     Each call of `step` appends tokens and computes their attention. Tokens of a prompt attend to
-    all tokens before them. A decoded token attends to the sink (the first real tokens), to the `k`
-    rows per KV head that the index finds for its query, and to the window (the newest tokens). A
-    row is one token's key and value.
+    all tokens before them. A decoded token attends to the sink (the first tokens that are not
+    padding), to the `k` rows per KV head that the index finds for its query, and to the window (the
+    newest tokens). A row is one token's key and value.
 
     When the window is full, its oldest tokens move into the index. If the index encodes blocks of
     tokens (`protocol.EncodesBlocks`) and `update_every` is a multiple of the block size, only whole
@@ -83,8 +83,8 @@ class AttentionLayer(Transactional):
     Args:
         index: An empty index.
         k: Rows that each query retrieves per KV head.
-        coverage: Retrieve fewer than `k` rows if fewer are estimated to hold this fraction of the
-            attention weight of the tokens in the index (`KVIndex.search`). None: retrieve `k`.
+        coverage: Retrieve fewer than `k` rows if fewer rows are estimated to have this fraction of
+            the attention weight of the tokens in the index (`KVIndex.search`). None: retrieve `k`.
         sink: Number of sink tokens.
         local_window: Number of tokens that stay in the window when older ones move into the index.
         update_every: Number of new tokens after which tokens move into the index.
@@ -224,7 +224,10 @@ class AttentionLayer(Transactional):
     # Steps
 
     def decodes(self, tokens: int) -> bool:
-        """Return True if `step` would treat `tokens` tokens as decoded, not as part of a prompt."""
+        """Return True if a call of `step` with this number of tokens is a decode step.
+
+        Otherwise, the call reads a part of a prompt.
+        """
         return len(self) > 0 and tokens <= self.search_up_to
 
     def step(
@@ -242,12 +245,14 @@ class AttentionLayer(Transactional):
         """Append `T` tokens, and return their causal attention.
 
         If `T` is larger than `search_up_to`, the tokens are a chunk of a prompt, and attend exactly
-        to all tokens before them. Otherwise they are decoded tokens: once the sequence has
-        `dense_below` tokens, their queries search the index one after the other.
+        to all tokens before them. Otherwise they are decoded tokens, whose queries search the index
+        one after the other. As long as the sequence has fewer than `dense_below` tokens, decoded
+        tokens attend to all tokens.
 
-        After several decoded tokens, no token moves into the index before the next call. So the
-        caller can remove rejected tokens with `truncate`; only what an index has learned from their
-        queries stays. A call that fails leaves the layer unchanged.
+        After a call with several decoded tokens, no token moves into the index before the next
+        call. So the caller can remove rejected tokens with `truncate`. If the index learns from
+        queries, it does not forget the queries of these tokens. A call that fails leaves the layer
+        unchanged.
 
         Args:
             queries: `[B, H, T, D]`, after the rotary embedding.
@@ -287,14 +292,16 @@ class AttentionLayer(Transactional):
             ids = check_ids(ids, queries, self.index, before)
         decoded = self.decodes(T) and visible is None
 
-        # 1. Move tokens into the index if the last call postponed that. Before the first decoded
-        # token, report the end of the prompt to the index.
+        # 1. If the last call of `step` postponed an update, do the update now: move tokens from the
+        # window into the index. Before the first decode step, report the end of the prompt to the
+        # index.
         if decoded:
             self._updates.begin_decoding()
         else:
             self._updates.catch_up()
 
-        # 2. Keys and values of the new tokens enter the window, and their queries attend.
+        # 2. Append the keys and values of the new tokens to the window, and compute the attention
+        # output of the new tokens.
         long_enough = before + 1 >= self.dense_below and len(self.index) > 0
         searches = decoded and long_enough and ids is None
         if not (searches and self._retrieval.checks_keys(valid, bias, self.coverage)):
@@ -349,11 +356,12 @@ class AttentionLayer(Transactional):
         self._searched = 0
 
     def attend(self, queries: Tensor, *, sink_logits: Tensor | None = None) -> Tensor:
-        """Attend from the newest tokens with the queries of another layer, without appending.
+        """Compute the attention of another layer, which has queries but no keys and values.
 
-        This serves model layers that share the keys and values of this layer. The queries search
-        the index if the queries of the last `step` did, and otherwise attend to all tokens. The
-        index does not learn from these queries.
+        Some models have layers that use the keys and values of an earlier layer. The queries attend
+        to the tokens of this layer. No token is appended. If the last
+        call of `step` searched the index, this call also searches it, with the given queries.
+        Otherwise the given queries attend to all tokens. The index does not learn from the queries.
 
         Args:
             queries: `[B, H, T, D]`, of the newest `T` tokens, after the rotary embedding.
@@ -363,8 +371,9 @@ class AttentionLayer(Transactional):
             Attention outputs `[B, H, T, Dv]`.
 
         Raises:
-            ValueError: A shape, dtype or device does not fit, or `T` is too large. The limit is the
-                number of tokens of the last `step` if it searched, else of the layer.
+            ValueError: A shape, dtype or device does not fit, or `T` is too large. If the last
+                call of `step` searched the index, `T` may be up to the number of its tokens.
+                Otherwise `T` may be up to the number of tokens in the layer.
             TypeError: An argument is not a tensor.
         """
         most = self._searched or len(self)
@@ -384,9 +393,9 @@ class AttentionLayer(Transactional):
     def read_chunk(self, queries: Tensor, rows: Rows, *, valid: Tensor | None = None) -> Tensor:
         """Append a chunk of a prompt, and attend to keys and values that the caller has stored.
 
-        Attention reads all keys and values from `rows`, and none from the index. An index with
-        `protocol.AppendsAsync` may still be appending when this returns. The next chunk or `settle`
-        waits for the append.
+        Attention reads all keys and values from `rows`, and none from the index. If the index has
+        the capability `protocol.AppendsAsync`, it may still be appending tokens when this method
+        returns. The next chunk or `settle` waits for the append.
 
         Args:
             queries: `[B, H, T, D]`, of the new tokens, after the rotary embedding.
@@ -418,9 +427,9 @@ class AttentionLayer(Transactional):
     def _checked(
         self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Check new tokens. Return their keys and values, with zeros for padding, and `valid`.
+        """Check new tokens. Return their keys and values with zeros for padding, and their mask.
 
-        The returned `valid` is None if no token is padded.
+        The returned mask is `valid`, or None if no token is padded.
         """
         self._check_shapes(queries, keys, values)
         keys, values, valid = self._checked_rows(keys, values, valid)
@@ -438,7 +447,11 @@ class AttentionLayer(Transactional):
     def _checked_rows(
         self, keys: Tensor, values: Tensor, valid: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Like `_checked`, for tensors of checked shapes, and without a check of the numbers."""
+        """Check the mask `valid`, and set the keys and values of padded tokens to zero.
+
+        Return keys, values and mask. The mask is None if no token is padding. The shapes of keys
+        and values are not checked, and NaN and infinite values are not detected.
+        """
         if valid is not None:
             check_valid(valid, keys)
             valid = None if bool(valid.all()) else valid
@@ -457,11 +470,11 @@ class AttentionLayer(Transactional):
         if visible is not None:
             check_visible(visible, queries, length)
             if ids is not None:
-                raise ValueError("visible: got a tensor, allowed is None if ids is given")
+                raise ValueError("visible: got a tensor, allowed is None, because ids is given")
         if bias is not None:
             check_bias(bias, queries, length)
             if ids is not None:
-                raise ValueError("bias: got a tensor, allowed is None if ids is given")
+                raise ValueError("bias: got a tensor, allowed is None, because ids is given")
 
     def _attend_densely(
         self,
@@ -551,7 +564,7 @@ class AttentionLayer(Transactional):
     def prepare_replay(self) -> object | None:
         """Prepare a capture or a replay of `captured_step` on the current stream.
 
-        Afterwards all data is at the addresses that the graph reads.
+        After this call, all data is at the addresses that the graph reads.
 
         Returns:
             An object that identifies the graph: while calls return the same object, the caller can
@@ -566,8 +579,8 @@ class AttentionLayer(Transactional):
     def prepare_next(self) -> object | None:
         """Prepare the next replay like `prepare_replay`, but in less time.
 
-        This works only if `count_replay` was the only call since the last preparation. It calls
-        only the index, and is fast enough for every layer and every token.
+        This works only if no method but `count_replay` was called since the last preparation. It
+        does little work, so it can be called for every layer and every token.
 
         Returns:
             The object that `prepare_replay` would return. None if the caller must call
@@ -577,7 +590,11 @@ class AttentionLayer(Transactional):
         return self._captured.prepare_next(self._situation())
 
     def _situation(self) -> object:
-        """Return a value that changes when `prepare_next` cannot replace `prepare_replay`."""
+        """Return a value that shows whether the layer has changed since a CUDA graph was prepared.
+
+        As long as the value is the same, `prepare_next` is sufficient before a replay. When it has
+        changed, `prepare_replay` must be called.
+        """
         return self.calls_begun, id(self.index), self.k, self.coverage, self.dense_below
 
     def captured_step(
@@ -624,13 +641,14 @@ class AttentionLayer(Transactional):
     def _update_replayed(self) -> None:
         self._updates.update_if_due(1)  # a method of its own, so that it is a transaction
 
-    # Joined steps: one decode step for this sequence and others. For each layer, the caller
-    # (`pool.LayerPool`) first calls `way_back`, `begin_decoding` and `joins`. Then it calls
-    # `row_of_step` and `count_joined` for each token, and at the end `end_joined`. If any call
-    # fails, the caller calls all functions that `way_back` returned.
+    # The following methods are for decode steps of several sequences in one batch, where each
+    # sequence has its own layer object. For each object, `pool.LayerPool` first calls `way_back`,
+    # `begin_decoding` and `joins`. Then it calls `row_of_step` and `count_joined` for each token,
+    # and at the end `end_joined`. If any of these calls fails, the pool undoes the step: it calls
+    # the functions that `way_back` returned.
 
     def way_back(self, tokens: int) -> Callable[[], None]:
-        """Return a function that undoes the next decode step, of `tokens` tokens.
+        """Return a function that undoes the next decode step, which appends `tokens` tokens.
 
         The layer's state is copied only if the decode step moves tokens into the index.
         """
@@ -662,8 +680,9 @@ class AttentionLayer(Transactional):
         return self._joined.possible(searches=len(self) + 1 >= self.dense_below)
 
     def resident_room(self, tokens: int) -> int:
-        """Return the capacity in rows (keys and values) that a buffer for `lie_in` must have.
+        """Return how many rows the buffer of sink and window must be able to store.
 
+        A row is the key and the value of one token. The caller may pass such a buffer to `lie_in`.
         `tokens` is the number of tokens of the next decode step.
         """
         return self._window.room(tokens)
@@ -690,7 +709,7 @@ class AttentionLayer(Transactional):
         return self._joined.asks(self.k)
 
     def row_of_step(self, queries: Tensor, tokens: int, *, k: int) -> object | None:
-        """Prepare one token's search in a decode step that runs together with other sequences.
+        """Prepare the search of this sequence in a decode step that it shares with other sequences.
 
         This also writes the rows of sink and window to their buffer.
 
@@ -710,16 +729,17 @@ class AttentionLayer(Transactional):
     def count_joined(self, attended: Attended) -> None:
         """Count a token that a joined step has appended, and the rows that attention has read.
 
-        A joined step is a decode step that runs together with other sequences. A row is a key and
-        its value. `attended` is the attention output of the token.
+        In a joined step, the decode steps of several sequences run together. A row is the key and
+        the value of one token. `attended` is the attention output of the appended token.
         """
         self._joined.count(attended)
 
     def end_joined(self, tokens: int) -> None:
         """End a decode step of `tokens` tokens that ran together with other sequences.
 
-        After a single token, old tokens move into the index if the window is full. After several
-        tokens, that waits for the next decode step, because some of them may be rejected.
+        After a decode step of one token, old tokens move into the index if the window is full.
+        After several tokens, the move waits for the next decode step, because the caller may reject
+        some of the new tokens.
         """
         searched = len(self.index) > 0
         if tokens > 1:
@@ -741,8 +761,8 @@ class AttentionLayer(Transactional):
     def rollback(self, checkpoint: Any) -> None:
         """Restore the state that `checkpoint` returned.
 
-        An index that is not `Restorable` is truncated to its former length. It keeps what it has
-        learned from queries since then.
+        An index that is not `Restorable` has no checkpoints, so it is only truncated to its former
+        length. If it has learned from queries since the checkpoint, this is not undone.
         """
         (contents, updates, tally), self._searched = checkpoint
         self._captured.forget()

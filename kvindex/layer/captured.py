@@ -1,9 +1,9 @@
-"""Decode steps in a caller's CUDA graph, or joined with the decode steps of other sequences.
+"""Decode steps in a caller's CUDA graph, or together with the decode steps of other sequences.
 
-The kernels of such a step append the token's key and value to the resident rows (sink and window in
-one buffer). The layer only counts the token. The token is then called staged: the window copies its
-key and value later, when somebody reads the window's rows. So a step can be undone without a copy,
-unless it moves tokens into the index.
+The kernels of such a step append the new token's key and value to the resident rows, which is one
+buffer with the rows of sink and window. The layer only counts the token. The window copies the key
+and value later, when its rows are read; until then, the token is called staged. So a step can be
+undone without a copy of data, unless it moves tokens into the index.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class CapturedSteps(Restorable):
 
         Args:
             coverage: The layer's option `coverage`, which must be None.
-            dense_below: The length from which decoded tokens search the index.
+            dense_below: Decode steps search the index only if the sequence has at least this many
+                tokens. Steps of a shorter sequence attend to all tokens.
         """
         index, length = self._contents.index, len(self._contents)
         name = type(index).__name__
@@ -62,15 +63,16 @@ class CapturedSteps(Restorable):
         return "tokens must move into the index before the next token" if deferred else None
 
     def prepare(self, situation: object, k: int) -> object | None:
-        """Write all data to the addresses that a graph reads, before a capture or a replay.
+        """Prepare a capture or a replay: write all data to the addresses that the CUDA graph reads.
 
         Args:
-            situation: A value that compares equal as long as only `count` has changed the layer.
+            situation: A value that changes when the layer changes, except by the method `count`.
+                `prepare_next` checks whether the value is still the same.
             k: Number of rows to retrieve per KV head.
 
         Returns:
-            An object that identifies the graph: the graph may be replayed as long as calls return
-            the same object.
+            An object that identifies the graph. A graph that was captured earlier may be replayed
+            if this method still returns the same object.
         """
         index, resident = self._capturing()
         k, self._due_at = rows_to_ask(self._contents.index, k), self._updates.due_from()
@@ -78,10 +80,11 @@ class CapturedSteps(Restorable):
         return index.prepare_replay(resident, k=k)
 
     def prepare_next(self, situation: object) -> object | None:
-        """Prepare the next replay, like `prepare`, but in less time, by calling only the index.
+        """Prepare the next replay of the CUDA graph like `prepare`, but in less time.
 
-        Returns None if `situation` has changed since `prepare`, or if the buffer with the rows of
-        sink and window has no room for another token.
+        This method only calls `prepare_replay` of the index. In two cases, this is not enough. Then
+        the method returns None, and you must call `prepare`: if `situation` is not the value that
+        was passed to `prepare`, or if the buffer with the rows of sink and window is full.
         """
         if (prepared := self._prepared) is None:
             return None
@@ -121,13 +124,13 @@ class CapturedSteps(Restorable):
         return length >= self._due_at and self._updates.is_due(1)
 
     def forget(self) -> None:
-        """Require a call of `prepare` before the next replay."""
+        """Discard the prepared replay, so that `prepare` must be called before the next replay."""
         self._prepared = None
 
     def _capturing(self) -> tuple[CapturesStep, ResidentRows]:
-        """Return the index, and a buffer with keys and values of sink and window.
+        """Return the index, and the buffer with the keys and values of sink and window.
 
-        The buffer has room for one more token.
+        A decode step needs both. The buffer has room for one more token.
         """
         index = self._contents.index
         return required(index, CapturesStep), self._contents.window.resident(len(index), more=1)
@@ -137,7 +140,9 @@ class CapturedSteps(Restorable):
 
 
 class JoinedSteps(Restorable):
-    """Decode steps of one sequence that run together with other sequences (`pool.LayerPool`).
+    """Runs decode steps of one sequence together with those of other sequences.
+
+    `pool.LayerPool` uses it.
 
     Args:
         contents: The index and the window.
@@ -149,10 +154,11 @@ class JoinedSteps(Restorable):
         self._contents, self._tally, self._row_bytes = contents, tally, row_bytes
 
     def possible(self, *, searches: bool) -> bool:
-        """Return True if the next decode step can run together with other sequences.
+        """Return True if the next decode step can run together with those of other sequences.
 
-        It can if the index is empty, so that queries attend only to the window, or if the index
-        offers `protocol.JoinsBatch`. `searches` says whether the sequence is long enough to search.
+        This is so if the index is empty, because queries then attend only to the window, or if the
+        index offers `protocol.JoinsBatch`. `searches` is True if the sequence is long enough to
+        search.
         """
         index, window = self._contents.index, self._contents.window
         if window.batch_size != 1:
@@ -171,10 +177,17 @@ class JoinedSteps(Restorable):
         return rows_to_ask(index, k) if len(index) else 0
 
     def row(self, queries: Tensor, tokens: int, *, k: int) -> object | None:
-        """Prepare one token's search, with queries `[1, H, D]`, in a joined step.
+        """Prepare one token's search in a decode step that runs together with other sequences.
 
-        This also writes the rows of sink and window to their buffer, with room for `tokens` more
-        tokens. Returns the result of `JoinsBatch.batch_row`, or None if the index is empty.
+        This also writes the rows of sink and window to their buffer.
+
+        Args:
+            queries: `[1, H, D]`.
+            tokens: Number of further tokens for which the buffer must have room.
+            k: Number of rows to retrieve per KV head.
+
+        Returns:
+            The result of `JoinsBatch.batch_row`, or None if the index is empty.
         """
         index = self._contents.index
         self._contents.window.resident(len(index), more=tokens)
@@ -200,7 +213,10 @@ class JoinedSteps(Restorable):
         return self._contents.window.counted, self._tally.checkpoint()
 
     def rollback(self, checkpoint: Any) -> None:
-        """Remove the tokens that were counted since `checkpoint` was called."""
+        """Return to the state that `checkpoint` recorded.
+
+        Tokens that were counted since then are removed.
+        """
         counted, tally = checkpoint
         self._contents.window.uncount(counted)
         self._tally.rollback(tally)

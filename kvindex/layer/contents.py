@@ -26,8 +26,8 @@ class LayerContents(Restorable):
 
     def __init__(self, index: KVIndex, window: Window) -> None:
         self.index, self.window = index, window
-        # empty, except while tokens move from the window into the index: then the only element is
-        # the total number of tokens
+        # While tokens move from the window into the index, this list contains one element: the
+        # number of tokens in the index and in the window together. At other times it is empty.
         self._length_in_move: list[int] = []
 
     def __len__(self) -> int:
@@ -48,7 +48,9 @@ class LayerContents(Restorable):
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Freeze the attribute `tokens` inside the context, in which tokens move into the index."""
+        """Keep the attribute `tokens` constant within this context, while tokens move into the
+        index.
+        """
         self._length_in_move = [len(self)]
         try:
             yield
@@ -58,7 +60,8 @@ class LayerContents(Restorable):
     def truncate(self, length: int) -> None:
         """Remove the tokens from position `length` on.
 
-        None of them may be on its way from the window into the index.
+        Do not call this method while any of these tokens is being moved from the window into the
+        index.
         """
         window, indexed = self.window, len(self.index)
         sink = window.sink
@@ -81,7 +84,7 @@ class LayerContents(Restorable):
             self.window.reset()
 
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes in use: those of the index per memory tier, and `window`."""
+        """Return the bytes of each part of the index, and the bytes of the window as `window`."""
         return {**self.index.nbytes(), "window": self.window.nbytes()}
 
     # Copies
@@ -95,8 +98,8 @@ class LayerContents(Restorable):
     def rollback(self, checkpoint: Any) -> None:
         """Restore the contents that `checkpoint` returned.
 
-        An index that is not `Restorable` is truncated to its former length. It keeps what it has
-        learned from queries since then.
+        An index that is not `Restorable` has no checkpoints, so it is only truncated to its former
+        length. If it has learned from queries since the checkpoint, this is not undone.
         """
         before, self.window, window = checkpoint
         with self.moving():
@@ -124,7 +127,7 @@ class LayerContents(Restorable):
         return above("index", self._stateful().state_dict()) | self.window.packed()
 
     def check_index(self, state: Mapping[str, Tensor]) -> None:
-        """Raise ValueError if the index cannot load its tensors of a state."""
+        """Raise ValueError if the index cannot load its part of the saved state `state`."""
         index = capability(self.index, ChecksState)
         if index is not None:
             index.check_state(below("index", state))
@@ -134,7 +137,7 @@ class LayerContents(Restorable):
         self.window.check(parts, length_and_batch(below("index", state)))
 
     def unpack(self, state: Mapping[str, Tensor]) -> None:
-        """Load a state that `packed` returned."""
+        """Load the tensors of index and window from a state that `packed` returned."""
         with self.moving():
             self._stateful().load_state_dict(below("index", state))
             self.window.unpack(state)

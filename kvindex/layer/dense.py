@@ -47,8 +47,8 @@ def attend_densely(
         bias: `[B, H, T, N]`, added to the logits, or None.
         sink_logits: `[B, H, T]`, the logits of learned sinks, or None.
         indexed: Number of tokens to read from the index; None for all tokens in the index.
-        sink: The first real tokens, with their exact keys and values, which replace those of the
-            index. The keys of the first tokens differ so much from all other keys that a row codec
+        sink: The first tokens that are not padding. Their exact keys and values replace those of
+            the index. The keys of these tokens differ so much from all other keys that a row codec
             may store them inaccurately.
         visible: Bool `[B, T, N]`, the tokens that each query attends to; None for causal attention.
 
@@ -151,7 +151,8 @@ def _visible_blocks(
         first: Position of the first query.
         count: Number of queries.
         more: The caller's bias for the logits of these queries, `[B, H, count, N]`, or None.
-        sink: Exact rows that replace those of the index, or None.
+        sink: Exact rows (keys and values) of the first tokens, or None. They are used instead of
+            the rows of these tokens that the index has, which may be quantized.
         visible: The tokens that each query attends to, bool `[B, count, N]`; None for causal
             attention.
     """
@@ -192,9 +193,10 @@ def _blocks(
 
 
 def _with_sink(rows: Rows, start: int, sink: Sink) -> Rows:
-    """Replace keys and values of sink tokens in `rows`, which a codec may have changed.
+    """Replace the keys and values of sink tokens in `rows` by their exact values.
 
-    `sink` has the exact ones. `start` is the position of the first token of `rows`.
+    A row codec may have changed them in `rows`. `start` is the position of the first token of
+    `rows`.
     """
     count, places = rows.keys.shape[2], sink.ids - start
     places = torch.where((places >= 0) & (places < count), places, count)[:, None, :, None]

@@ -1,4 +1,6 @@
-"""The sink: the first real tokens of a sequence, which every query attends to without a search."""
+"""The sink: the first tokens of a sequence that are not padding. Every query attends to them
+without a search.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from kvindex.ops.select import compact
 
 @dataclass(frozen=True, eq=False)
 class Sink:
-    """The sinks of a batch of sequences.
+    """The sink (first tokens) of each sequence of a batch.
 
     Args:
         ids: Positions of the sink tokens, int64 `[B, S]`, -1 for an unused slot.
@@ -28,17 +30,20 @@ class Sink:
 
     @staticmethod
     def of(ids: Tensor, rows: Rows) -> Sink:
-        """Make a sink. To count its tokens, the host waits for the device."""
+        """Make a `Sink` from the positions and rows (keys and values) of the sink tokens.
+
+        The host waits for the device, because it reads the number of sink tokens.
+        """
         return Sink(ids, rows, int((ids != UNUSED).sum(1).min()))
 
     @property
     def whole(self) -> bool:
-        """True if no sequence has an unused slot."""
+        """True if every sequence has `S` sink tokens, so that no slot of `ids` is unused."""
         return self.fewest == self.ids.shape[1]
 
     @property
     def mask(self) -> Tensor:
-        """Mask bool `[B, S]`: True for slots with a token, False for unused slots."""
+        """Bool `[B, S]`: True where `ids` contains the position of a sink token, else False."""
         return self.ids != UNUSED
 
     def before(self, length: int) -> Sink:
@@ -68,8 +73,8 @@ def joining(sink: Sink | None, size: int, moved: Rows, real: Tensor | None) -> T
         real: Bool `[B, n]`, False for padding, or None where no token is padded.
 
     Returns:
-        Bool `[B, n]`, True for tokens that join the sink. None if the sink is full; to find this
-        out, the host does not wait for the device.
+        Bool `[B, n]`, True for tokens that join the sink, or None if the sink is already full. To
+        find out if it is full, the host does not wait for the device.
     """
     if (0 if sink is None else sink.fewest) >= size:
         return None
@@ -81,9 +86,9 @@ def joining(sink: Sink | None, size: int, moved: Rows, real: Tensor | None) -> T
 
 
 def first_of(size: int, moved: Rows, start: int) -> Sink:
-    """Make a sink of the first `size` tokens of `moved`, none of which may be padding.
+    """Make a sink of the first `size` tokens of `moved`. No sequence may have padding.
 
-    `start` is the position of the first token of `moved`.
+    `start` is the position in the sequence of the first token of `moved`.
     """
     rows = Rows(*(part[:, :, :size].clone() for part in (moved.keys, moved.values)))
     batch, _, count, _ = rows.keys.shape

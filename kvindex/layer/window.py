@@ -1,4 +1,6 @@
-"""The window: keys and values of the newest tokens, and of the sink (the first real tokens)."""
+"""The window: keys and values of the newest tokens, and of the sink (the first tokens that are not
+padding).
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ class Leaving:
 
     Args:
         rows: Keys `[B, G, n, D]` and values `[B, G, n, Dv]` of `n` tokens.
-        retrievable: Bool `[B, n]`, the rows that a search may return: no padding, and no sink. None
-            if a search may return all rows.
+        retrievable: Bool `[B, n]`, True for rows that a search may return, which are neither
+            padding nor sink. None if a search may return all rows.
         sink: The sink after the move.
     """
 
@@ -37,20 +39,22 @@ class Leaving:
 
     @property
     def count(self) -> int:
-        """Number of tokens that are about to move, `n`."""
+        """Number of tokens, `n`, that are about to move from the window into the index."""
         return self.rows.keys.shape[2]
 
 
 class Window(NamedState, Restorable):
     """Rows (keys and values) of the newest tokens, and of the sink.
 
-    In order of position, the window contains three kinds of tokens: `leaving` tokens are moving
-    into the index, `local` tokens were the newest ones when tokens last moved into the index, and
-    tokens of the `buffer` have been appended since then.
+    From the oldest to the newest, the window contains:
 
-    Kernels read the rows of sink and window from one tensor, the resident rows. A decode step in a
-    CUDA graph writes the row of a new token only there. Such a token is called staged, until the
-    window copies its row.
+    - `leaving` tokens, which are moving into the index;
+    - `local` tokens, which stayed in the window when tokens last moved into the index;
+    - `buffer` tokens, which were appended after that.
+
+    Kernels read the rows of sink and window from one tensor, which is called the resident rows. A
+    decode step in a CUDA graph writes the row of a new token only to this tensor, and the window
+    copies it later. Until then, the token is called staged.
 
     In all methods, positions count from the start of the sequence, `indexed` is the number of
     tokens in the index, and `N` is the number of tokens in index and window together.
@@ -114,7 +118,10 @@ class Window(NamedState, Restorable):
         self._resident = None
 
     def packed(self) -> State:
-        """Return the state as named tensors. No token may be on its way into the index."""
+        """Return the state of the window as named tensors, for saving.
+
+        Call this only while no tokens are moving from the window into the index.
+        """
         self._take_staged()
         return self._packed()
 
@@ -192,7 +199,8 @@ class Window(NamedState, Restorable):
         return self._valid.flags
 
     def real(self, start: int, stop: int | None = None) -> Tensor | None:
-        """Return `valid` from position `start` to `stop`.
+        """Return the mask of tokens that are not padding (`valid`), from position `start` to
+        `stop`.
 
         Returns None if no token from `start` on is padding.
         """
@@ -204,8 +212,8 @@ class Window(NamedState, Restorable):
     def padded(self) -> Tensor | float:
         """Number of padding tokens, mean over the batch.
 
-        As long as the number cannot have changed, the property returns the same object, so that
-        callers can compare by identity.
+        The property returns the same object again until an append or a truncation may have changed
+        the number. So callers can compare with `is`, without waiting for the device.
         """
         if self._padded is None:
             flags = self._valid.flags  # without staged tokens, which are all real
@@ -244,7 +252,8 @@ class Window(NamedState, Restorable):
     def truncate(self, indexed: int, length: int, sink: Sink | None) -> None:
         """Remove the tokens from position `length` on.
 
-        None of them may be on its way into the index. `sink` is the sink after the truncation.
+        No update may be moving one of these tokens into the index at the time of the call. `sink`
+        is the attention sink (the first tokens of the sequence) after the truncation.
         """
         self._take_staged()
         self.sink, self._moved, self._counted = sink, True, 0
@@ -263,14 +272,15 @@ class Window(NamedState, Restorable):
         other._moved, other._padded, other._counted = True, None, 0
         return other
 
-    # Staged tokens: the kernels of a decode step have appended their rows to the resident rows
-    # (sink and window in one tensor), and the window has not copied these rows yet.
+    # A token is called staged if its row is only in the resident rows (the tensor with sink and
+    # window that kernels read and append to), and the window has not copied the row yet.
 
     def count_staged(self) -> ResidentRows:
-        """Count one more staged token, and return the resident rows (sink and window in one
-        tensor).
+        """Increase the number of tokens by 1 for a decode step that a CUDA graph replays.
 
-        Raises RuntimeError if the resident rows were not prepared, or have no room.
+        The graph writes the new token's row only to the resident rows (the buffer with the rows of
+        sink and window). Return this buffer. Raises RuntimeError if the buffer was not prepared or
+        is full.
         """
         resident = self._resident
         if resident is None or self._moved or len(resident) >= resident.room:
@@ -283,23 +293,29 @@ class Window(NamedState, Restorable):
 
     @property
     def counted(self) -> int:
-        """A mark after the tokens staged so far.
-
-        Pass it to `uncount` to remove the tokens staged later.
+        """A number that represents the present end of the window. Pass it to `uncount` later, to
+        remove the tokens that decode steps in a CUDA graph have appended in between.
         """
         return self._counted
 
     def uncount(self, counted: int) -> None:
-        """Remove the tokens that were staged after the attribute `counted` had this value.
+        """Remove the tokens that decode steps in a CUDA graph have appended.
 
-        No token may have left the window or been truncated in between.
+        No token may have left the window, or been truncated, since `counted` was read.
+
+        Args:
+            counted: The value of the attribute `counted` before these decode steps.
         """
-        # the resident rows and their count on the device still include the removed tokens, so
-        # rewrite both
+        # The device's copy of the rows in sink and window, and their number, still include the
+        # removed tokens. `_moved` requests that both are written again.
         self._counted, self._moved = counted, True
 
     def _take_staged(self) -> None:
-        """Copy the keys and values of staged tokens, which so far are only in the resident rows."""
+        """Copy keys and values that are not yet in the window's own memory.
+
+        Kernels of a decode step write the row of a new token to another buffer, which has the rows
+        of sink and window (`resident`).
+        """
         held, resident = len(self._window), self._resident
         if self._counted > held and resident is not None:
             self._take(held, resident)
@@ -318,13 +334,15 @@ class Window(NamedState, Restorable):
             self._valid.rollback(before[1])
             raise
 
-    # To move tokens into the index, `Updates` calls `oldest` and `begin`, and later `without` and
-    # `end`. Or it cancels the move with `stay`.
+    # The methods below move tokens from the window into the index. The class `Updates` calls
+    # `oldest` and `begin` to start a move. Later it calls `without` and `end` to complete the
+    # move, or `stay` to cancel it.
 
     def oldest(self, indexed: int) -> Leaving:
         """Return the tokens to move into the index: all but the newest `local_size`.
 
-        More tokens stay if necessary, so that the index then has a multiple of `unit` tokens.
+        If necessary, more tokens stay in the window, so that the index contains a multiple of
+        `unit` tokens after the move.
         """
         count = len(self) - min(len(self), self._local_size)
         count = max(count - (indexed + count) % self._unit, 0)
@@ -352,17 +370,19 @@ class Window(NamedState, Restorable):
     def without(self, count: int) -> Columns:
         """Return a copy of the window's keys and values, without the oldest `count` tokens.
 
-        The copy has room for further tokens. Pass it to `end`.
+        The copy has room for further tokens. Pass it to `end` as the argument `rest`.
         """
         self._take_staged()
         return self._window.after(count, self._room)
 
     def end(self, rest: Columns, sink: Sink | None) -> None:
-        """Remove the `leaving` tokens, by replacing the rows with `rest`. This never fails.
+        """Remove the oldest `leaving` tokens from the window, after they have moved into the index.
+
+        This call replaces the window's keys and values with `rest`, and never raises an error.
 
         Args:
             rest: The result of `without`.
-            sink: The sink after the move.
+            sink: The sink (first tokens of the sequence) after the move.
         """
         self._counted = 0
         self._window.let_go()
@@ -434,13 +454,15 @@ class Window(NamedState, Restorable):
         return max(self._sink_width, self._sink_size) + max(len(self) + more, self._room)
 
     def lies_in(self, resident: ResidentRows) -> bool:
-        """Return True if `resident` is the buffer with keys and values of sink and window."""
+        """Return True if this window stores keys and values of sink and window in the buffer
+        `resident`."""
         return self._resident is resident
 
     def lie_in(self, resident: ResidentRows | None) -> None:
         """Store keys and values of sink and window in the buffer `resident` from now on.
 
-        The buffer has the same batch size. With None, the window makes a new buffer.
+        The buffer must have the batch size of the window. If `resident` is None, the window makes a
+        new buffer.
         """
         if self._resident is not resident:
             self._take_staged()
@@ -456,7 +478,10 @@ class Window(NamedState, Restorable):
         return parts
 
     def nbytes(self) -> int:
-        """Return the bytes in use. Any thread may call this at any time."""
+        """Return how many bytes of memory the window, its mask and the sink use.
+
+        Any thread may call this at any time.
+        """
         g, valid, sink, resident = self._geometry, self._valid.nbytes(), self.sink, self._resident
         used = self.batch_size * len(self) * g.kv_heads * (g.head_dim + g.value_dim)
         used = used * g.dtype.itemsize + valid
