@@ -184,7 +184,7 @@ def with_sink_logits(output: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor
 def _attended(
     queries: Tensor, blocks: Iterable[Block], scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of `attend_blocks`."""
+    """Compute attention over several blocks of rows, and return the output and the log-sum-exp."""
     B, H, T, _ = queries.shape
     peak: Tensor | None = None  # running maximum of the logits, [B, H, T, 1]
     total = output = torch.zeros((), device=queries.device)  # [B, H, T, 1], [B, H, T, Dv]
@@ -192,8 +192,8 @@ def _attended(
         G, R = keys.shape[1:3]
         if R == 0:
             continue
-        # combine the queries of the heads that share a KV head into one matrix, so that the KV
-        # head's keys are read once
+        # combine the queries of the heads that share a KV head into one matrix, so that the keys
+        # of the KV head are read once
         folded = queries.float().reshape(B, G, H // G * T, -1)
         logits = cap(folded @ keys.float().mT, scale, softcap).view(B, H, T, -1)
         if bias is not None:
@@ -264,9 +264,10 @@ def attend_causal(
 
 
 def _serves(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Return True if `_fused` supports these tensors.
+    """Return True if `_fused`, the fused attention on a CPU, supports these tensors.
 
-    It supports only CPU tensors without gradients.
+    They must be on a CPU, contiguous in the last dimension, and must not need gradients. Keys and
+    values must have the same last dimension.
     """
     parts = queries, keys, values
     learns = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
@@ -277,10 +278,11 @@ def _serves(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
 
 
 def _past_and_own(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Compute `attend_causal` for `N > T` in two parts, so that torch needs no explicit mask.
+    """Compute the causal attention of `T` new tokens to `N > T` tokens, without an explicit mask.
 
-    All queries attend to the first `N - T` rows without a mask. The attention of the newest `T`
-    tokens to each other needs a square causal mask, for which torch has a fast path.
+    All queries attend to the first `N - T` tokens without a mask. The attention of the newest `T`
+    tokens to each other needs a square causal mask, for which torch has a fast path. The two
+    results are merged.
     """
     (B, H, T, D), (_, G, N, _) = queries.shape, keys.shape
     queries = queries.reshape(B * G, H // G, T, D)

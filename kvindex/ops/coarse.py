@@ -1,9 +1,10 @@
-"""Coarse stage of a search: compute a score of every key, called its votes, from the key's signs.
+"""Coarse stage of a search: compute an approximate score of every key (its votes) from its signs.
 
-A key's coordinates are divided into subspaces of 8, and the signs of a subspace name one of 256
-centroids. For each query and subspace, a table assigns points to all centroids: `tier_table` as in
-the paper, `dot_table` as inner products with the signs. The votes of a key are the sum of the
-points of its centroids. Points are integers, so all implementations compute exactly the same votes.
+The coordinates of a key are divided into subspaces of 8 coordinates. The 8 sign bits of a subspace
+form the number of one of 256 centroids. For each query and subspace, a table contains a score of
+every centroid. `tier_table` computes this table as in the paper, and `dot_table` computes it as
+inner products with the signs. The votes of a key are the sum of the scores of its centroids, one
+per subspace. All scores are integers, so all implementations compute exactly the same votes.
 
 Source: ParisKV, section B.2.1 (tiered votes).
 """
@@ -69,19 +70,20 @@ def histogram(signs: Tensor, valid: Tensor | None = None) -> Tensor:
 
 
 def tier_table(queries: Tensor, histogram: Tensor, limits: Tensor) -> Tensor:
-    """Assign points to the centroids of each subspace, by the tiers of the paper.
+    """Compute a score of each centroid by its rank, as in the paper.
 
     The centroids of a subspace are ranked by their inner product with the query's coordinates in
-    this subspace; ties go to the lower id. A centroid gets one point for each tier `t` for which
-    fewer than `limits[t]` keys belong to centroids of a better rank.
+    this subspace; ties go to the lower id. For each centroid, the function counts the keys that
+    belong to centroids of a better rank. The centroid's score is the number of entries in `limits`
+    that are larger than this count.
 
     Args:
         queries: Rotated queries, float32 `[B, G, g, D]`.
         histogram: Number of keys of each centroid, int64 `[B, G, M, 256]`.
-        limits: Number of keys at which each tier ends, int64 `[B, tiers]`.
+        limits: Numbers of keys that separate the tiers of the paper, int64 `[B, tiers]`.
 
     Returns:
-        Points, uint8 `[B, G, g, M, 256]`.
+        Scores of the centroids, uint8 `[B, G, g, M, 256]`.
 
     Source: ParisKV, section B.2.1.
     """
@@ -115,18 +117,19 @@ def rounded(queries: Tensor, query_max: int) -> Tensor:
 
 
 def dot_table(queries: Tensor, query_max: int) -> Tensor:
-    """Compute the inner products of rounded queries with all 256 sign patterns of a subspace.
+    """Compute a score of each centroid: the inner product of its signs and the rounded query.
 
-    Entry `c` of subspace `b` is the inner product of the 8 coordinates of the rounded query in this
-    subspace with the pattern `c` of ±1. So the sum over subspaces is the inner product of the
-    rounded query with all signs of a key, which tensor cores can also compute.
+    A centroid is one of the 256 patterns of 8 signs (±1) in a subspace. Its score is the inner
+    product of this pattern and the 8 coordinates of the rounded query in the subspace. So the sum
+    of the scores over all subspaces is the inner product of the rounded query and all signs of a
+    key. Tensor cores can compute this sum directly, without a table.
 
     Args:
         queries: Rotated queries, float32 `[B, G, g, D]`.
         query_max: Largest absolute coordinate of a rounded query, 1 to 127.
 
     Returns:
-        Points, int16 `[B, G, g, M, 256]`.
+        Scores of the centroids, int16 `[B, G, g, M, 256]`.
     """
     parts = rounded(queries, query_max).reshape(*queries.shape[:-1], -1, SUBSPACE)
     # float32 holds these integers, below 2^10, exactly
@@ -136,12 +139,12 @@ def dot_table(queries: Tensor, query_max: int) -> Tensor:
 def dot_offsets(
     offsets: Tensor, queries: Tensor, query_max: int, weight_scale: Tensor, level: float
 ) -> Tensor:
-    """Convert the inner product of a query and a block's center to votes.
+    """Convert inner products of queries and block centers to the unit of the coarse scores (votes).
 
-    The keys of a block are encoded relative to the block's center `μ`. So the votes of a key only
-    estimate `⟨q, k - μ⟩`, from the key's signs (docs/pipeline/coarse.md). This function computes
+    The keys of a block are encoded relative to the block's center `μ`. So the votes of a key `k`
+    for a query `q` only estimate `⟨q, k - μ⟩` (docs/pipeline/coarse.md). This function computes
     `⟨q, μ⟩` in the same unit, to be added to the votes of all keys of the block. The result is
-    bounded by ±2^30, so that no sum overflows.
+    limited to ±2^30, so that no sum overflows.
 
     Args:
         offsets: Inner products `⟨q, μ⟩` for `S` blocks, float32 `[B, G, g, S]`.
@@ -167,11 +170,14 @@ def votes(
     offsets: Tensor | None = None,
     every: int = 1,
 ) -> Tensor:
-    """Compute the votes of all keys: the sum over subspaces of the points of a key's centroids.
+    """Compute the coarse score (votes) of every key.
+
+    A key has one centroid in each subspace, and each centroid has a score. The votes of the key are
+    the sum of these scores, multiplied by the key's weight if `factors` is given.
 
     Args:
         signs: Centroid ids of the keys, uint8 `[B, G, N, M]`.
-        table: Points of the centroids, uint8 or int16 `[B, G, g, M, 256]`.
+        table: Scores of the centroids, uint8 or int16 `[B, G, g, M, 256]`.
         factors: Integer weights of the keys, int32, or None. `[B, G, N, M]` has a weight for each
             subspace, `[B, G, N, 1]` one weight for the sum over the subspaces.
         offsets: Votes to add to all keys of a block, int32 `[B, G, g, S]`, or None.

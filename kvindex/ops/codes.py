@@ -40,11 +40,13 @@ SUBSPACE = 8
 def lloyd_max(subspace: int, bits: int) -> tuple[float, ...]:
     """Compute the Lloyd–Max quantization levels of a coordinate of a random unit vector.
 
+    Each of the `2^bits` levels is the mean of the values that are rounded to it, and rounding
+    intervals end halfway between levels. Newton's method solves these equations, and Gauss–Legendre
+    quadrature computes the probability of each interval.
+
     The unit vector `u` is uniformly distributed in `m` dimensions. By equation (12), a coordinate
     `u_j` has `u_j² ~ Beta(1/2, (m-1)/2)`. With `|u_j| = sin θ`, the density of `θ` in `[0, π/2]` is
-    proportional to `cos^(m-2) θ`. Each of the `2^bits` levels is the mean of the values that are
-    rounded to it, and rounding intervals end halfway between levels. Newton's method solves these
-    equations; Gauss–Legendre quadrature computes the probability of each interval.
+    proportional to `cos^(m-2) θ`.
 
     Args:
         subspace: Dimension `m`, at least 2.
@@ -86,13 +88,13 @@ def lloyd_max(subspace: int, bits: int) -> tuple[float, ...]:
 
 @lru_cache
 def tangent(subspace: int, bits: int) -> float:
-    """Return an approximate mean of `tan² θ`, for the angle `θ` between a unit vector and its code.
+    """Approximate the mean of `tan² θ`, for the angle `θ` between a unit vector and its code.
 
-    The unit vector `u` is random in `m` dimensions, and `v` is `u` with every coordinate rounded to
-    a level of `lloyd_max`. The result is `(1 - A) / A` with `A = E‖v‖²`, which also equals
-    `E⟨v, u⟩` because each level is the mean of the values rounded to it. The exact mean of `tan² θ`
-    differs from the result by +1% to -4% for `m ≥ 64`, and by +7% to -21% for `m = 8`
-    (docs/pipeline/rerank.md).
+    The unit vector `u` is random in `m` dimensions, and its code `v` is `u` with every coordinate
+    rounded to a level of `lloyd_max`. The result is `(1 - A) / A` with `A = E‖v‖²`. The exact mean
+    of `tan² θ` differs from the result by +1% to -4% for `m ≥ 64`, and by +7% to -21% for `m = 8`
+    (docs/pipeline/rerank.md). `E‖v‖²` also equals `E⟨v, u⟩`, because each level is the mean of the
+    values that are rounded to it.
 
     Args:
         subspace: Dimension `m`, at least 2.
@@ -104,7 +106,8 @@ def tangent(subspace: int, bits: int) -> float:
 
 
 def levels(subspace: int, bits: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return the levels of `lloyd_max`, rounded to float16, so that tensor cores can use them.
+    """Return the quantization levels that `lloyd_max` computes, rounded to float16, so that tensor
+    cores can use them.
 
     Rounding changes a level by at most 2^-12 of its value.
 
@@ -123,10 +126,11 @@ def levels(subspace: int, bits: int, device: torch.device | str = "cpu") -> Tens
 def encode(
     rotated: Tensor, norms: Tensor, levels: Tensor, block: int = SUBSPACE
 ) -> dict[str, Tensor]:
-    """Encode keys, given as rotated unit vectors and norms, as signs, magnitudes and weights.
+    """Encode keys as signs, magnitudes and weights.
 
-    The coordinates are divided into blocks. `u_b` is block `b` scaled to length 1, `r_b` is its
-    length before scaling, and `v_b` is `u_b` rounded to signs and levels.
+    The coordinates of a key are divided into blocks. In the formula of the weights, `u_b` is block
+    `b` scaled to length 1, `r_b` is its length before scaling, and `v_b` is `u_b` rounded to signs
+    and levels.
 
     Args:
         rotated: Rotated keys of length 1, float32 `[..., D]`.
@@ -238,7 +242,8 @@ def log_weights(codes: Tensor, bits: int) -> Tensor:
 def weight_scale(largest: Tensor) -> Tensor:
     """Return the weight scale: a power of two that is larger than all weights of a set of keys.
 
-    It is the smallest power of two that is larger than any weight with a code of at most `largest`.
+    The weight scale is the smallest power of two that is larger than every weight whose code is
+    `largest` or lower.
 
     Args:
         largest: The largest code of 8 bits, or the upper byte of the largest code of 16 bits;
@@ -253,10 +258,11 @@ def weight_scale(largest: Tensor) -> Tensor:
 
 
 def log_factors(bits: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return the integers by which the coarse stage multiplies votes, in place of weights.
+    """Return a table with the weight of each code, as an integer for the coarse stage of a search.
 
-    Each integer, called a factor, is proportional to a weight. The factor of the weight scale
-    (`weight_scale`) would be `FACTOR`.
+    The coarse stage multiplies the score of a key by the key's weight. It uses integers in place of
+    weights, so that results are exact. The integers are proportional to the weights; a weight equal
+    to the weight scale (`weight_scale`) would have the integer `FACTOR`.
 
     Args:
         bits: 8 if weights are stored as codes of 8 bits. 16 if the coarse stage reads only the
@@ -273,8 +279,9 @@ def log_factors(bits: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def factors(weights: Tensor, weight_scale: Tensor, table: Tensor) -> Tensor:
-    """Return the integer by which the coarse stage multiplies the votes of each key
-    (`log_factors`).
+    """Return the integer by which the coarse stage multiplies the score of each key.
+
+    The integer represents the weight of the key (see `log_factors`).
 
     Args:
         weights: Codes of 8 bits, or upper bytes of codes of 16 bits, uint8 `[B, G, N, W]`.
@@ -334,9 +341,14 @@ def unpack(packed: Tensor) -> Tensor:
 
 
 def _cells(levels: np.ndarray, power: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the rounding intervals of `levels`: their end points, probabilities and means.
+    """Compute which numbers in [0, 1] a quantizer rounds to each of `levels`.
 
-    The quantity that is rounded is `sin θ`, where `θ` has the density `cos^power θ`.
+    The numbers are distributed as `sin θ`, where the angle `θ` has a density proportional to
+    `cos^power θ`.
+
+    Returns:
+        The boundaries of the intervals, `[n + 1]` for `n` levels. The probability of each
+        interval, `[n]`. The mean of the numbers in each interval, `[n]`.
     """
     total = _integral(np.array([0.0]), np.array([np.pi / 2]), power)[0]
     edges = np.concatenate([[0.0], (levels[1:] + levels[:-1]) / 2, [1.0]])

@@ -1,7 +1,8 @@
-"""Coverage: estimate which fraction of the attention weight the best rows have together.
+"""Coverage: estimate what fraction of the attention weight the best rows have together.
 
-A search with a target for this fraction returns only as many rows as are needed. The fraction
-refers to the tokens in the index, without the sink and the window of the layer.
+If the caller of a search gives a target for this fraction, the search returns only as many rows as
+are needed to reach it. The fraction refers to the tokens in the index, without the sink and the
+window of the layer.
 
 With exact logits the coverage is exact. With estimated logits whose errors have the standard
 deviation `σ`, the mean of `exp(logit)` is too large by the factor `exp(σ²/2)`. These functions
@@ -103,16 +104,17 @@ def enough(weights: Tensor, coverage: float) -> tuple[Tensor, Tensor]:
 
 
 def within(hits: Hits, slots: Tensor, known: Tensor, total: Tensor, coverage: float) -> Hits:
-    """Remove the hits that are not needed to reach a coverage.
-
-    The result also contains the coverage of the remaining hits for each query head.
+    """Remove the hits of a search that are not needed to reach a coverage.
 
     Args:
-        hits: Result of a search.
+        hits: Result of the search, best rows first.
         slots: Position of each hit among the candidates, int64 `[B, G, K]`, -1 in unused slots.
         known: Result of `log_weights` for the candidates, `[B, G, g, C]`.
         total: Result of `log_total`, `[B, G, g]`.
-        coverage: Fraction of the attention weight to reach.
+        coverage: Fraction of the attention weight that the remaining hits must have.
+
+    Returns:
+        The remaining hits. Their `coverage` is the estimated coverage for each query head.
     """
     at = slots.clamp_min(0)[:, :, None].expand(-1, -1, known.shape[2], -1)
     weights = (known.gather(-1, at) - total[..., None]).exp().clamp_max(1)
@@ -141,7 +143,10 @@ def with_sink_logits(covered: Tensor, lse: Tensor, sink_logits: Tensor) -> Tenso
 
 
 def check_policy(policy: str) -> None:
-    """Check that a group policy computes scores for each query head, which coverage needs.
+    """Check that a group policy allows an estimate of coverage.
+
+    A group policy is the rule that combines the query heads that share a KV head. To estimate
+    coverage, the policy must compute scores for each query head.
 
     Raises:
         ValueError: The policy is "mean_query", which averages the queries of a group.

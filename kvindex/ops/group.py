@@ -1,7 +1,8 @@
 """Group policies: combine the scores of the query heads that share a KV head.
 
-A KV head returns one list of rows for all of its query heads. The logits of different heads are not
-compared directly, because each head has its own scale of logits. The policies are:
+A search returns one list of rows for each KV head, which all query heads of the KV head use. The
+logits of different query heads are not compared directly, because each head has its own scale of
+logits. The policies are:
 
 - `mean_share`, `max_share`: rank rows by the mean or the maximum of the heads' attention weights,
   `softmax(scale * estimate)`. Scores are logarithms, so that small weights keep their order.
@@ -54,9 +55,9 @@ def agree(
         policy: Group policy.
         scale: Factor of the logits.
         softcap: Bound of the logits, or None.
-        sizes: Number of rows that each candidate represents, such as the size of a cluster,
-            integers `[B, G, C]`. None: one row. The result is then the score of a single one of
-            these rows.
+        sizes: Number of rows that each candidate represents, integers `[B, G, C]`, or None if every
+            candidate is one row. If a candidate represents several rows, such as a cluster, its
+            score is the score of one of its rows, not the sum over its rows.
 
     Returns:
         Scores, float32 `[B, G, C]`, `-inf` in slots without a candidate.

@@ -40,11 +40,12 @@ _watching: ContextVar[OnPass | None] = ContextVar("watching", default=None)
 
 @contextmanager
 def watched(on_pass: OnPass) -> Iterator[None]:
-    """Set the callback for calls of `kmeans` within the context that pass no callback.
+    """Return a context manager that sets the default of the argument `on_pass` of `kmeans`.
 
     Args:
-        on_pass: Gets the number of passes done and the total number of passes. If it raises an
-            error, the k-means ends, and the index that needed the centroids is unchanged.
+        on_pass: `kmeans` calls this function after each pass over the points, with the number of
+            passes done and the total number of passes. If the function raises an error, `kmeans`
+            stops, and the index that needed the centroids is unchanged.
     """
     token = _watching.set(on_pass)
     try:
@@ -187,7 +188,7 @@ def _means(points: Tensor, labels: Tensor, clusters: int) -> tuple[Tensor, Tenso
 
 
 def directions(points: Tensor) -> Tensor:
-    """Scale points to length 1. A point at the origin stays there.
+    """Scale points to length 1. A zero vector stays zero.
 
     Args:
         points: Float32 `[..., D]`.
@@ -222,9 +223,10 @@ def _start(points: Tensor, clusters: int, seed: int, tick: Callable[[], None]) -
 
 
 def _moved(points: Tensor, labels: Tensor, distances: Tensor, clusters: int) -> Tensor:
-    """Return new centroids: the means of the clusters' points.
+    """Return new centroids: the mean of the points of each cluster.
 
-    The centroid of an empty cluster moves to a point that is far from its own centroid.
+    The centroid of an empty cluster moves to one of the points with the largest `distances`, the
+    distances of the points from their present centroids.
     """
     centroids, counts = means(points, labels, clusters)
     empty = counts == 0

@@ -1,4 +1,4 @@
-"""Messages with which ranks exchange attention outputs, and the merge of these outputs.
+"""Messages with which ranks (processes) exchange attention outputs, and the merge of the outputs.
 
 Each rank attends to its own rows. Its message is one byte tensor with the attention output, the
 log-sum-exp, and the number of rows, in this order. So a single all-gather exchanges all three.
@@ -36,10 +36,12 @@ def message_parts(messages: Tensor, like: Attended) -> Attended:
 
 
 def empty_message(like: Attended) -> Tensor:
-    """Allocate a message, uint8 `[n]`, with undefined contents.
+    """Allocate a tensor for the message that a rank sends to the other ranks, uint8 `[n]`.
+
+    Its contents are undefined.
 
     Args:
-        like: Attention with the shapes and dtypes of the message's tensors.
+        like: Attention output whose tensors have the shapes and dtypes of those in the message.
     """
     sizes = [shape.numel() * dtype.itemsize for shape, dtype in _fields(like)]
     nbytes = sum(size + -size % ALIGNED for size in sizes)
@@ -54,8 +56,8 @@ def pack(own: Attended, *, seen: bool, take: bool = False) -> Tensor:
             integers `[B, G]`.
         seen: Whether this rank has also attended to other rows, such as the window. If not, a head
             that found no rows in the index sends an output of 0 and a log-sum-exp of `-inf`.
-        take: Set the numbers of rows in `own` to 0 afterwards. Pass True if they are a counter to
-            which every call adds.
+        take: Whether to set the numbers of rows in `own` to 0 after they are copied. Pass True if
+            these numbers are counters to which every attention call adds.
 
     Returns:
         The message, uint8 `[n]`.
@@ -80,7 +82,8 @@ def merge_messages(messages: Tensor, like: Attended, *, total: Tensor | None = N
     Args:
         messages: Messages of `W` ranks, uint8 `[W, n]`, in the order of the ranks.
         like: Attention of one rank. All messages have its shapes and dtypes.
-        total: Counter, int64 `[B, G]`, to which the merged numbers of rows are added; or None.
+        total: Counter, int64 `[B, G]`, to which the numbers of rows of all ranks are added; or
+            None.
     """
     parts = zip(*_tensors(message_parts(messages, like)), strict=True)
     merged = merge([Attended(*part) for part in parts])

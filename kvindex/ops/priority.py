@@ -1,17 +1,18 @@
 """Priority sampling: sample `k` rows, each with a known probability.
 
-Each key has a size, which is its estimated attention weight, and a random number `u` in (0, 1). Its
-priority is `size / u`. The `k` keys with the largest priorities are sampled. If `τ` is the (k+1)-th
-largest priority, a key is sampled with the probability `π = min(1, size / τ)`, given the random
-numbers of the other keys. Sums in which sampled rows have the weight `1 / π` are unbiased. Sums
-with a lower power of `1 / π` (`temper`) have a bias and a smaller error.
+Each key has an estimated attention weight `w` (called its size in the code) and a random number `u`
+in (0, 1). The priority of the key is `w / u`. The `k` keys with the largest priorities are sampled.
+If `τ` is the (k+1)-th largest priority, a key is sampled with the probability `π = min(1, w / τ)`,
+given the random numbers of the other keys. Sums in which sampled rows have the weight `1 / π` are
+unbiased. Sums with a lower power of `1 / π` (`temper`) have a bias and a smaller error.
 
-ParisKV first samples candidates, and then samples rows from the candidates. Both use the same `u`,
-so a row is sampled if `u` is below `size / τ` both times, and its `π` is the smaller value.
+ParisKV first samples candidates, and then samples rows from the candidates. Both times it uses the
+same `u` of a key. A row is sampled if `u` is below `w / τ` both times, so its `π` is the smaller of
+the two values.
 
-The code uses logarithms: a priority is the logarithm of the size plus noise, where the noise is
-`-log u`. Candidates are sampled with integers, so that all backends sample the same ones; the unit
-is `2^-16` of log2. Rows are sampled with float32 and natural logarithms.
+The code uses logarithms: the logarithm of a priority is the log weight plus random noise, `-log u`.
+To sample candidates, it uses integers in units of `2^-16` to base 2, so that all backends sample
+the same candidates. To sample rows, it uses float32 and natural logarithms.
 
 Source: Duffield, Lund and Thorup, Priority Sampling for Estimation of Arbitrary Subset Sums (2007).
 """
@@ -51,16 +52,15 @@ They are integers in units of `2^-16`. The error of the noise is at most four un
 """
 
 STEP = 2**11
-"""Width of a histogram bin of priorities:
-
-`log2(x)` grows by 1/32. Thresholds are multiples of it.
+"""Width of a histogram bin of priorities, in units of `1 / UNIT`: `log2` of a priority grows by
+1/32. Thresholds are multiples of it.
 """
 
 CENTERS = 128
 """Largest number of block centers from which `totals` are computed."""
 
 LARGEST = 2.0**29
-"""Bound of the logarithm of a candidate's size, in units."""
+"""Bound of the logarithm of a key's estimated attention weight, in units of `1 / UNIT`."""
 
 LEAST = -(2**31)
 """Priority of padding. It is also the threshold if all keys are candidates."""
@@ -83,8 +83,10 @@ def hashed(numbers: Tensor) -> Tensor:
 
 
 def noise(ids: Tensor, seeds: Tensor) -> Tensor:
-    """Return the noise that is added to the logarithm of each key's size, `-log2 u` for a random
-    `u`, as an integer in units of `2^-16`.
+    """Return the random noise of each key, `-log2 u` in units of `2^-16`.
+
+    `u` is a pseudorandom number in (0, 1), which depends on the id and the seed. The priority of a
+    key is the logarithm of its estimated attention weight plus this noise.
 
     Args:
         ids: Token ids, int64.
@@ -120,8 +122,8 @@ def noise_of(numbers: Tensor) -> Tensor:
 def seeds(signs: Tensor, counts: Tensor, seed: int) -> Tensor:
     """Compute seeds for `noise` from the first key and the length of each sequence.
 
-    The first keys of KV heads and layers differ, so they sample different rows. A sequence keeps
-    its random numbers until tokens are appended.
+    KV heads and layers have different first keys, and so they sample different rows. The seed of a
+    sequence does not change until tokens are appended.
 
     Args:
         signs: Sign bits of the first valid key, uint8 `[B, G, M]`.
@@ -140,17 +142,18 @@ def seeds(signs: Tensor, counts: Tensor, seed: int) -> Tensor:
 
 
 def gains(units: Tensor, scale: float) -> Tensor:
-    """Return the factors that convert votes of the coarse stage to integer logarithms of sizes.
+    """Return the factors that convert coarse scores (votes) to logarithms of attention weights.
 
-    A softcap is ignored, because sizes need not be accurate.
+    The logarithms are integers in units of `2^-16` to base 2. A softcap is ignored, because the
+    attention weights that are used for sampling need not be accurate.
 
     Args:
-        units: Inner product `q·k` that one vote represents, float64 `[B, G, g]`.
+        units: Increase of the inner product `q·k` if the coarse score increases by 1, float64
+            `[B, G, g]`.
         scale: Factor of the logits.
 
     Returns:
-        `UNIT` times the base-2 logarithm of the attention weight that one vote adds, float32 `[B,
-        G, g]`.
+        Increase of the logarithm if the coarse score increases by 1, float32 `[B, G, g]`.
     """
     return (units * (scale * UNIT / math.log(2))).float()
 
@@ -169,12 +172,13 @@ def sampled_blocks(blocks: int) -> Tensor:
 
 
 def totals(products: Tensor, scale: float) -> Tensor:
-    """Compute a number per query head that converts logits to approximate logarithms of attention
-    weights.
+    """For each query head, compute a number to add to logits, so that they become approximate
+    logarithms of attention weights.
 
-    The logarithm of an attention weight is the logit minus the log-sum-exp over all keys. This
-    function approximates the second term: it returns minus the log-sum-exp over the block centers,
-    which differs from that of all keys by nearly the same amount for all heads of a group.
+    The exact number would be minus the log-sum-exp of the logits of all keys. This function uses
+    the log-sum-exp of the logits of the block centers instead. The error of this approximation is
+    nearly the same for all query heads of a KV head, so the results for different heads can be
+    compared.
 
     Args:
         products: Inner products of the queries with the centers of `sampled_blocks`, float32 `[B,
@@ -182,8 +186,8 @@ def totals(products: Tensor, scale: float) -> Tensor:
         scale: Factor of the logits.
 
     Returns:
-        Numbers to add to logarithms of sizes, which are integers in units of `1 / UNIT` to base 2.
-        Float32 `[B, G, g]`, 0 without centers.
+        Minus the log-sum-exp, in units of `1 / UNIT` to base 2, float32 `[B, G, g]`; 0 without
+        centers.
     """
     if not products.shape[-1]:
         return products.new_zeros(products.shape[:-1])
@@ -192,13 +196,15 @@ def totals(products: Tensor, scale: float) -> Tensor:
 
 
 def priorities(votes: Tensor, gains: Tensor, totals: Tensor, noises: Tensor) -> Tensor:
-    """Compute the priority of each key: the result of `sizes` plus noise.
+    """Compute the priority of each key: its log weight plus random noise.
+
+    The log weight is the logarithm of the attention weight that `sizes` estimates.
 
     Args:
-        votes: Votes of the coarse stage, int32 `[B, G, g, N]`.
-        gains: Result of `gains`.
-        totals: Result of `totals`.
-        noises: Result of `noise`, broadcast to `[B, G, N]`.
+        votes: Scores from the coarse stage (votes), int32 `[B, G, g, N]`.
+        gains: Factors that convert votes to logarithms of attention weights (`gains`).
+        totals: Terms to add to these logarithms (`totals`).
+        noises: Noise of each key (`noise`), broadcast to `[B, G, N]`.
 
     Returns:
         Priorities, `UNIT` times a base-2 logarithm, int32 `[B, G, N]`.
@@ -207,31 +213,35 @@ def priorities(votes: Tensor, gains: Tensor, totals: Tensor, noises: Tensor) -> 
 
 
 def sizes(votes: Tensor, gains: Tensor, totals: Tensor) -> Tensor:
-    """Estimate the size of each key: its largest attention weight over the heads of a group.
+    """Estimate the logarithm of each key's attention weight from its votes.
 
-    `votes * gains + totals` is rounded to float32 only once, as a fused multiply-add on a GPU does.
+    The result for a key is its largest value over the query heads that share a KV head. For one
+    query head, the value is `votes * gains + totals`. It is rounded to float32 only once, like the
+    result of a fused multiply-add on a GPU.
 
     Args:
-        votes: Votes of the coarse stage, int32 `[B, G, g, N]`.
-        gains: Result of `gains`.
-        totals: Result of `totals`.
+        votes: Scores from the coarse stage (votes), int32 `[B, G, g, N]`.
+        gains: Factors that convert votes to logarithms of attention weights (`gains`).
+        totals: Terms to add to these logarithms (`totals`).
 
     Returns:
-        `UNIT` times the base-2 logarithms of the sizes, int64 `[B, G, N]`.
+        `UNIT` times the base-2 logarithms of the attention weights, int64 `[B, G, N]`.
     """
     each = votes.float().double() * gains[..., None].double() + totals[..., None].double()
     return each.float().amax(2).clamp(-LARGEST, LARGEST).round().long()
 
 
 def thresholds(priorities: Tensor, limits: Tensor) -> Tensor:
-    """Compute which priority makes a key a candidate, so that there are about `limits` candidates.
+    """Compute the lowest priority that a key needs to become a candidate.
 
-    If a sequence has at most `limit` keys, all keys are candidates. Otherwise `τ` is the
-    (limit+1)-th largest priority, rounded down to a multiple of `STEP`. The keys with a priority of
-    at least `τ` are candidates; but if exactly `limit` keys reach `τ + STEP`, only these are.
+    Each KV head of a sequence gets about `n` candidates, where `n` is the sequence's number in
+    `limits`. If the sequence has at most `n` keys, all keys become candidates. Otherwise the
+    threshold `τ` is the priority at rank `n + 1`, rounded down to a multiple of `STEP`. All keys
+    with a priority of at least `τ` become candidates. There is one exception: if exactly `n` keys
+    have a priority of at least `τ + STEP`, only these keys become candidates.
 
-    For a candidate, `τ` depends only on the other keys. So `τ` determines the probability with
-    which a candidate is sampled (`log_chances`).
+    The threshold for one candidate depends only on the other keys. So `τ` determines the
+    probability with which the candidate is sampled (`log_chances`).
 
     Args:
         priorities: Result of `priorities`, `[B, G, N]`.
@@ -255,8 +265,10 @@ def log_chances(sizes: Tensor, thresholds: Tensor) -> Tensor:
     """Compute the logarithm of the probability `π` with which each candidate is sampled.
 
     Args:
-        sizes: Result of `sizes` for the candidates, int64.
-        thresholds: `τ` from `thresholds`, int64, broadcast with the sizes.
+        sizes: Logarithms of the candidates' estimated attention weights, int64, from the function
+            `sizes`.
+        thresholds: Sampling thresholds `τ`, int64, from the function `thresholds`. Broadcast with
+            `sizes`.
 
     Returns:
         `log π`, float32.
@@ -268,17 +280,20 @@ def log_chances(sizes: Tensor, thresholds: Tensor) -> Tensor:
 
 
 def sample(sizes: Tensor, noises: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample `k` rows by priority. If there are at most `k` rows, select all with probability 1.
+    """Sample the `k` rows with the largest priorities: log weight plus random noise.
+
+    If there are at most `k` rows, all rows are selected with probability 1.
 
     Args:
-        sizes: Natural logarithms of the rows' sizes, float32 `[..., N]`, `-inf` where there is no
-            row.
-        noises: Noise `-log u` of the rows, float32 `[..., N]`.
+        sizes: Natural logarithms of the rows' sampling weights, float32 `[..., N]`, `-inf` where
+            there is no row.
+        noises: Random noise of each row, `-log u` for a `u` in (0, 1), float32 `[..., N]`.
         k: Number of rows.
 
     Returns:
-        Priorities, float32 `[..., k]`, descending; positions of the rows, int64 `[..., k]`; and
-        `log π` of the rows, float32 `[..., k]`. Unused slots have `-inf`, -1 and `-inf`.
+        Three tensors `[..., k]`: priorities, float32, descending; positions of the rows, int64; and
+        the logarithm of the probability with which each row is sampled, float32. Unused slots have
+        `-inf`, -1 and `-inf`.
     """
     priorities, positions = top_k(sizes + noises, k + 1)
     last, positions = priorities[..., k:], positions[..., :k]
@@ -287,13 +302,14 @@ def sample(sizes: Tensor, noises: Tensor, k: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def temper(k: int) -> float:
-    """Return the exponent `a` for weights `(1 / π)^a`, which trade some bias for a smaller error.
+    """Return the exponent `a` that makes the weights of sampled rows smaller.
 
-    With few sampled rows, a single row with a large weight `1 / π` can cause a large error. An
-    exponent below 1 avoids this, but then sums over rows are too small on average: a sum over `n`
-    rows by a fraction of at most `1 - ((k - 1/2) / n)^(1 / √k)`. This bias is largest if all rows
-    are alike (docs/pipeline/rerank.md#bias-of-tempered-weights). The exponent was chosen by
-    measurements on the keys of a model (docs/decisions/0026).
+    A row that was sampled with probability `π` gets the weight `(1 / π)^a`. With `a = 1`, a sum
+    over the weighted rows would be unbiased, but a single row with a large weight could cause a
+    large error. The exponent is below 1. This reduces the error, but makes the sum too small on
+    average. The bias is largest if all `n` rows of the index are equal: it is at most the fraction
+    `1 - ((k - 1/2) / n)^(1 / √k)` of the sum (docs/pipeline/rerank.md#bias-of-tempered-weights).
+    The exponent was chosen by measurements on the keys of a model (docs/decisions/0026).
 
     Args:
         k: Number of sampled rows.
@@ -302,17 +318,19 @@ def temper(k: int) -> float:
 
 
 def root_mean_square(log_weights: Tensor) -> Tensor:
-    """Compute the sizes of rows: the root mean square of their attention weights over a group.
+    """Combine the attention weights of the query heads of a KV head into one sampling weight per
+    row.
 
-    Sampling with probabilities proportional to these sizes minimizes the sum of the variances of
-    the query heads. A head with attention weights `p` has the variance `Σ p² / π` (Horvitz and
-    Thompson, 1952).
+    The sampling weight is the root mean square over the query heads. Sampling with probabilities
+    proportional to it minimizes the sum of the variances of the query heads. A head with attention
+    weights `p` has the variance `Σ p² / π` for sampling probabilities `π` (Horvitz and Thompson,
+    1952).
 
     Args:
         log_weights: Logarithms of the attention weights of each query head, `[B, G, g, C]`.
 
     Returns:
-        Logarithms of the sizes, `[B, G, C]`.
+        Logarithms of the sampling weights, `[B, G, C]`.
     """
     heads = log_weights.shape[2]
     return ((2 * log_weights).logsumexp(2) - math.log(heads)) / 2

@@ -16,8 +16,8 @@ def estimate(
 ) -> Tensor:
     """Estimate the inner products of queries and encoded keys.
 
-    The estimate is the sum over the `W` blocks of coordinates of the block's weight, times the
-    inner product of the decoded block and the block of the query.
+    The coordinates of a key are divided into `W` blocks, and each block has a weight. The estimate
+    is the sum over the blocks of `weight · ⟨decoded block of the key, block of the query⟩`.
 
     Args:
         queries: Rotated queries that are not normalized, float32 `[B, G, g, D]`.
@@ -48,11 +48,11 @@ def errors(
 ) -> Tensor:
     """Estimate the standard deviation of the error of each result of `estimate`.
 
-    The decoded block `b` of a key differs from the true block `k_b` by an angle `θ`, in a direction
-    that is uniformly random because of the random rotation. So the error has mean 0 and variance
-    `‖k_b‖² tan²θ ‖q_b^⊥‖² / (m - 1)` for blocks of `m` coordinates, where `q_b^⊥` is the component
-    of the query's block that is orthogonal to the key's (docs/pipeline/rerank.md). The variances of
-    the blocks are added up.
+    The coordinates are divided into blocks of `m`. Between the decoded block `b` of a key and the
+    true block `k_b` is an angle `θ`, in a random direction because of the random rotation. So the
+    error of the block has mean 0 and variance `‖k_b‖² tan²θ ‖q_b^⊥‖² / (m - 1)`. Here `q_b^⊥` is
+    the component of the query's block that is orthogonal to the key's block
+    (docs/pipeline/rerank.md). The function adds up the variances of the blocks.
 
     Args:
         queries: Rotated queries that are not normalized, float32 `[B, G, g, D]`.

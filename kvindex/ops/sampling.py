@@ -1,6 +1,7 @@
-"""Sampling: select the rows (keys and values) with the largest logits and a sample of the others.
+"""Sampling: select the rows (keys and values) with the largest logits, and a random sample of the
+other rows.
 
-docs/decisions/0010 explains why.
+docs/decisions/0010 explains why the other rows are sampled.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ TINY = torch.finfo(torch.float64).tiny
 def sample(logits: Tensor, ids: Tensor, k: int, sampled: int) -> tuple[Tensor, Tensor]:
     """Select `k` of `P` rows: the best `k - sampled`, and a sample of `sampled` other rows.
 
-    Each row is selected with a known probability `π`. The sampling is systematic in the order of
-    token ids, so the sample is spread over the sequence, and is the same in every run.
+    Each row is selected with a known probability `π`. The sampling is systematic (`systematic`) in
+    the order of token ids, so the sample is spread over the sequence, and is the same in every run.
 
     Args:
         logits: Logits of `P` rows, best first, float32 `[B, G, P]`, `-inf` in unused slots.
@@ -56,9 +57,10 @@ def inclusion(logits: Tensor, sure: int, sampled: int) -> Tensor:
     rest = logits[..., sure:].double()
     rest = (rest - rest[..., :1].clamp_min(torch.finfo(rest.dtype).min)).exp()  # 0 in unused slots
     tail = rest.flip(-1).cumsum(-1).flip(-1)
-    # Where a proportional probability would exceed 1, it is set to 1. These are the first rows,
-    # because rows are sorted. The probabilities of the other rows add up to the rest of `sampled`,
-    # in proportion to `exp(logits)`.
+    # The probabilities of rows must be proportional to `exp(logits)`, and add up to `sampled`. A
+    # row that would get a probability above 1 gets exactly 1. The probabilities of the other rows
+    # are then raised, so that the sum is `sampled` again. Rows are sorted, so the rows with
+    # probability 1 come first.
     left = sampled - torch.arange(rest.shape[-1], device=logits.device)
     fits = left * rest <= tail
     capped = ~fits.cummax(-1).values if rest.shape[-1] else fits
@@ -71,10 +73,10 @@ def inclusion(logits: Tensor, sure: int, sampled: int) -> Tensor:
 
 
 def systematic(ids: Tensor, chances: Tensor) -> Tensor:
-    """Sample rows systematically: add up the probabilities, and select a row at each integer.
+    """Sample rows systematically, according to the probability of each row.
 
-    The rows are in the order of token ids. A row is selected if its probability moves the running
-    sum, which starts at 0.5, to the next integer.
+    The probabilities are added up in the order of token ids. The sum starts at 0.5. Each time the
+    sum reaches or passes an integer, the row whose probability was added last is selected.
 
     Args:
         ids: Token ids of the rows, int64 `[B, G, P]`.

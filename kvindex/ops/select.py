@@ -29,13 +29,14 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def candidates(votes: Tensor, limits: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Select the candidates of a search: the keys with the most votes, for each query head.
+    """Select the candidates of a search: the keys with the best coarse scores (votes).
 
-    In sequence `b`, each query head selects `limits[b]` keys; equal votes go to the lower id. The
-    candidates of a KV head are all keys that at least one of its query heads has selected.
+    In sequence `b`, each query head selects `limits[b]` keys. Of keys with equal scores, the lower
+    id comes first. The candidates of a KV head are all keys that at least one of its query heads
+    has selected.
 
     Args:
-        votes: Votes of the coarse stage, int32 `[B, G, g, N]`.
+        votes: Scores from the coarse stage (votes), int32 `[B, G, g, N]`.
         limits: Number of keys per query head, int64 `[B]`, at most the number of valid keys.
         valid: Bool `[B, N]`, False for padding; None where no token is padded.
 

@@ -17,10 +17,10 @@ LONGEST = 2.0**60
 def rotation(head_dim: int, seed: int, device: torch.device | str = "cpu") -> Tensor:
     """Build the random rotation of keys and queries, `R = (Q ⊗ H) diag(s) / √D`.
 
-    `s` are random signs. If `D = p * 2^a` with an odd `p`, `H` is Sylvester's Hadamard matrix of
-    order `2^a`, and `Q` is the Hartley matrix of order `p`, with the entries `cos(2πij/p) +
-    sin(2πij/p)`. `R` is orthogonal, and no entry exceeds `√(2/D)`, so every coordinate of the
-    result depends on all coordinates of the input.
+    `R` is orthogonal. No entry is 0 or exceeds `√(2/D)`, so every coordinate of the result depends
+    on all coordinates of the input. `s` are random signs. With `D = p * 2^a` for an odd `p`, `H` is
+    Sylvester's Hadamard matrix of order `2^a`, and `Q` is the Hartley matrix of order `p`, with the
+    entries `cos(2πij/p) + sin(2πij/p)`.
 
     Args:
         head_dim: Dimension `D` of keys and queries.

@@ -1,8 +1,8 @@
 """Select units (clusters, segments or pages of tokens), and return the rows of their tokens.
 
-A token belongs to at most one unit. The ids of all units are in one tensor `members`: the tokens of
-unit `s` are `members[starts[s] : starts[s] + sizes[s]]`, ascending. In shapes, `S` is the number of
-units, and `P` is the length of `members`.
+A token belongs to at most one unit. The tensor `members` contains the token ids of all units: the
+tokens of unit `s` are `members[starts[s] : starts[s] + sizes[s]]`, ascending. In shapes, `S` is the
+number of units, and `P` is the length of `members`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def best_rows(
         sizes: Number of tokens of each unit, integers `[B, G, S]`.
         members: Token ids of all units, integers `[B, G, P]`.
         k: Number of rows to return.
-        singles: Ids of `R` tokens that form a unit of one token each, int64 `[B, R]`, -1 in unused
-            slots; or None. With singles, scores and sizes are `[B, G, S + R]`: the singles come
-            last, and the size of an unused slot is 0.
+        singles: Ids of `R` further tokens, each of which is a unit, int64 `[B, R]`, -1 in unused
+            slots; or None. With `singles`, `scores` and `sizes` are `[B, G, S + R]`: these tokens
+            come last, and the size of an unused slot is 0.
 
     Returns:
         Hits with token ids `[B, G, k]` and scores `[B, G, k]`.
@@ -60,8 +60,8 @@ def rows_at(
         offset: Offset of the token within its unit, int64 `[B, G, K]`.
         starts: Position in `members` where each unit begins, integers `[B, G, S]`.
         members: Token ids of all units, integers `[B, G, P]`.
-        singles: Ids of `R` tokens that form a unit of one token each, int64 `[B, R]`, or None.
-            Their unit numbers begin with `S`.
+        singles: Ids of `R` further tokens, int64 `[B, R]`, or None. Each of these tokens is a unit
+            of its own. The numbers of these units are `S`, `S + 1`, and so on.
 
     Returns:
         Token ids, int64 `[B, G, K]`, -1 where the unit is -1.
@@ -77,7 +77,10 @@ def rows_at(
 
 
 def walk(sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Concatenate the rows of units, and find the unit and the offset of the first `k` rows.
+    """Find the first `k` rows of units (such as pages of tokens) that follow one another.
+
+    For example, with the sizes 3, 5, … and `k = 4`, the first three rows are in unit 0 with the
+    offsets 0, 1 and 2. The fourth row is in unit 1 with the offset 0.
 
     Args:
         sizes: Number of rows of each unit, integers `[B, G, S]`.
