@@ -1,8 +1,8 @@
 """Memory layout of codes: blocks of 256 tokens, with one record for each KV head.
 
-The keys of a block share a center. Blocks never move, so captured CUDA graphs, which store the
-address of a table of blocks, stay valid while an index grows. A record has these fields, in this
-order:
+The keys of a block share a center. Blocks never move in memory. A captured CUDA graph stores only
+the address of a table of blocks, so it stays valid while an index grows. A record has these fields,
+in this order:
 
 - `signs`: one bit per coordinate of each key.
 - `weights`: the upper byte of each key's 16-bit logarithmic weight.
@@ -10,8 +10,8 @@ order:
 - `logs`: both bytes of each key's weight.
 - `magnitudes`: the quantized sizes of each key's coordinates, as bit planes.
 
-The signs of a key are padded to whole 32-bit words, and so is each of its bit planes. The scan,
-which computes the votes, copies the first three fields at a time.
+The signs of a key are padded to whole 32-bit words, and so is each of its bit planes. The kernel
+`scan`, which computes the coarse scores (votes), copies the first three fields at a time.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def places(device: torch.device | str = "cpu") -> Tensor:
     """Return the position at which the weight of each key of a block is stored, int64 `[256]`.
 
     In each group of 32 keys, the weights of the four keys whose ids are equal modulo 8 are
-    adjacent. One thread of the scan's tensor-core instruction handles these four keys, and reads
-    their weights as one 32-bit word.
+    adjacent. In the kernel `scan`, one thread of a tensor-core instruction handles these four keys,
+    and reads their weights as one 32-bit word.
     """
     keys = torch.arange(BLOCK, device=device)
     return keys // 32 * 32 + keys % 8 * 4 + keys % 32 // 8
@@ -52,8 +52,11 @@ def places(device: torch.device | str = "cpu") -> Tensor:
 class Layout:
     """Byte layout of a record, for codes with one 16-bit logarithmic weight per key.
 
-    The upper byte of a weight is stored twice: alone in `weights`, for the scan, and together with
-    the lower byte in `logs`. The rerank thus finds both bytes at adjacent addresses.
+    A record contains the codes of one block of 256 tokens for one KV head.
+
+    The upper byte of a weight is stored twice. The coarse stage (kernel `scan`) reads it from the
+    field `weights`, which contains only upper bytes. The rerank reads both bytes of a weight from
+    adjacent addresses in the field `logs`.
     """
 
     head_dim: int
@@ -61,42 +64,51 @@ class Layout:
 
     @cached_property
     def stride(self) -> int:
-        """Bytes of one key's sign bits.
+        """Number of bytes of one key's sign bits.
 
-        Its magnitudes take the same number of bytes for each of their `magnitude_bits` bits.
+        The key also has `magnitude_bits` bit planes for its magnitudes. Each bit plane takes the
+        same number of bytes as the sign bits.
         """
         return -(-self.head_dim // 32) * 4
 
     @cached_property
     def weights(self) -> int:
-        """Byte offset of the weights, uint8 `[256]`, which are ordered as `places` returns."""
+        """Byte offset of the field `weights` in the codes of a block for one KV head.
+
+        The field is uint8 `[256]`: the upper byte of each key's weight. The byte of key `i` of the
+        block is stored at position `places()[i]`.
+        """
         return _up(BLOCK * self.stride)
 
     @cached_property
     def center(self) -> int:
-        """Byte offset of the block's center in a record; the center is bfloat16 `[D]`."""
+        """Byte offset of the center, bfloat16 `[D]`, in the codes of a block for one KV head."""
         return self.weights + BLOCK
 
     @cached_property
     def logs(self) -> int:
-        """Byte offset of the keys' 16-bit logarithmic weights in a record, uint16 `[256]`."""
+        """Byte offset of the 16-bit log weights, uint16 `[256]`, in the codes of a block for one
+        KV head."""
         return self.center + _up(2 * self.head_dim)
 
     @cached_property
     def magnitudes(self) -> int:
-        """Byte offset of the magnitudes in a record, uint8 `[256, bits, stride]`."""
+        """Byte offset of the magnitudes in the codes of a block for one KV head.
+
+        The magnitudes are uint8 `[256, bits, stride]`.
+        """
         return self.logs + 2 * BLOCK
 
     @cached_property
     def head_bytes(self) -> int:
-        """Bytes of a record: the codes of one block of tokens for one KV head."""
+        """Number of bytes of the codes of one block for one KV head."""
         return self.magnitudes + _up(BLOCK * self.magnitude_bits * self.stride)
 
     # Conversion between the fields of a record and the code tensors of `ParisKV`
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the tensors of codes that a record stores."""
+        """Names of the code tensors of `ParisKV` that are stored for each block and KV head."""
         return "signs", "magnitudes", "weights", "fractions"
 
     def column(self, name: str, fields: dict[str, Tensor]) -> Tensor:
@@ -106,7 +118,7 @@ class Layout:
         return fields[name]
 
     def parts(self, codes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert tensors of codes, `[B, G, N, ...]`, to the bytes that a record stores."""
+        """Convert code tensors of `ParisKV`, `[B, G, N, ...]`, to fields of the memory layout."""
         parts = {name: codes[name] for name in ("signs", "weights", "magnitudes")}
         parts["logs"] = torch.cat(
             [codes["fractions"], codes["weights"]], dim=-1
@@ -122,14 +134,18 @@ class Layout:
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of one key's codes, including the byte of the weight that is stored twice."""
+        """Number of bytes of one key's codes.
+
+        Each key has a weight of two bytes. Its upper byte is stored twice: in the field `weights`
+        and, with the lower byte, in the field `logs`. So the weight takes three bytes.
+        """
         return self.stride * (1 + self.magnitude_bits) + 3
 
     def views(self, blocks: Tensor) -> dict[str, Tensor]:
         """Return views `[..., G, 256, ...]` of the fields in blocks uint8 `[..., G, head_bytes]`.
 
-        The weights are in the order that `places` returns, and all other fields in the order of
-        the keys.
+        In the field of the weights, the keys are in the order that the function `places` defines.
+        All other fields store the data of key `i` at position `i`.
         """
         return self._common(blocks) | {
             "weights": self._field(blocks, self.weights, BLOCK, 1),
@@ -138,7 +154,10 @@ class Layout:
         }
 
     def _common(self, blocks: Tensor) -> dict[str, Tensor]:
-        """Return views of the fields `signs` and `magnitudes`, which both layouts have."""
+        """Return views of the fields `signs` and `magnitudes`.
+
+        Subclasses use this method, because their blocks contain the same two fields.
+        """
         M, planes = self.head_dim // 8, (self.magnitude_bits, self.stride)
         return {
             "signs": self._field(blocks, 0, BLOCK, self.stride)[..., :M],
@@ -181,7 +200,7 @@ class Layout:
         return {name: self.column(name, fields) for name in self.names}
 
     def fields(self, blocks: Tensor, count: int) -> dict[str, Tensor]:
-        """Return the bytes of all fields but `center`, in the order of the keys.
+        """Return the bytes of every field except `center`, sorted by the positions of the keys.
 
         Args:
             blocks: Blocks of codes, uint8 `[B, S, G, head_bytes]`.
@@ -207,9 +226,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class SubspaceLayout(Layout):
-    """Byte layout of a record with a bfloat16 weight for each subspace, and without a center.
+    """Byte layout of a record: the codes (compressed keys) of 256 tokens for one KV head.
 
-    The fields are signs, weights `[256, span]` and magnitudes, in this order.
+    In this layout, each key has a bfloat16 weight for each subspace, and there is no center. The
+    fields of a record are signs, weights `[256, span]` and magnitudes, in this order.
     """
 
     @cached_property
@@ -219,12 +239,15 @@ class SubspaceLayout(Layout):
 
     @cached_property
     def magnitudes(self) -> int:
-        """Byte offset of the magnitudes in a record, uint8 `[256, bits, stride]`."""
+        """Byte offset of the magnitudes in the codes of a block for one KV head.
+
+        The magnitudes are uint8 `[256, bits, stride]`.
+        """
         return self.weights + _up(BLOCK * self.span)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the tensors of codes that a record stores."""
+        """Names of the code tensors of `ParisKV` that are stored for each block and KV head."""
         return "signs", "magnitudes", "weights"
 
     def column(self, name: str, fields: dict[str, Tensor]) -> Tensor:
@@ -232,11 +255,11 @@ class SubspaceLayout(Layout):
         return fields[name].view(torch.bfloat16) if name == "weights" else fields[name]
 
     def parts(self, codes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert tensors of codes, `[B, G, N, ...]`, to the bytes that a record stores."""
+        """Convert code tensors of `ParisKV`, `[B, G, N, ...]`, to fields of the memory layout."""
         return {**codes, "weights": codes["weights"].contiguous().view(torch.uint8)}
 
     def order(self, name: str, device: torch.device | str) -> Tensor | None:
-        """Return None, because all fields store key `i` at position `i`."""
+        """Return None: every field stores the codes of the keys in the order of the keys."""
         return None
 
     @property

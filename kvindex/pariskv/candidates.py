@@ -1,4 +1,4 @@
-"""Coarse stage of a search: choose the keys with the largest votes as candidates.
+"""Coarse stage of a search: choose the keys with the best coarse scores (votes) as candidates.
 
 A vote is an integer score of a key for a query head, computed mainly from the key's sign bits.
 
@@ -14,10 +14,11 @@ from kvindex.pariskv.inputs import Queries, Tokens
 
 
 def find(tokens: Tokens, queries: Queries, k: int) -> Tensor:
-    """Choose the candidates, which are the keys that the rerank scores.
+    """Choose the candidates. Only for these keys, the rerank estimates the inner product with the
+    query.
 
-    With `coarse="none"`, or if the index has at most `single_stage_below` keys, all valid keys are
-    candidates.
+    With the option `coarse="none"`, or if the index has at most `single_stage_below` keys, all
+    valid keys are candidates.
 
     Args:
         tokens: Codes of all tokens.
@@ -49,13 +50,13 @@ def _all(tokens: Tokens) -> Tensor:
 
 
 def votes(tokens: Tokens, queries: Queries, tier_bounds: Tensor | None = None) -> Tensor:
-    """Compute the vote of every key for each query head.
+    """Compute the coarse score (vote) of every key for each query head.
 
     Args:
         tokens: Codes of all tokens.
         queries: Rotated queries.
-        tier_bounds: Tier bounds that `ParisKVConfig.limits` returns, on the device of the index.
-            Only `coarse="tiered_votes"` needs them.
+        tier_bounds: The first result of `ParisKVConfig.limits`, on the device of the index. Only
+            `coarse="tiered_votes"` needs it.
 
     Returns:
         Votes, int32 `[B, G, g, N]`.
@@ -70,7 +71,11 @@ def votes(tokens: Tokens, queries: Queries, tier_bounds: Tensor | None = None) -
 
 
 def _table(tokens: Tokens, queries: Queries, tier_bounds: Tensor | None) -> Tensor:
-    """Return the number that each subspace adds to a key's vote, for every pattern of sign bits."""
+    """Compute the table from which coarse scores are added up.
+
+    For each subspace and each pattern of signs, it contains the number to add to the scores of keys
+    with this pattern.
+    """
     coarse, directions = tokens.ops.coarse, queries.voting_directions
     if tokens.config.coarse == "tiered_votes":
         table: Tensor = coarse.tier_table(directions, tokens.histogram, tier_bounds)
@@ -80,10 +85,11 @@ def _table(tokens: Tokens, queries: Queries, tier_bounds: Tensor | None) -> Tens
 
 
 def _factors(tokens: Tokens) -> list[Tensor | None]:
-    """Return the integers, proportional to the keys' weights, by which votes are multiplied.
+    """Return the integers by which coarse scores (votes) are multiplied, one for each key.
 
-    The list has one tensor for each tensor of codes in `tokens.parts`. Its entries are None if
-    votes ignore the keys' weights.
+    The integers are proportional to the weights of the keys. `tokens.parts` divides the codes of
+    the keys into several parts, and the result contains one tensor for each part. If votes ignore
+    the weights of the keys, it contains None for each part.
     """
     if not tokens.config.weighs_votes:
         return [None] * len(tokens.parts)
@@ -92,10 +98,10 @@ def _factors(tokens: Tokens) -> list[Tensor | None]:
 
 
 def _offsets(tokens: Tokens, queries: Queries) -> list[Tensor | None]:
-    """Return the number that a block's center adds to the vote of each key in the block.
+    """Return one number for each block: what its center adds to the coarse score of each key.
 
-    The list has one tensor for each tensor of codes in `tokens.parts`. Its entries are None if
-    blocks have no centers.
+    `tokens.parts` divides the codes of the keys into several parts, and the result contains one
+    tensor for each part. If blocks have no centers, it contains None for each part.
     """
     if not tokens.config.weighs_votes or queries.offsets is None:
         return [None] * len(tokens.parts)

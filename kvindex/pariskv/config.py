@@ -1,4 +1,4 @@
-"""Options and presets of ParisKV, and the number of keys that each stage passes on."""
+"""Options and presets of ParisKV, and the number of candidates that follows from the options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from kvindex.ops import group
 from kvindex.ops.coarse import TIERS, ceil_fraction
 
 SCHEDULE = ((5_000, 0.50, 0.50), (10_000, 0.25, 0.30), (30_000, 0.20, 0.25))
-"""Entries `(n, β, ρ)`: below `n` tokens, the fraction `β` becomes candidates and `ρ` earns points.
+"""Entries `(n, β, ρ)` for fewer than `n` tokens. A fraction `β` of the keys become candidates, and
+a fraction `ρ` get a score above 0 in a subspace.
 
 The numbers are those of the authors' code. The paper says only that the fractions adapt to the
 number of tokens.
@@ -64,19 +65,21 @@ PRESETS: dict[str, dict[str, object]] = {
 
 @dataclass(frozen=True)
 class ParisKVConfig:
-    """Options of `ParisKV`. The defaults are the preset "sampled".
+    """Options of `ParisKV`. The defaults are the options of the preset "sampled".
 
     Args:
-        coarse: How keys become candidates. "sign_votes": by inner products of the query with sign
-            patterns, times the keys' weights. "tiered_votes": by the paper's votes. "none": all
-            keys are candidates.
+        coarse: How the coarse score (votes) of a key is computed. The keys with the highest coarse
+            scores become candidates. "sign_votes": from the inner products of the query with sign
+            patterns, times the weights of the keys. "tiered_votes": as in the ParisKV paper.
+            "none": there is no coarse score, and all keys are candidates.
         beta: Fraction of the keys that become candidates, in (0, 1]. None: a fraction that depends
             on the number of tokens (`SCHEDULE`).
         refine_factor: Lower bound of the number of candidates, as a multiple of `k`.
         least_candidates: Lower bound of the number of candidates.
         single_stage_below: All keys are candidates if the index has at most this many keys.
-        rho: Fraction of the keys that earn points in a subspace, in (0, 1]. None: a fraction that
-            depends on the number of tokens (`SCHEDULE`). Only for coarse="tiered_votes".
+        rho: Fraction of the keys that get a score above 0 in a subspace, in (0, 1]. None: a
+            fraction that depends on the number of tokens (`SCHEDULE`). Only for
+            coarse="tiered_votes".
         query_max: Largest coordinate of a query after rounding to integers, 1 to 127
             (`kvindex.ops.coarse.rounded`). It must be at most 2^15 divided by the head dimension,
             so that votes fit in 32 bits. Only for coarse="sign_votes".
@@ -91,15 +94,16 @@ class ParisKVConfig:
         weight_bits: Bits of a logarithmic weight, 8 or 16. Votes use the upper 8.
         center: Tokens of a block whose mean key is subtracted from its keys before they are
             encoded; 0 for none.
-        candidates_per: "head": each query head chooses candidates by its own votes, and all heads
-            of the group rerank the union. "group": the group chooses candidates by the largest
-            vote of its heads.
-        group: How the query heads of a group combine their estimates (`kvindex.ops.group`).
-        sampling: "none": the rows with the best estimates. "priority": candidates and rows are
-            sampled in proportion to their estimated attention weights, and weighted by one over
-            their inclusion probability (`kvindex.ops.priority`). "tempered": they are sampled in
-            proportion to the power `1 - 1 / sqrt(k)` of these weights, which has a small bias and
-            a smaller error.
+        candidates_per: "head": each query head chooses candidates by its own votes, and the rerank
+            gets the candidates of all query heads that share a KV head. "group": the query heads
+            that share a KV head choose candidates together, by the largest of their votes.
+        group: How the estimates of the query heads that share a KV head are combined
+            (`kvindex.ops.group`).
+        sampling: "none": the rows with the best estimates are returned. "priority": candidates and
+            rows are sampled in proportion to their estimated attention weights. A row that is
+            sampled with probability `π` gets the weight `1 / π` (`kvindex.ops.priority`).
+            "tempered": rows are sampled in the same way, but get the weight
+            `(1 / π)^(1 - 1 / sqrt(k))`, which has a bias and a smaller error.
         seed: Seed of the rotation's signs and of the samples.
     """
 
@@ -183,8 +187,8 @@ class ParisKVConfig:
     def fractions(self, n: int) -> tuple[float, float]:
         """Return `(β, ρ)` for an index of `n` keys.
 
-        `β` is the fraction of the keys that become candidates, and `ρ` is the fraction that earn
-        points in a subspace.
+        `β` is the fraction of the keys that become candidates, and `ρ` is the fraction that get a
+        score above 0 in a subspace.
         """
         beta, rho = next(((b, r) for below, b, r in SCHEDULE if n < below), LONGEST)
         return beta if self.beta is None else self.beta, rho if self.rho is None else self.rho
@@ -202,18 +206,32 @@ class ParisKVConfig:
         return max(self.candidates(n, k) for n in (tokens, *falls))
 
     def tier_bounds(self, n: int) -> list[int]:
-        """Return the cumulative number of keys up to each tier of tiered votes, for `n` keys."""
+        """Return the numbers of keys that separate the tiers of `coarse="tiered_votes"`.
+
+        In each subspace, a search ranks the keys by the inner product of their centroid and the
+        query, and divides them into tiers by their rank. Keys in better tiers get higher scores.
+
+        Args:
+            n: Number of keys in the index.
+
+        Returns:
+            Number of keys in the best tier, in the best two tiers, in the best three, and so on.
+        """
         return [ceil_fraction(n, self.fractions(n)[1], tier) for tier in TIERS]
 
     def limits(self, counts: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Compute tier bounds (`tier_bounds`) and the number of candidates of each sequence.
+        """Compute the bounds of the tiers (`tier_bounds`) and the number of candidates.
+
+        Sequences of a batch may have different numbers of valid keys, so the results contain one
+        entry for each sequence.
 
         Args:
             counts: Valid keys of each sequence, int64 `[B]`, on the CPU.
             k: Rows that the search selects.
 
         Returns:
-            Tier bounds int64 `[B, tiers]` and numbers of candidates int64 `[B]`, both on the CPU.
+            Bounds of the tiers, int64 `[B, tiers]`, and numbers of candidates, int64 `[B]`, both on
+            the CPU.
         """
         sizes: list[int] = counts.tolist()
         bounds = torch.tensor([self.tier_bounds(n) for n in sizes])

@@ -7,15 +7,15 @@ Two things differ from the kernels. Lists that a kernel writes in any order are 
 tensor of lists is only as long as its longest list. Shorter lists are padded with `EMPTY`.
 
 1. `prepare_query`: rotate the query and round it to integers of a few bits (paper, A.1). Compute
-   the votes of 4,096 sampled keys, and choose a threshold that somewhat more than `C` keys of the
-   index are expected to reach. `C` is the number of candidates.
+   the coarse scores (votes) of 4,096 sampled keys, and choose a threshold. Somewhat more than `C`
+   keys of the index are expected to reach it, where `C` is the number of candidates.
 2. `scan`: compute every key's vote from its signs, the upper byte of its weight and its block's
-   center (B.2.1). List the keys whose votes reach the threshold.
-3. `rerank`: estimate the inner products of the best `C` listed keys from all bits of their codes
-   (B.2.2).
-4. `select_rows`: combine the estimates of a group's heads into one score per candidate, and select
-   the `k` rows with the best scores. With sampling, stages 3 and 4 choose candidates and rows by
-   random priorities instead (`kvindex.ops.priority`).
+   center (B.2.1). Write the keys whose votes reach the threshold to a candidate list.
+3. `rerank`: estimate the inner products of the best `C` keys of the candidate list from all bits of
+   their codes (B.2.2).
+4. `select_rows`: combine the estimates of the query heads of a KV head into one score per
+   candidate, and select the `k` rows with the best scores. With sampling, stages 3 and 4 choose
+   candidates and rows by random priorities instead (`kvindex.ops.priority`).
 5. `attend`: softmax attention over those rows and the rows in the sink and the window, which are
    called resident rows (B.3).
 
@@ -107,14 +107,14 @@ def find_rows(queries: Tensor, state: State, k: int, config: StepConfig) -> Sele
 
 @dataclass(frozen=True)
 class SamplingTerms:
-    """Terms that convert votes to priorities, and the seeds of the keys' random numbers.
+    """Terms that convert coarse scores (votes) to priorities, and the seeds of random numbers.
 
-    A priority is an estimate of the logarithm of a key's attention weight, plus random noise. The
-    keys with the largest priorities are sampled.
+    The priority of a key is an estimate of the logarithm of its attention weight, plus random
+    noise. The keys with the largest priorities are sampled.
 
     Attributes:
-        gains: Factors of votes, float32 `[B, G, g]` (`priority.gains`).
-        totals: Terms that are added to scaled votes, float32 `[B, G, g]` (`priority.totals`).
+        gains: Numbers by which votes are multiplied, float32 `[B, G, g]` (`priority.gains`).
+        totals: Numbers that are added to the products, float32 `[B, G, g]` (`priority.totals`).
         seeds: Seeds of KV heads, 32-bit numbers as int64 `[B, G]`. The random number of a key is
             the hash of `seed + SPREAD * id`.
     """
@@ -124,13 +124,16 @@ class SamplingTerms:
     seeds: Tensor
 
     def noises(self, ids: Tensor) -> Tensor:
-        """Return the noise (minus the logarithm of a random number) of the keys `ids`.
+        """Return random noise for each key.
+
+        To sample keys, a search adds this noise to their scores, and takes the best sums.
 
         Args:
-            ids: Token ids, int64 `[B, G, K]`.
+            ids: Token ids of the keys, int64 `[B, G, K]`.
 
         Returns:
-            Int64 `[B, G, K]`, in units of priorities.
+            Int64 `[B, G, K]`: `−log₂ u` for a random number `u` in (0, 1), as a multiple of
+            `1 / ops.priority.UNIT`.
         """
         return priority.noise_of(ids * priority.SPREAD + self.seeds[..., None])
 
@@ -139,7 +142,8 @@ class SamplingTerms:
 class Prepared:
     """Results of `prepare_query`: the query in the forms that later stages read, and a threshold.
 
-    With sampling, `sample` and `thresholds` contain priorities instead of votes.
+    `scan` lists the keys whose coarse scores (votes) reach the threshold. With sampling, `sample`
+    and `thresholds` contain priorities instead of votes.
 
     Attributes:
         planes: Digits of the rounded query in base -2, uint8 `[B, G, g, PLANES, D]`.
@@ -148,7 +152,7 @@ class Prepared:
         operands: The rotated query times `ups` as two float16 numbers, `[B, G, g, D, 2]`.
         ups: Powers of two that scale the query to the range of float16, float32 `[B, G, g]`.
         sample: Votes of sampled keys, int32 `[B, G, SAMPLED]`.
-        thresholds: Lowest vote of a key that the scan lists, int32 `[B, G]`.
+        thresholds: Lowest vote of a key that `scan` lists, int32 `[B, G]`.
         bases: Lowest vote in the first bin of the histogram, int32 `[B, G]`.
         shifts: Base-2 logarithms of the width of a histogram bin in votes, int32 `[B, G]`.
         wrong: Int32 `[]`: 1 if a query is not finite or too large (`QUERY_LIMIT`), else 0.
@@ -171,9 +175,9 @@ class Prepared:
 def prepare_query(queries: Tensor, state: State, config: StepConfig) -> Prepared:
     """Rotate and round the query, and choose a threshold for votes (coarse scores of keys).
 
-    The threshold is such that somewhat more than `C` keys, the number of candidates, reach it. If
-    the index has a regression of keys on their sign bits, votes are computed from the query that
-    `sign_regression.voting` returns. The rerank always uses the rotated query.
+    The threshold is chosen so that somewhat more than `C` keys reach it, where `C` is the number of
+    candidates. If the index has a regression of keys on their sign bits, votes are computed from
+    the query that `sign_regression.voting` returns. The rerank always uses the rotated query.
     """
     directions, norms, wrong = rotated(queries, config)
     matrix = state.regression
@@ -204,12 +208,12 @@ def prepare_query(queries: Tensor, state: State, config: StepConfig) -> Prepared
 def _sampling_terms(
     state: State, products: Tensor, unit: Tensor, config: StepConfig
 ) -> SamplingTerms:
-    """Compute the terms that convert votes to priorities (`SamplingTerms`).
+    """Compute the terms that convert coarse scores (votes) to priorities (`SamplingTerms`).
 
     Args:
         state: Codes and other tensors that the decode step reads.
         products: Inner products of queries and block centers, float32 `[B, G, S, g]`.
-        unit: Inner product `q·k` that a vote of 1 represents, float64 `[B, G, g]`.
+        unit: Inner product `q·k` that corresponds to a vote of 1, float64 `[B, G, g]`.
         config: Constants of the decode step.
     """
     scale = config.geometry.scale
@@ -224,9 +228,9 @@ def _sampling_terms(
 
 
 def _priorities(votes: Tensor, sampling: SamplingTerms, state: State) -> Tensor:
-    """Convert votes `[B, G, g, N]` to priorities, by which keys are sampled, int32 `[B, G, N]`.
+    """Convert coarse scores (votes) `[B, G, g, N]` to priorities, int32 `[B, G, N]`.
 
-    The priority of a padded token is `LEAST`.
+    The keys with the largest priorities are sampled. The priority of a padded token is `LEAST`.
     """
     noises = sampling.noises(torch.arange(votes.shape[-1], device=votes.device)[None, None])
     found = priority.priorities(votes, sampling.gains, sampling.totals, noises)
@@ -254,12 +258,14 @@ class Scanned:
 
 
 def scan(queries: Tensor, state: State, prepared: Prepared, config: StepConfig) -> Scanned:
-    """Compute the votes (coarse scores) of all keys, and list the keys that reach the threshold."""
+    """Compute the votes (coarse scores) of all keys, and list the keys whose votes reach the
+    threshold.
+    """
     return list_keys(state, prepared, center_products(queries, state, config), config)
 
 
 def list_keys(state: State, prepared: Prepared, products: Tensor, config: StepConfig) -> Scanned:
-    """List the keys whose votes (coarse scores) reach the threshold, as `scan` does.
+    """List the keys whose votes (coarse scores) reach the threshold, as the kernel `scan` does.
 
     Args:
         state: Codes and other tensors that the decode step reads.
@@ -298,8 +304,9 @@ def ranked(state: State, prepared: Prepared, products: Tensor, config: StepConfi
 def rerank(state: State, prepared: Prepared, scanned: Scanned, config: StepConfig) -> Reranked:
     """Estimate the query's inner products with the candidates, from all bits of their codes.
 
-    Candidates are the `C` listed keys with the best votes, and all other listed keys in the
-    histogram bin that contains the `C`-th best vote.
+    `scan` has written the keys with the best coarse scores (votes) to a list. The candidates are
+    the best `C` keys of this list. All other keys in the histogram bin of the `C`-th best vote are
+    also candidates here, and `select_rows` drops those beyond `C`.
     """
     if prepared.sampling is not None:
         return _rerank_sampled(state, prepared, scanned, prepared.sampling, config)
@@ -324,7 +331,7 @@ def rerank(state: State, prepared: Prepared, scanned: Scanned, config: StepConfi
 
 
 def _best(state: State, prepared: Prepared, products: Tensor, config: StepConfig) -> Tensor:
-    """Return the entries (vote and token id) of all keys, sorted by descending vote."""
+    """Return an entry (coarse score and token id) for each key, the best scores first."""
     votes = ranked(state, prepared, products, config)
     entries = entry_of(votes, torch.arange(state.tokens, device=votes.device))
     return entries.sort(dim=-1, descending=True).values
@@ -335,7 +342,8 @@ def _rerank_sampled(
 ) -> Reranked:
     """Estimate the query's inner products with all keys whose priorities reach the threshold.
 
-    The threshold is such that about `C` keys, the number of candidates, reach it.
+    The priority of a key is the logarithm of its estimated attention weight plus random noise. The
+    threshold is chosen so that about `C` keys reach it, where `C` is the number of candidates.
     """
     every = ranked(state, prepared, scanned.products, config)
     thresholds = priority.thresholds(every, state.wanted)
@@ -360,9 +368,10 @@ def _rerank_sampled(
 
 
 def _log_chances(candidates: Tensor, thresholds: Tensor, sampling: SamplingTerms) -> Tensor:
-    """Return the log probability `log π` that a candidate was sampled, float32 `[B, G, K]`.
+    """Return the logarithm of the probability with which each candidate was sampled.
 
-    The candidates are entries (priority and token id), int64. The result is 0 for `EMPTY`.
+    Each element of `candidates`, int64 `[B, G, K]`, combines the priority and the token id of a
+    candidate, or is `EMPTY`. Returns float32 `[B, G, K]`, 0 for `EMPTY`.
     """
     sizes = vote_of(candidates) - sampling.noises(id_of(candidates))
     chances = priority.log_chances(sizes, thresholds[..., :1].long())
@@ -394,8 +403,8 @@ class Selected:
 
     Attributes:
         ids: Token ids of the selected rows, ascending, int64 `[B, G, k]`.
-        scores: Scores of the rows for the whole group of heads (`group.agree`) or, with sampling,
-            priorities, float32 `[B, G, k]`.
+        scores: Scores of the rows, combined over the query heads of a KV head (`group.agree`). With
+            sampling: priorities. Float32 `[B, G, k]`.
         found: Number of selected rows, int32 `[B, G]`.
         weights: Log weights of sampled rows, which correct for rows that were not sampled, float32
             `[B, G, k]`. None without sampling.
@@ -416,8 +425,8 @@ def select_rows(
 ) -> Selected:
     """Select the `k` candidates with the best scores for each KV head.
 
-    A score combines the estimates of all query heads of a group (`group.agree`). Of rows with equal
-    scores, the one with the lower token id is preferred.
+    A score combines the estimates of all query heads of a KV head (`group.agree`). Of rows with
+    equal scores, the row with the lower token id is preferred.
 
     Args:
         state: Codes, rows and other tensors that the decode step reads.
@@ -429,8 +438,8 @@ def select_rows(
     if sampling is not None:
         return _select_sampled(reranked, k, config, sampling)
     g, tokens = config.geometry, state.tokens
-    # retain the `C` keys with the best votes: the rerank got all keys in the bin of the `C`-th best
-    # vote, so drop those beyond `C`
+    # Retain the `C` keys with the best votes (coarse scores). The rerank got all keys in the
+    # histogram bin of the `C`-th best vote, so there may be more than `C`.
     whole = reranked.cuts[..., 0] < 0
     counts = torch.where(whole, reranked.candidate_counts.long(), state.target)
     ids = id_of(reranked.candidates)
@@ -450,10 +459,10 @@ def select_rows(
 def _select_sampled(
     reranked: Reranked, k: int, config: StepConfig, sampling: SamplingTerms
 ) -> Selected:
-    """Select the `k` candidates with the largest priorities.
+    """Select the `k` candidates with the largest priorities: log weight plus random noise.
 
-    The priorities are computed from the estimates of the rerank, with the same random number for
-    each key as when candidates were sampled.
+    The attention weights are computed from the estimates of the rerank. The random number of a key
+    is the same as in the sampling of candidates.
     """
     g, (ids, order) = config.geometry, id_of(reranked.candidates).sort(dim=-1)
     candidates = reranked.candidates.gather(-1, order)
@@ -490,7 +499,7 @@ def attend(
     *,
     weights: Tensor | None = None,
 ) -> Attended:
-    """Compute exact attention over the selected rows and the resident rows (sink and window).
+    """Compute exact attention to the selected rows and to the resident rows (sink and window).
 
     Args:
         queries: Floating point, `[B, H, D]`.
@@ -531,7 +540,7 @@ def _bias(state: State, selected: Selected, weights: Tensor | None, config: Step
 
 
 def _rows(state: State, ids: Tensor, config: StepConfig) -> tuple[Tensor, Tensor]:
-    """Decode the keys and values of the rows `ids` to float32; a negative id gives zeros."""
+    """Decode the keys and values of the tokens `ids` to float32. A negative id gives zeros."""
     g = config.geometry
     raw = fetch.gather_rows(state.rows.transpose(1, 2).flatten(2, 3), ids)
     first, end = g.head_dim, g.head_dim + g.value_dim  # keys and values have a scale each

@@ -30,9 +30,9 @@ class Encoding:
         block: Number of coordinates that share one weight.
         rotation: Rotation matrix, float32 `[D, D]` (`ops.transform.rotation`).
         levels: Absolute value of a coordinate for each magnitude code, float32 `[2^bits]`.
-        level: Absolute value of a coordinate of which only the sign is known.
-        factors: Integer that votes are multiplied by for each logarithmic weight, int32 `[256]`.
-            None if weights are not logarithmic.
+        level: Mean absolute value of a coordinate, which is used where only the sign is read.
+        factors: For each logarithmic weight, the integer by which coarse scores (votes) are
+            multiplied, int32 `[256]`. None if weights are not logarithmic.
     """
 
     config: ParisKVConfig
@@ -45,7 +45,10 @@ class Encoding:
 
     @staticmethod
     def of(config: ParisKVConfig, geometry: Geometry, ops: Any) -> Encoding:
-        """Compute the constants for keys of the given dimension and device."""
+        """Compute the constants with which all keys are encoded, such as the rotation matrix.
+
+        `geometry` gives the head dimension and the device.
+        """
         D, bits, device = geometry.head_dim, config.magnitude_bits, geometry.device
         block = SUBSPACE if config.block == "subspace" else D
         rotation = ops.transform.rotation(D, config.seed, device)
@@ -56,12 +59,14 @@ class Encoding:
 
     @property
     def constants(self) -> list[Tensor]:
-        """Return `rotation`, `levels` and, if weights are logarithmic, `factors`."""
+        """Return the tensors that do not depend on keys: `rotation`, `levels` and, if weights are
+        stored as logarithms, `factors`.
+        """
         known = self.rotation, self.levels, self.factors
         return [tensor for tensor in known if tensor is not None]
 
     def encode(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        """Encode keys, of which the first one must begin a block.
+        """Encode keys. The first key must begin a block.
 
         Args:
             keys: Floating point, `[B, G, N, D]`.
@@ -83,7 +88,7 @@ class Encoding:
 
     @property
     def block_tokens(self) -> int:
-        """Number of tokens in a block, which are encoded together; 1 if keys need no block."""
+        """Number of tokens in a block that is encoded as a unit; 1 if each key is encoded alone."""
         return self.config.center or (BLOCK if self.config.weights == "log" else 1)
 
     def fit(self, entries: Callable[[str, int, int], Tensor], blocks: int) -> Tensor:
@@ -120,7 +125,8 @@ class Encoding:
     def _weights(self, weights: Tensor, valid: Tensor | None) -> Codes:
         """Convert weights float32 `[B, G, N, W]` to the form in which they are stored.
 
-        A 16-bit logarithm is stored as two separate bytes, because votes read only the upper byte.
+        A 16-bit logarithm is stored as two separate bytes, because the coarse stage reads only the
+        upper byte.
         """
         if self.config.weights == "bfloat16":
             return {"weights": weights.bfloat16()}

@@ -1,11 +1,13 @@
-"""The class `ParisKV`: an index that chooses candidates by votes and reranks them by their codes.
+"""The class `ParisKV`: an index that chooses candidates by coarse scores and reranks them by their
+codes.
 
 Qi et al., ParisKV: Fast and Drift-Robust KV-Cache Retrieval for Long-Context LLMs (ICML 2026).
 `preset="paper"` follows the paper; the default preset improves on it (docs/indexes/pariskv.md).
 
 The other modules of `kvindex.pariskv` have a function for each stage of a search. The class here
 stores the inputs of these functions: the codes, the keys of the last block while it is not full,
-and statistics. If compiled kernels run the stages, it also has an executor, which calls them.
+and statistics. If compiled kernels run the stages, the class also has an executor, an object that
+calls the kernels.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ _Statistics = tuple[Tensor, tuple[int, _Fit] | None]
 
 
 class ParisKV(ExecutedIndex):
-    """Finds candidates by votes of sign bits, reranks them with small codes, and samples the rows.
+    """Finds candidates by the sign bits of keys, reranks them with small codes, and samples rows.
 
     The codes take a few bits per coordinate, and need no training on the keys.
 
@@ -41,8 +43,9 @@ class ParisKV(ExecutedIndex):
     open while it is not full; its codes are computed from its keys when a search needs them
     (docs/decisions/0024).
 
-    The score of a row combines its estimated inner products with the query heads of a group
-    (`kvindex.ops.group.agree`). With sampling, the score is the row's priority instead.
+    The score of a row combines the estimated inner products of its key and the query heads of the
+    KV head (`kvindex.ops.group.agree`). With sampling, the score is the row's priority instead: the
+    logarithm of its estimated attention weight, plus random noise.
 
     Source: Qi et al., ParisKV (ICML 2026).
     """
@@ -68,8 +71,9 @@ class ParisKV(ExecutedIndex):
         self._codes = executor.codes if executor else BlockColumns(self.block_tokens)
         self._update()
 
-    # Encoding: `_codes` stores the codes of full blocks, and `_learned` stores the keys of the last
-    # block while it is not full (the open block).
+    # The index encodes keys in blocks of `block_tokens` tokens. `_codes` stores the codes of all
+    # full blocks. A last block that is not full yet is called the open block. Its keys are not
+    # encoded: `_learned` stores them.
 
     def _prepared(self, keys: Tensor, valid: Tensor | None) -> tuple[Codes, Any]:
         """Encode the blocks that become full by an append of `keys`.
@@ -100,9 +104,10 @@ class ParisKV(ExecutedIndex):
     def _since(
         self, start: int, keys: Tensor, valid: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Concatenate the keys of the last, partly filled block, from token `start` on, and `keys`.
+        """Put the stored keys from token `start` on before `keys`, and return both in one tensor.
 
-        The second result is a mask of the valid keys, or None if all keys are valid.
+        The stored keys are those of the last, partly filled block of tokens. The second result is a
+        mask of the valid keys, or None if all keys are valid.
         """
         if start == len(self):
             return keys, valid
@@ -122,7 +127,7 @@ class ParisKV(ExecutedIndex):
         }
 
     def _encoded(self, keys: Tensor, valid: Tensor | None) -> Codes:
-        """Encode keys `[B, G, N, D]`, of which the first one begins a block."""
+        """Encode keys `[B, G, N, D]`. The first of them must be the first key of a block."""
         compiled = self._executor.encoded(keys, valid) if self._executor else None
         return self.encoding.encode(keys, valid) if compiled is None else compiled
 
@@ -156,7 +161,7 @@ class ParisKV(ExecutedIndex):
     def _parts(self) -> list[Codes]:
         """Return the codes of the full blocks, then the codes of the last, partly filled block.
 
-        Each is left out if it has no tokens.
+        Either is left out if it contains no tokens.
         """
         full = {name: self._codes[name] for name in self._codes} if len(self._codes) else {}
         return [part for part in (full, self._opened()) if part]
@@ -254,10 +259,11 @@ class ParisKV(ExecutedIndex):
         return is_sampled
 
     def candidate_coverage(self, queries: Tensor, *, k: int) -> Tensor:
-        """Estimate the candidates' attention weight as a fraction of that of all indexed tokens.
+        """Estimate what fraction of the attention weight of all indexed tokens the candidates have.
 
-        This method is for diagnosis: it runs in plain torch, without kernels. The total is
-        estimated from the candidates, each weighted by one over its sampling probability.
+        This method is for diagnosis: it runs in plain torch, without kernels. It estimates the
+        attention weight of all tokens by a weighted sum over the candidates. The weight of a
+        candidate is 1 divided by the probability with which it was sampled.
 
         Args:
             queries: Floating point, `[B, H, D]`, after the rotary embedding.
@@ -273,8 +279,8 @@ class ParisKV(ExecutedIndex):
         """
         if not self.weighted:
             raise ValueError(
-                f"sampling: got {self.config.sampling!r}, allowed is 'priority' or 'tempered' for "
-                "candidate_coverage"
+                f"sampling: got {self.config.sampling!r}, allowed is 'priority' or 'tempered' to "
+                "call candidate_coverage()"
             )
         check.at_least("len(index)", len(self), 1)
         self.search(queries, k=k)  # checks both arguments
@@ -284,7 +290,7 @@ class ParisKV(ExecutedIndex):
     def _scale(self, parts: list[Codes]) -> Tensor | None:
         """Return a power of two that is larger than the weights of all keys, float32 `[B, G]`.
 
-        The result is None if votes ignore the weights.
+        The result is None if coarse scores (votes) do not depend on the weights.
         """
         if self._weight_scale is None and self.config.weighs_votes:
             largest = torch.stack([part["weights"].flatten(2).amax(2) for part in parts]).amax(0)
@@ -320,10 +326,10 @@ class ParisKV(ExecutedIndex):
             self._inform_executor(self._contents(self._executor.encodes))
 
     def _contents(self, encodes: bool) -> Contents:
-        """Return the codes, rows and statistics of the index in the form that an executor reads.
+        """Return the codes, rows and statistics that an executor needs to search this index.
 
-        The last, partly filled block is passed as keys if `encodes` is True (the executor has
-        kernels that encode keys), else as codes.
+        If `encodes` is True, the executor encodes keys itself. Then the result contains the keys of
+        the last, partly filled block. Otherwise, it contains the codes of this block.
         """
         statistics = {"histogram": self._histogram} if self._appends_count else {}
         return Contents(
@@ -347,10 +353,11 @@ class ParisKV(ExecutedIndex):
         return None if fit is None else fit()
 
     def _fit(self) -> _Fit | None:
-        """Return a function that fits the regression of keys on their sign bits to the full blocks.
+        """Return a function that computes the regression of keys on their sign bits.
 
-        The fit runs when the returned function is first called, so that appends do not run it. The
-        result is None for sign_decoder="mean" or an empty index.
+        The regression is fitted to full blocks of tokens when the function is called for the first
+        time, so appends need no time for it. The result is None for sign_decoder="mean" or an empty
+        index.
         """
         if self.config.sign_decoder == "mean" or not len(self):
             return None
@@ -358,10 +365,15 @@ class ParisKV(ExecutedIndex):
         return self._fitted[1]
 
     def _fitted_to(self, stored: int) -> tuple[int, _Fit]:
-        """Return the number of tokens to fit, and a function that fits the regression to them.
+        """Choose the tokens from which the regression of keys on their sign bits is computed.
 
-        The tokens to fit are the first tokens of the index. `stored` is the number of tokens in
-        full blocks.
+        These are the first tokens of the index.
+
+        Args:
+            stored: Number of tokens in full blocks.
+
+        Returns:
+            The number of these tokens, and a function that computes the regression from them.
         """
         blocks = stored // self.block_tokens
         tokens = sign_regression.fitted_blocks(blocks) * self.block_tokens
@@ -372,15 +384,17 @@ class ParisKV(ExecutedIndex):
             make = partial(sign_regression.identity, len(self.counts), self.geometry)
         return tokens, cache(make)
 
-    # Statistics of the tokens: the number of keys per centroid, for tiered votes, and the
-    # regression of keys on their sign bits
+    # The next methods compute and update two statistics of the stored keys: the number of keys per
+    # centroid (needed only for coarse="tiered_votes"), and the linear regression of keys on their
+    # sign bits.
 
     @property
     def _appends_count(self) -> bool:
-        """True if each append updates the number of keys per centroid, for tiered votes.
+        """True if each append updates the number of keys per centroid.
 
-        If keys are encoded in blocks, an append does not encode the last, partly filled block. In
-        this case the first search after an append counts the keys instead (`_centroid_counts`).
+        Only the option `coarse="tiered_votes"` needs this number. If keys are encoded in blocks, an
+        append does not encode the last, partly filled block. In this case the first search after an
+        append counts the keys instead (`_centroid_counts`).
         """
         return self.config.coarse == "tiered_votes" and self.block_tokens == 1
 
@@ -403,11 +417,11 @@ class ParisKV(ExecutedIndex):
         return self._histogram + added if self._histogram.numel() else added, None
 
     def _with_written(self, statistics: _Statistics) -> _Statistics:
-        """Fit the regression of keys on sign bits while an append is prepared, once a search has
-        run.
+        """Fit the regression of keys on their sign bits while an append is prepared.
 
-        The fit then runs concurrently with searches. Without this, the next search after the append
-        would have to wait for the fit.
+        While the append is prepared, searches can run concurrently with the fit. If the fit ran
+        later, the next search after the append would have to wait for it. If no search has run yet,
+        the first search computes the fit.
         """
         executor, written = self._executor, self._codes.written
         searched = executor is not None and executor.length is not None

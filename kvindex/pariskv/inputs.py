@@ -25,14 +25,14 @@ class Tokens:
         config: Options of the index.
         encoding: Constants of the encoding.
         parts: Codes `[B, G, n, ...]` of the full blocks, then of the last block if it is not full.
-            Each is left out if it has no tokens.
+            Either is left out if it contains no tokens.
         counts: Number of valid tokens of each sequence, int64 `[B]`, on the CPU.
         valid: Bool `[B, N]`, False for padding, or None if no token is padding.
         length: Number of tokens `N`.
         weight_scale: Power of two above all weights of a KV head, float32 `[B, G]`, or None if
-            votes ignore weights.
-        histogram: Number of keys per centroid, int64 `[B, G, M, 256]`; empty unless votes are
-            tiered.
+            coarse scores (votes) ignore weights.
+        histogram: Number of keys per centroid, int64 `[B, G, M, 256]`; empty unless the option
+            `coarse` is "tiered_votes".
         regression: Matrix of `sign_regression.fit`, float16 `[B, G, D, D]`, or None for
             sign_decoder="mean".
     """
@@ -58,8 +58,10 @@ class Tokens:
             codes: Codes of the tokens, `[B, G, N, ...]`.
             encoding: Constants of the encoding.
             geometry: Sizes of heads and vectors.
-            valid: Bool `[B, N]`, False for tokens that a search must not return. Such tokens still
-                enter the weight scale and, if their weight is above 0, the sign regression.
+            valid: Bool `[B, N]`, False for tokens that a search must not return. Two statistics
+                still include these tokens. The weight scale is a power of two above the weights
+                of all tokens. The regression of keys on their sign bits is fitted to all keys
+                except those with the weight 0.
         """
         config, ops, tokens = encoding.config, encoding.ops, codes["signs"].shape[2]
         scale, histogram, matrix = None, torch.empty(0), None
@@ -109,11 +111,15 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Queries:
-    """Rotated queries of one search, in the forms that votes and the rerank read.
+    """Rotated queries of one search, in the forms that its stages read.
+
+    The coarse stage computes approximate scores (votes) of all keys, and the rerank estimates the
+    inner products of the best keys.
 
     Attributes:
-        voting_directions: Normalized queries for votes, multiplied by the matrix of the sign
-            regression if there is one, float32 `[B, G, g, D]`.
+        voting_directions: Normalized queries for the coarse stage, float32 `[B, G, g, D]`. If keys
+            are predicted from their sign bits by a linear regression, the queries are multiplied by
+            its matrix (`sign_regression`).
         voting: `voting_directions` times the norms of the queries, float32 `[B, G, g, D]`.
         rotated: Rotated queries for the rerank, not normalized, float32 `[B, G, g, D]`.
         offsets: Inner products of the queries and the blocks' centers, float32 `[B, G, g, S]`, or

@@ -1,8 +1,10 @@
-"""Search by sampling: sample candidates by their votes, then rows by the estimates of the rerank.
+"""Search by sampling: sample candidates by their coarse scores (votes), then sample rows from the
+candidates by the estimates of the rerank.
 
-Both stages compare a key's probability with the same random number of the key. A row that passes
-the stage with the smaller probability also passes the other, so its total probability `π` is the
-smaller of the two, not their product (docs/decisions/0025).
+Each key has one random number. Each of the two steps selects a key if this number is below the
+step's probability of the key. So if the step with the smaller probability selects a key, the other
+step selects it, too. Therefore the total probability `π` of a row is the smaller of the two
+probabilities, not their product (docs/decisions/0025).
 """
 
 from __future__ import annotations
@@ -41,9 +43,9 @@ def search(tokens: Tokens, queries: Queries, k: int) -> Hits:
 
 
 def candidate_coverage(tokens: Tokens, queries: Queries, k: int) -> Tensor:
-    """Estimate the candidates' attention weight as a fraction of that of all tokens, `[B, H]`.
+    """Estimate what fraction of the attention weight of all tokens the candidates have, `[B, H]`.
 
-    The candidates are those of a search for `k` rows. In a sequence without valid tokens the
+    The candidates are chosen as in a search for `k` rows. In a sequence without valid tokens the
     fraction is 1.
     """
     every = _logits(tokens, queries, *find(tokens, queries, k))
@@ -90,7 +92,10 @@ def _places(tokens: Tokens) -> Tensor:
 
 
 def _find(tokens: Tokens, queries: Queries, noises: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Sample candidates with the random numbers in `noises`. The result is that of `find`."""
+    """Sample the candidates of a search for `k` rows, as `find` does, with given random numbers.
+
+    noises: result of `_noises`.
+    """
     votes = _valid_votes(tokens, queries)
     sizes = priority.sizes(votes, *_scales(tokens, queries))
     priorities = (sizes + noises).masked_fill(votes[:, :, 0] == priority.LEAST, priority.LEAST)
@@ -101,7 +106,10 @@ def _find(tokens: Tokens, queries: Queries, noises: Tensor, k: int) -> tuple[Ten
 
 
 def _valid_votes(tokens: Tokens, queries: Queries) -> Tensor:
-    """Return the votes of all keys, int32 `[B, G, g, N]`, and `priority.LEAST` for padding."""
+    """Return the coarse scores (votes) of all keys, int32 `[B, G, g, N]`.
+
+    The score of a padded token is `priority.LEAST`.
+    """
     votes = candidates.votes(tokens, queries)
     if tokens.valid is None:
         return votes
@@ -109,10 +117,10 @@ def _valid_votes(tokens: Tokens, queries: Queries) -> Tensor:
 
 
 def _scales(tokens: Tokens, queries: Queries) -> tuple[Tensor, Tensor]:
-    """Return the factors and the summands that convert votes to sizes, float32 `[B, G, g]` each.
+    """Return the numbers that convert coarse scores (votes) to logarithms of attention weights.
 
-    A size is an estimate of the logarithm of a key's attention weight. The factors and summands are
-    the arguments `gains` and `totals` of `priority.sizes`.
+    The estimated logarithm of a key's attention weight is `vote · gains + totals`. This function
+    returns `gains` and `totals`, float32 `[B, G, g]` each. `priority.sizes` applies them.
     """
     scale, offsets = tokens.geometry.scale, queries.offsets
     gains = priority.gains(_vote_units(tokens, queries), scale)
@@ -123,7 +131,10 @@ def _scales(tokens: Tokens, queries: Queries) -> tuple[Tensor, Tensor]:
 
 
 def _vote_units(tokens: Tokens, queries: Queries) -> Tensor:
-    """Return the inner product `q·k` that a vote of 1 represents, float64 `[B, G, g]`."""
+    """Return the inner product `q·k` that a coarse score (vote) of 1 represents.
+
+    The result is float64 `[B, G, g]`.
+    """
     assert tokens.weight_scale is not None
     peak = queries.voting.abs().amax(-1).double()
     scale = tokens.weight_scale[..., None].double()
@@ -145,6 +156,9 @@ def _logits(
 
 
 def _log_weight(tokens: Tokens, log_chances: Tensor, k: int) -> Tensor:
-    """Return the log weights of sampled rows, given the logarithms of their probabilities."""
+    """Return the log weights of sampled rows.
+
+    log_chances: logarithms of the probabilities with which the rows were sampled.
+    """
     tempered = tokens.config.sampling == "tempered"
     return -log_chances * priority.temper(k) if tempered else -log_chances

@@ -1,4 +1,6 @@
-"""Select rows by their estimated inner products: the best `k`, or as many as a coverage needs."""
+"""Select rows by their estimated inner products: the best `k` rows, or as many as are needed to
+reach a given fraction of the attention weight (coverage).
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ def search(tokens: Tokens, queries: Queries, k: int) -> Hits:
 def search_coverage(tokens: Tokens, queries: Queries, k: int, coverage: float) -> Hits:
     """Select the best rows until their estimated attention weight reaches `coverage`, at most `k`.
 
-    Coverage is a fraction of the attention weight of all tokens. The weight of tokens that are not
-    candidates is estimated from a sample of them.
+    `coverage` is a fraction of the attention weight of all tokens. The attention weight of tokens
+    that are not candidates is estimated from a sample of these tokens.
     """
     hits, ids, slots = _ranked(tokens, queries, k)
     left = _left(tokens, ids)
@@ -32,9 +34,11 @@ def search_coverage(tokens: Tokens, queries: Queries, k: int, coverage: float) -
 
 
 def _ranked(tokens: Tokens, queries: Queries, k: int) -> tuple[Hits, Tensor, Tensor]:
-    """Return the best `k` rows, the ids of all candidates, and the rows' positions in these ids.
+    """Return the best `k` rows, and the candidates from which they were selected.
 
-    The ids are `[B, G, C]`, and the positions are `[B, G, k]`.
+    Returns:
+        The rows; the token ids of all candidates `[B, G, C]`; and the position of each row among
+        the candidates `[B, G, k]`.
     """
     g, ops, policy = tokens.geometry, tokens.ops, tokens.config.group
     ids = candidates.find(tokens, queries, k)
@@ -54,6 +58,9 @@ def _left(tokens: Tokens, ids: Tensor) -> Tensor:
 
 
 def _log_weights(tokens: Tokens, queries: Queries, ids: Tensor) -> Tensor:
-    """Estimate the logarithm of each row's term in the softmax sum, float32 `[B, G, g, C]`."""
+    """Estimate the logarithm of each row's unnormalized attention weight, float32 `[B, G, g, C]`.
+
+    An unnormalized attention weight is a row's term `exp(logit)` of the sum in the softmax.
+    """
     g, of = tokens.geometry, (tokens, queries, ids)
     return log_weights(estimates(*of), errors(*of), scale=g.scale, softcap=g.softcap)

@@ -1,13 +1,15 @@
-"""Linear regression of a key's coordinates on its sign bits, which makes votes more accurate.
+"""Linear regression of a key's coordinates on its sign bits, for more accurate coarse scores.
 
-Without the regression (`sign_decoder="mean"`), a vote replaces each coordinate by its sign times
-the mean absolute value. That is the best estimate if the rotated coordinates are independent. The
+The coarse score of a key (its vote) estimates `q·k` from the signs of the key's coordinates.
+Without the regression (`sign_decoder="mean"`), each coordinate is replaced by its sign times the
+mean absolute value. That is the best estimate if the rotated coordinates are independent. The
 coordinates of a model's keys are correlated, so a sign also predicts other coordinates.
 
-`A s` is the least-squares estimate of a key's coordinates from its signs `s`. For Gaussian
-coordinates it is the linear MMSE estimator after quantization (Bussgang, 1952). The inner product
-with a query is `⟨q, A s⟩ = ⟨Aᵀ q, s⟩`, so votes use the same sign bits with the query `Aᵀ q`
-instead of `q`. The codes of keys do not depend on `A`, so `A` can be fitted again at any time.
+The regression estimates a key's coordinates as `A s` from its signs `s`, by least squares. For
+Gaussian coordinates it is the linear MMSE estimator after quantization (Bussgang, 1952). The inner
+product with a query is `⟨q, A s⟩ = ⟨Aᵀ q, s⟩`. So votes are computed from the same sign bits, with
+the query `Aᵀ q` instead of `q`. The codes of keys do not depend on `A`, so `A` can be fitted again
+at any time.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ STEPS = 256
 def fitted_blocks(blocks: int) -> int:
     """Return the number of blocks that the regression is fitted to.
 
-    The fit uses the first blocks, and their number is the largest power of two up to `blocks`. It
-    thus changes rarely, and does not depend on how many appends filled the blocks.
+    The fit uses the first blocks. Their number is the largest power of two that is not above
+    `blocks`. So it changes rarely, and does not depend on how many appends filled the blocks.
 
     Args:
         blocks: Number of full blocks.
@@ -53,7 +55,7 @@ def stride(tokens: int) -> int:
 
 
 def identity(batch: int, geometry: Geometry) -> Tensor:
-    """Return identity matrices, the regression matrices of an index without full blocks.
+    """Return identity matrices, in place of regression matrices, for an index without full blocks.
 
     Args:
         batch: Number of sequences `B`.
@@ -77,7 +79,7 @@ def fit(signs: Tensor, magnitudes: Tensor, real: Tensor, levels: Tensor, level: 
         magnitudes: Magnitude codes, uint8 `[B, G, N, bits, M]`.
         real: Bool `[B, G, N]`, False for keys that the fit ignores.
         levels: Absolute value of a coordinate for each magnitude code, float32 `[2^bits]`.
-        level: Absolute value of a coordinate of which only the sign is known.
+        level: Mean absolute value of a coordinate, which is used where only the sign is read.
 
     Returns:
         `Aᵀ`, float16 `[B, G, D, D]`. Matrix row `j` predicts all coordinates from sign `j`.
@@ -96,7 +98,8 @@ def fit(signs: Tensor, magnitudes: Tensor, real: Tensor, levels: Tensor, level: 
 
 
 def voting(directions: Tensor, matrix: Tensor) -> Tensor:
-    """Compute `Aᵀ q`, the query that votes are computed from if there is a regression.
+    """Compute `Aᵀ q`, the query for coarse scores (votes) if there is a regression of keys on
+    their signs.
 
     Args:
         directions: Rotated queries, float32 `[B, G, g, D]`.

@@ -1,7 +1,9 @@
-"""Votes of the fused decode step with `coarse="sign_votes"`, and the threshold for listing a key.
+"""Compute the coarse scores (votes) of keys in the fused decode step, and their threshold.
 
-This is the reference implementation of `kvindex_cuda/kernels/common/votes.cuh`. The stages
-`prepare_query` and `scan` of `decode_step` call it.
+Keys whose vote reaches the threshold can become candidates. The functions of this module are for
+the option `coarse="sign_votes"`. They are the reference implementation of
+`kvindex_cuda/kernels/common/votes.cuh`. The stages `prepare_query` and `scan` of `decode_step` call
+them.
 """
 
 from __future__ import annotations
@@ -24,12 +26,15 @@ PLANES = {4: 5, 6: 21, 8: 85}
 def planes_of(integers: Tensor, largest: int) -> Tensor:
     """Split integers into digits in base -2, uint8 `[..., digits, D]`.
 
+    In this base, negative numbers also have only the digits 0 and 1, and need no sign.
+
     Args:
         integers: Int32 `[..., D]`.
-        largest: Largest absolute value that `integers` may have.
+        largest: Largest absolute value that `integers` may have. It determines the number of
+            digits: 4, 6 or 8.
 
     Raises:
-        ValueError: `largest` needs more digits than the largest number of digits in `PLANES`.
+        ValueError: 8 digits are not enough for `largest`.
     """
     digits = next((count for count, most in PLANES.items() if largest <= most), None)
     if digits is None:
@@ -40,7 +45,7 @@ def planes_of(integers: Tensor, largest: int) -> Tensor:
 
 
 def integers_of(planes: Tensor) -> Tensor:
-    """Return the integers, int32 `[..., D]`, whose digits in base -2 `planes_of` has returned."""
+    """Convert digits in base -2 back to integers, int32 `[..., D]`: the inverse of `planes_of`."""
     places = (-2) ** torch.arange(planes.shape[-2], device=planes.device)
     return (planes.int() * places[:, None].int()).sum(-2, dtype=torch.int32)
 
@@ -60,18 +65,21 @@ def center_products(queries: Tensor, state: State, config: StepConfig) -> Tensor
 def votes_of(
     state: State, planes: Tensor, units: Tensor, products: Tensor, config: StepConfig
 ) -> Tensor:
-    """Return each key's largest vote over the heads of its group, int32 `[B, G, N]`."""
+    """Return the largest coarse score (vote) of each key over the query heads of its KV head.
+
+    The result is int32 `[B, G, N]`.
+    """
     return head_votes(state, planes, units, products, config).amax(2)
 
 
 def head_votes(
     state: State, planes: Tensor, units: Tensor, products: Tensor, config: StepConfig
 ) -> Tensor:
-    """Return the vote of each key for each query head, int32 `[B, G, g, N]`.
+    """Return the coarse score (vote) of each key for each query head, int32 `[B, G, g, N]`.
 
-    The vote is `f Σ_j s_j r_j + o`, where `s_j = ±1` are the key's signs, `r` is the rounded query,
-    `f` is an integer proportional to the key's weight, and `o` is the offset that the center of the
-    key's block contributes. The vote of a padded token is `LEAST`.
+    The vote is `f Σ_j s_j r_j + o`. Here `s_j = ±1` are the key's signs, `r` is the rounded query,
+    `f` is an integer proportional to the key's weight, and `o` is a term for the center of the
+    key's block. The vote of a padded token is `LEAST`.
     """
     fields = config.layout.fields(state.codes, state.tokens)
     integers = integers_of(planes).float()
@@ -84,9 +92,10 @@ def head_votes(
 
 
 def sample_of(votes: Tensor) -> Tensor:
-    """Pick the votes of `SAMPLED` keys, int32 `[..., SAMPLED]`, from all votes `[..., N]`.
+    """Pick the coarse scores (votes) of `SAMPLED` keys, int32 `[..., SAMPLED]`.
 
-    The picked keys are 128 runs of 32 adjacent keys, spread evenly over the blocks.
+    The keys are 128 runs of 32 adjacent keys, spread evenly over the blocks. `votes` are the scores
+    of all keys, `[..., N]`.
     """
     blocks = -(-votes.shape[-1] // BLOCK)
     i = torch.arange(SAMPLED // 32, device=votes.device)
@@ -98,10 +107,16 @@ def sample_of(votes: Tensor) -> Tensor:
 
 
 def thresholds_of(sample: Tensor, state: State, config: StepConfig) -> dict[str, Tensor]:
-    """Compute the attributes `thresholds`, `bases` and `shifts` of `decode_step.Prepared`.
+    """Choose a threshold for the coarse scores (votes) of keys, and the bins of a histogram.
 
-    They are computed from the votes of sampled keys. If the search samples rows, `sample` contains
-    priorities instead of votes, and thresholds are multiples of `priority.STEP`.
+    Args:
+        sample: Votes of sampled keys, int32 `[B, G, SAMPLED]`. If the search samples rows, `sample`
+            contains priorities instead, and thresholds are multiples of `priority.STEP`.
+        state: Inputs of the decode step.
+        config: Constants of the decode step.
+
+    Returns:
+        The attributes `thresholds`, `bases` and `shifts` of `decode_step.Prepared`.
     """
     wanted, counted = state.wanted.tolist(), state.counted.tolist()
     find = _sampled_threshold if config.sampled else _threshold
@@ -116,11 +131,13 @@ def thresholds_of(sample: Tensor, state: State, config: StepConfig) -> dict[str,
 
 
 def _threshold(votes: Tensor, wanted: int, counted: int) -> tuple[int, int, int]:
-    """Choose a vote that somewhat more than `wanted` of `counted` keys reach.
+    """Choose a threshold for coarse scores (votes) that somewhat more than `wanted` keys reach.
 
-    On average, `mean` of the sampled keys are among the `wanted` best of all keys. Adjacent keys
-    are similar, so this number varies about twice as much as it would for independent keys.
-    Therefore the threshold is a vote that `mean + 9 √mean` of the sampled keys reach.
+    The threshold is chosen from the votes of a sample of the keys. Let `m` be the expected number
+    of sampled keys among the best `wanted` of all keys. The threshold is a vote that about
+    `m + 9 √m` sampled keys reach. The margin `9 √m` is this large because adjacent keys are
+    similar: the number of sampled keys among the best varies about twice as much as it would for
+    independent keys.
 
     Args:
         votes: Votes of the sampled keys that are valid, int64 `[found]`.
@@ -149,10 +166,10 @@ def _threshold(votes: Tensor, wanted: int, counted: int) -> tuple[int, int, int]
 
 
 def _sampled_threshold(votes: Tensor, wanted: int, counted: int) -> tuple[int, int, int]:
-    """Choose a priority that somewhat more than `wanted` of `counted` keys reach.
+    """Choose a threshold for priorities that somewhat more than `wanted` keys reach.
 
-    Arguments and results are those of `_threshold`, but the threshold is a multiple of
-    `priority.STEP`, and `votes` are priorities.
+    This replaces `_threshold` in a search that samples. The argument `votes` contains priorities
+    instead of coarse scores (votes), and the threshold is a multiple of `priority.STEP`.
     """
     threshold, base, _ = _threshold(votes, wanted, counted)
     base = base // STEP * STEP
@@ -160,5 +177,7 @@ def _sampled_threshold(votes: Tensor, wanted: int, counted: int) -> tuple[int, i
 
 
 def _shift(width: int) -> int:
-    """Return how many low bits to drop from numbers up to `width` so that they are below `BINS`."""
+    """Return by how many bits numbers from 0 to `width` must be shifted to the right, so that the
+    results are below `BINS`.
+    """
     return max(0, width.bit_length() - 11)

@@ -42,7 +42,7 @@ QUERY_LIMIT = 1.8e16
 
 @dataclass(frozen=True)
 class State:
-    """Inputs of a decode step: the codes and rows of one layer, `N` tokens in `S` blocks.
+    """Inputs of a decode step: the codes and rows of one layer, for `N` tokens in `S` blocks.
 
     Attributes:
         codes: Blocks of codes, uint8 `[B, S, G, head_bytes]` (`block_layout`).
@@ -52,7 +52,7 @@ class State:
         wanted: Number of candidates `C` of each sequence, int32 `[B]`.
         counted: Number of valid keys of each sequence, int32 `[B]`.
         weight_scale: Power of two above all weights of a KV head, float32 `[B, G]`.
-        resident: Rows in the sink and the local window, `[B, G, W, D + Dv]`.
+        resident: Rows (keys and values) of the sink and the local window, `[B, G, W, D + Dv]`.
         resident_mask: Uint8 `[B, W]`, 0 for a resident row that attention ignores.
         resident_count: Number of resident rows in use, at most `W`, int64 `[1]` or `[B]` as
             `length`.
@@ -60,10 +60,10 @@ class State:
         row_center: Vector that was subtracted from the keys of rows before the codec compressed
             them, float32 `[B, G, D]`, or None if none was.
         regression: Matrix `Aᵀ` of `sign_regression.fit`, float16 `[B, G, D, D]`, or None.
-        histogram: Number of keys per centroid, int64 `[B, G, M, 256]`; None unless votes are
-            tiered.
-        tiers: Cumulative number of keys up to each tier, int64 `[B, 6]`; None unless votes are
-            tiered.
+        histogram: Number of keys per centroid, int64 `[B, G, M, 256]`; None unless the option
+            `coarse` is "tiered_votes".
+        tiers: Cumulative number of keys up to each tier (`ParisKVConfig.tier_bounds`), int64
+            `[B, 6]`; None unless the option `coarse` is "tiered_votes".
     """
 
     codes: Tensor
@@ -104,7 +104,9 @@ class State:
 
     @property
     def target(self) -> Tensor:
-        """Number of candidates: `wanted`, but at most the number of valid keys, int64 `[B, 1]`."""
+        """Number of candidates of each sequence, int64 `[B, 1]`: `wanted`, but at most the number
+        of valid keys.
+        """
         return torch.minimum(self.wanted, self.counted).long()[:, None]
 
     @property
@@ -123,9 +125,10 @@ class StepConfig:
         seed: The option `seed`, from which the rotation and the samples are generated.
         query_max: The option `query_max`: largest coordinate of a query rounded to integers.
         centered: True if the mean key of a block is subtracted from its keys.
-        policy: The option `group`: how the query heads of a group combine their scores.
+        policy: The option `group`: how the scores of the query heads of a KV head are combined.
         sampled: True if candidates and rows are sampled (`kvindex.ops.priority`).
-        tempered: True if the log weights of sampled rows are reduced (`priority.temper`).
+        tempered: True if the log weights of sampled rows are multiplied by `priority.temper(k)`,
+            which is below 1.
     """
 
     geometry: Geometry
@@ -141,7 +144,7 @@ class StepConfig:
     def largest(self) -> int:
         """Largest coordinate of a query rounded to integers.
 
-        It is `query_max`, or less if votes would not fit in 32 bits.
+        It is `query_max`, or less if coarse scores (votes) would not fit in 32 bits.
         """
         return min(self.query_max, 2**15 // self.geometry.head_dim)
 
@@ -157,19 +160,26 @@ class StepConfig:
 
     @cached_property
     def level(self) -> Tensor:
-        """Mean absolute value of a coordinate of which only the sign is known, float32 `[]`."""
+        """Mean absolute value of a coordinate, float32 `[]`.
+
+        The coarse stage of a search reads only the signs of a key's coordinates, and uses this
+        number as the absolute value of every coordinate.
+        """
         return torch.tensor(codes.lloyd_max(self._block, 0)[0], device=self.geometry.device)
 
     @cached_property
     def factors(self) -> Tensor:
-        """The integer that multiplies a key's vote, for each of the 256 codes of a weight, int32
-        `[256]`.
+        """Table of integers that represent the weights of keys, int32 `[256]`.
+
+        The code of a key contains the logarithm of its weight, as a number of 16 bits. The upper 8
+        bits determine an entry of this table (`codes.factors`). The entry is proportional to the
+        weight. The coarse score (vote) of the key is multiplied by it.
         """
         return codes.log_factors(16, self.geometry.device)
 
     @property
     def _block(self) -> int:
-        """Number of coordinates of a key that share a weight."""
+        """Number of coordinates of a key for which its code stores one common weight."""
         subspaces = isinstance(self.layout, SubspaceLayout)
         return SUBSPACE if subspaces else self.geometry.head_dim
 
@@ -195,7 +205,7 @@ def rotated(queries: Tensor, config: StepConfig) -> tuple[Tensor, Tensor, Tensor
 def up_of(sizes: Tensor) -> Tensor:
     """Return powers of two that scale positive float32 numbers to `[2^13, 2^14)`.
 
-    Numbers of this size fit in float16.
+    Scaled numbers fit in float16.
     """
     exponent = torch.frexp(sizes.clamp_min(torch.finfo(torch.float32).tiny)).exponent
     return torch.ldexp(torch.ones_like(sizes), 14 - exponent.clamp(-106, 104))
@@ -213,17 +223,20 @@ def operands_of(queries: Tensor, ups: Tensor) -> Tensor:
 
 
 def queries_of(operands: Tensor, ups: Tensor) -> Tensor:
-    """Recover the queries, float32 `[B, G, g, D]`, from the float16 summands of `operands_of`."""
+    """Compute the inverse of `operands_of`: add its float16 summands, and divide by `ups`.
+
+    Returns the queries, float32 `[B, G, g, D]`.
+    """
     return operands.float().sum(-1) / ups[..., None]
 
 
-# An entry combines a key's vote and its token id in one int64. A larger vote gives a larger entry.
-# Of keys with equal votes, the one with the lower id has the larger entry. Kernels store an entry
-# as an unsigned integer whose highest bit is inverted.
+# An entry combines the coarse score (vote) and the token id of a key in one int64. A larger vote
+# gives a larger entry. Of keys with equal votes, the one with the lower id has the larger entry.
+# Kernels store an entry as an unsigned integer whose highest bit is inverted.
 
 
 def entry_of(votes: Tensor, ids: Tensor) -> Tensor:
-    """Combine each vote (int32) with a token id into one int64 number, called an entry.
+    """Combine each coarse score (vote, int32) with a token id into one int64, called an entry.
 
     The vote `LEAST` of padded tokens gives `EMPTY`.
     """
@@ -232,19 +245,23 @@ def entry_of(votes: Tensor, ids: Tensor) -> Tensor:
 
 
 def vote_of(entries: Tensor) -> Tensor:
-    """Extract the votes, int64, from entries (a vote and a token id each)."""
+    """Extract the coarse scores (votes), int64, from entries (results of `entry_of`)."""
     return entries >> 32
 
 
 def id_of(entries: Tensor) -> Tensor:
-    """Extract the token ids, int64, from entries (a vote and a token id each); -1 for `EMPTY`."""
+    """Extract the token ids, int64, from entries (results of `entry_of`).
+
+    The result is -1 for `EMPTY`.
+    """
     return torch.where(entries == EMPTY, -1, 0xFFFFFFFF - (entries & 0xFFFFFFFF))
 
 
 def descending(entries: Tensor, chosen: Tensor) -> Tensor:
-    """Sort the entries where `chosen` is True, best first, and drop all others.
+    """Sort the entries where `chosen` is True, best first, and drop all other entries.
 
-    Lists of different lengths are padded with `EMPTY` to the longest.
+    An entry is a coarse score and a token id in one int64. Entries are sorted along the last
+    dimension. Where fewer entries are chosen than elsewhere, `EMPTY` fills the rest.
     """
     ordered = torch.where(chosen, entries, EMPTY).sort(dim=-1, descending=True).values
     return ordered[..., : int(chosen.sum(-1).max())]
@@ -254,25 +271,30 @@ def descending(entries: Tensor, chosen: Tensor) -> Tensor:
 
 
 def bin_of(votes: Tensor, base: Tensor, shift: Tensor) -> Tensor:
-    """Return the bin of each vote `[..., N]` in a histogram of `BINS` bins.
+    """Return the histogram bin to which each coarse score (vote) of a key belongs.
 
-    A bin covers `2^shift` consecutive votes, and the first bin begins at the vote `base`. Both
-    `shift` and `base` are int32 `[...]`.
+    The histogram has `BINS` bins of equal width. Scores outside of all bins belong to the first or
+    the last bin.
+
+    Args:
+        votes: Integer scores of keys, `[..., N]`.
+        base: Lowest score in the first bin, int32 `[...]`.
+        shift: Base-2 logarithm of the width of a bin, int32 `[...]`.
     """
     above = (votes.long() - base[..., None].long()).clamp_min(0)
     return (above >> shift[..., None].long()).clamp_max(BINS - 1)
 
 
 def cut_of(histogram: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the bin that contains the `wanted`-th largest vote.
+    """Find the histogram bin that contains the `wanted`-th largest of all numbers.
 
     Args:
-        histogram: Number of votes in each bin, `[..., bins]`.
-        wanted: Rank of the vote, counted from 1 for the largest, int64 `[...]`.
+        histogram: How many numbers each bin contains, `[..., bins]`.
+        wanted: Rank of the number to find, counted from 1 for the largest, int64 `[...]`.
 
     Returns:
-        The bin and the number of votes in all higher bins. If the histogram has fewer than `wanted`
-        votes, -1 and the number of all votes.
+        The bin, and how many numbers all higher bins contain. If the histogram contains fewer than
+        `wanted` numbers: -1, and how many numbers it contains.
     """
     counts = histogram.long().flip(-1)
     up_to = counts.cumsum(-1)
@@ -285,10 +307,14 @@ def cut_of(histogram: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def buckets_of(logits: Tensor, chosen: Tensor) -> Tensor:
-    """Sum the exponentials of the chosen logits `[..., C]` as integers, int64 `[..., BUCKETS]`.
+    """Add up the exponentials of the chosen logits `[..., C]` as integers, in `BUCKETS` sums.
 
-    Integer sums do not depend on the order of addition. Exponentials of different size go to
-    different buckets: the unit of bucket `i` is `2^(OCTAVES (i - BUCKETS / 2) - BELOW)`.
+    Integer sums do not depend on the order of addition. Each sum (bucket) is for exponentials of
+    one order of magnitude. The integers in bucket `i` have the unit
+    `2^(OCTAVES (i - BUCKETS / 2) - BELOW)`.
+
+    Returns:
+        The sums, int64 `[..., BUCKETS]`.
     """
     octaves = (logits * math.log2(math.e)).nan_to_num(-2040).clamp(-2040, 2040)
     whole = (octaves / OCTAVES).floor()
@@ -305,22 +331,27 @@ def buckets_of(logits: Tensor, chosen: Tensor) -> Tensor:
 class Reranked:
     """Results of the rerank: candidates and their estimated inner products with the query.
 
-    The cut bin is the bin of the histogram that contains the `C`-th best vote, where `C` is the
-    number of candidates. All keys in that bin are reranked, and a later stage drops the surplus.
-    With sampling there is no cut bin: `cuts` contains the thresholds of priorities, and `buckets`
-    contains sums over all candidates, each weighted by one over its sampling probability.
+    Without sampling, the candidates are the `C` keys with the best coarse scores (votes). A
+    histogram counts the votes, and the bin that contains the `C`-th best vote is the threshold bin.
+    The rerank processes all keys in this bin, so it may process more than `C` keys. A later stage
+    drops the surplus keys.
+
+    If candidates are sampled at random, there is no threshold bin. In this case, `cuts` contains
+    thresholds of the keys' priorities, and `buckets` contains sums over all candidates. In these
+    sums, each candidate is weighted by one over its sampling probability.
 
     Attributes:
-        candidates: Entries of all keys in the cut bin and in higher bins, int64 `[B, G, K]`.
+        candidates: Entries (vote and token id) of all keys in the threshold bin and in higher bins,
+            int64 `[B, G, K]`.
         candidate_counts: Number of candidates, int32 `[B, G]`.
         estimates: Estimates of `q·k` for the candidates, float32 `[B, G, K, g]`.
-        buckets: Sums of exponentials over the keys in bins above the cut bin, int64 `[B, G, g,
-            BUCKETS]` (`buckets_of`).
-        edge: Entries of the keys in the cut bin, int64 `[B, G, E]`.
-        edge_estimates: Estimates of `q·k` for the keys in the cut bin, float32 `[B, G, E, g]`.
-        edge_counts: Number of keys in the cut bin, int32 `[B, G]`.
-        cuts: Number of the cut bin, and number of keys in higher bins, int32 `[B, G, 2]`; -1 and 0
-            if all listed keys are candidates.
+        buckets: Sums of exponentials over the keys in bins above the threshold bin, int64 `[B, G,
+            g, BUCKETS]` (`buckets_of`).
+        edge: Entries of the keys in the threshold bin, int64 `[B, G, E]`.
+        edge_estimates: Estimates of `q·k` for these keys, float32 `[B, G, E, g]`.
+        edge_counts: Number of keys in the threshold bin, int32 `[B, G]`.
+        cuts: Number of the threshold bin, and number of keys in higher bins, int32 `[B, G, 2]`; -1
+            and 0 if all keys of the candidate list are candidates.
     """
 
     candidates: Tensor
@@ -336,7 +367,7 @@ class Reranked:
     def of(
         candidates: Tensor, estimates: Tensor, bins: Tensor, cuts: Tensor, config: StepConfig
     ) -> Reranked:
-        """Build the results from sorted candidates, their estimates and their histogram bins."""
+        """Create a `Reranked` from sorted candidates, their estimates and their histogram bins."""
         g, real = config.geometry, candidates != EMPTY
         estimates = estimates.masked_fill(~real[..., None], attention.NEVER)
         logits = attention.cap(estimates, g.scale, g.softcap).mT

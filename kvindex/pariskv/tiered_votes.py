@@ -1,16 +1,16 @@
-"""Reference implementation of the fused decode step up to the rerank, with tiered votes.
+"""Reference implementation of the first stages of a fused decode step with tiered votes.
 
-The preset `paper` uses tiered votes. After these stages, `decode_step` continues with `select_rows`
-and `attend`.
+Tiered votes are the coarse scores of the ParisKV paper. The preset `paper` uses them. After the
+four stages below, `decode_step` continues with `select_rows` and `attend`.
 
 In each subspace of 8 coordinates, a key belongs to one of 256 centroids. The centroids closest to
-the query give points to their keys, and a key's vote is the sum of its points. The votes of all
-keys are stored in memory. Histograms of these votes give each query head's best `C` keys exactly,
-without sampling.
+the query have a positive score. The vote of a key is the sum of the scores of its centroids over
+all subspaces. The votes of all keys are stored in memory. Histograms of these votes give each query
+head's best `C` keys exactly, without sampling.
 
-1. `query_table`: rotate the query, and give points to each centroid (paper, A.1 and B.2.1).
-2. `vote`: add up each key's points for each head, and count the keys with each number of points
-   (B.2.1).
+1. `query_table`: rotate the query, and compute the score of each centroid (paper, A.1 and B.2.1).
+2. `vote`: add up the scores of each key's centroids for each query head, and count how many keys
+   have each vote (B.2.1).
 3. `candidates`: take the `C` best keys of each query head. The candidates of a KV head are the
    union over its query heads.
 4. `rerank_blocks`: estimate inner products from all bits of the codes, with a weight for each
@@ -45,7 +45,7 @@ A chunk is `CHUNK` tokens.
 """
 
 POINTS = 256
-"""Upper bound of a key's points, which are at most 6 in each subspace."""
+"""Upper bound of a key's vote, to which each subspace adds at most 6."""
 
 
 def find_candidates(queries: Tensor, state: State, config: StepConfig) -> Reranked:
@@ -57,12 +57,14 @@ def find_candidates(queries: Tensor, state: State, config: StepConfig) -> Rerank
 
 @dataclass(frozen=True)
 class QueryTable:
-    """Results of `query_table`: the points of each centroid, and the query for the rerank.
+    """Results of `query_table`: the score of each centroid, and the query for the rerank.
 
     Attributes:
-        operands: The rotated query times `ups` as two float16 numbers, `[B, G, g, D, 2]`.
+        operands: The rotated query, multiplied by `ups`. Each coordinate is stored as the sum of
+            two float16 numbers, `[B, G, g, D, 2]`.
         ups: Powers of two that scale the query to the range of float16, float32 `[B, G, g]`.
-        table: Points that a key of each centroid earns, uint8 `[B, G, g, M, 256]`.
+        table: Score of each centroid in each subspace, uint8 `[B, G, g, M, 256]`. The coarse score
+            (vote) of a key is the sum of the scores of its centroids.
         wrong: Int32 `[]`: 1 if a query is not finite or too large (`QUERY_LIMIT`), else 0.
     """
 
@@ -73,7 +75,9 @@ class QueryTable:
 
 
 def query_table(queries: Tensor, state: State, config: StepConfig) -> QueryTable:
-    """Rotate the query, and give points to the centroids of each subspace that are closest to it.
+    """Rotate the query, and compute the scores of the centroids in each subspace.
+
+    The centroids closest to the query get the highest scores.
 
     Raises:
         ValueError: `state.histogram` or `state.tiers` is None.
@@ -92,10 +96,10 @@ def query_table(queries: Tensor, state: State, config: StepConfig) -> QueryTable
 
 @dataclass(frozen=True)
 class Voted:
-    """Results of `vote`: the votes of all keys, and histograms of the votes.
+    """Results of `vote`: the coarse scores (votes) of all keys, and histograms of the votes.
 
     Attributes:
-        votes: Vote (sum of points) of each key, int32 `[B, G, g, N]`.
+        votes: Vote of each key, int32 `[B, G, g, N]`: the sum of the scores of its centroids.
         totals: Number of valid keys with each vote, int32 `[B, G, g, POINTS]`.
         pieces: The histogram `totals`, split by position: the tokens are divided into `PIECES`
             contiguous ranges, int32 `[B, G, g, PIECES, POINTS]`.
@@ -107,7 +111,7 @@ class Voted:
 
 
 def vote(state: State, query: QueryTable, config: StepConfig) -> Voted:
-    """Compute the votes of all keys, and count how many keys have each vote."""
+    """Compute the coarse scores (votes) of all keys, and count how many keys have each vote."""
     tokens = state.tokens
     votes = coarse.votes(config.layout.fields(state.codes, tokens)["signs"], query.table)
     chunks = -(-tokens // CHUNK)
@@ -121,11 +125,12 @@ def vote(state: State, query: QueryTable, config: StepConfig) -> Voted:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Results of `candidates`: the keys that the rerank scores.
+    """Results of `candidates`: the keys for which the rerank estimates inner products.
 
     Attributes:
-        candidates: Entries of these keys, int64 `[B, G, K]`. The vote in each entry is 0, because
-            the rerank does not need it.
+        candidates: Token ids of these keys, int64 `[B, G, K]`. In other lists, such an int64
+            packs a token id and a coarse score. Here the score is 0, because the rerank does not
+            need it.
         candidate_counts: Number of these keys, int32 `[B, G]`.
     """
 
@@ -134,9 +139,10 @@ class Candidates:
 
 
 def candidates(state: State, voted: Voted) -> Candidates:
-    """Take the `C` best keys of each query head, and form their union for each KV head.
+    """Take the `C` keys with the best coarse scores (votes) for each query head, and form the union
+    of these keys for each KV head.
 
-    Of keys with equal votes, those with lower token ids are taken first.
+    Of keys with equal votes, the keys with lower token ids are taken first.
     """
     ids = select.candidates(voted.votes, state.target[:, 0], state.flags)
     entries = entry_of(torch.zeros_like(ids, dtype=torch.int32), ids.clamp_min(0))
