@@ -1,1 +1,1 @@
-"""Pools: many sequences that a serving engine opens, forks, batches and closes."""
+"""Pools: many sequences, which a serving engine can open, fork, batch and close."""

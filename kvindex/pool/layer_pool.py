@@ -43,8 +43,8 @@ class LayerPool(Sequences[AttentionLayer]):
     ) -> Tensor:
         """Append `T` tokens to each of `n` sequences, and return their causal attention.
 
-        If the index supports it, the same kernels serve all sequences that search or that attend
-        only to their window; `explain` reports this. If the call fails, all sequences are
+        If the index supports it, each kernel is launched once for all sequences that search their
+        index or attend only to their window (see `explain`). If the call fails, all sequences are
         unchanged.
 
         Args:
@@ -89,10 +89,15 @@ class LayerPool(Sequences[AttentionLayer]):
     def _joining(
         self, layers: list[AttentionLayer], tokens: int, ways_back: list[Callable[[], None]]
     ) -> list[int]:
-        """Prepare layers for a common decode step, and return the positions in `layers` of those
-        that take part.
+        """Prepare a decode step that runs several layers together.
 
-        Functions that undo the changes to the layers are added to `ways_back`.
+        Args:
+            layers: The layers of the sequences.
+            tokens: Number of tokens of the decode step.
+            ways_back: A list to which functions are added that undo the changes to the layers.
+
+        Returns:
+            Positions in `layers` of the layers that the decode step runs together.
         """
         if self._together is None:
             return []
@@ -110,7 +115,8 @@ class LayerPool(Sequences[AttentionLayer]):
         """Explain which implementation computes a step.
 
         Returns:
-            A line that says whether sequences run together, followed by the index's explanation.
+            A line that says whether the same kernels compute several sequences together, or each
+            sequence runs separately. It is followed by the index's explanation.
         """
         explains = capability(self._like.index, Explains)
         how = "one after the other, each by the graphs and kernels of its index"

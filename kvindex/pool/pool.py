@@ -35,8 +35,8 @@ class Pool(Sequences[KVIndex]):
     The methods have the names of `KVIndex`, and take a list of sequences as their first argument.
     Entry `i` of the other arguments belongs to `sequences[i]`.
 
-    A pool has no sink and no window. A caller that stores the newest tokens itself computes the
-    attention to these tokens, and merges it with the pool's by log-sum-exp
+    A pool has no sink and no window. A caller that stores the newest tokens itself must compute the
+    attention to these tokens, and merge it with the attention that the pool returns, by log-sum-exp
     (`kvindex.ops.attention.merge`). `LayerPool` is a pool with sink and window.
 
     Args:
@@ -99,8 +99,8 @@ class Pool(Sequences[KVIndex]):
             sequences: Numbers of open sequences, without duplicates.
             queries: `[n, H, D]`, after the rotary embedding.
             k: Rows to select per KV head, at least 1.
-            coverage: Select fewer than `k` rows if fewer are estimated to hold this fraction of the
-                attention weight (`KVIndex.search`).
+            coverage: Select fewer than `k` rows if fewer rows are estimated to have this fraction
+                of the attention weight (`KVIndex.search`).
 
         Returns:
             Hits with token ids int64 `[n, G, k]`. The ids of an empty sequence are all -1.
@@ -184,7 +184,8 @@ class Pool(Sequences[KVIndex]):
         """Explain which implementation computes searches and attention.
 
         Returns:
-            A line that says whether sequences run together, followed by the index's explanation.
+            A line that says whether the same kernels compute several sequences together, or one
+            sequence after the other. It is followed by the index's explanation.
         """
         how = "one after the other"
         if self._batch is not None:
@@ -201,7 +202,7 @@ class Pool(Sequences[KVIndex]):
 
 
 def _rows(indexes: list[KVIndex], queries: Tensor, k: int) -> list[object]:
-    """Prepare a search of several indexes together: call `JoinsBatch.batch_row` for each of them.
+    """Prepare one search for several indexes: return the result of `JoinsBatch.batch_row` for each.
 
     Returns an empty list if there is only one index, or if any index is empty.
     """

@@ -39,8 +39,8 @@ class Report:
         users: dict[int, int] = {}
         for piece in reports:
             for address, size in piece.items():
-                # sequences that share a tensor may use different numbers of its bytes: count the
-                # largest
+                # Sequences that share a tensor may use different numbers of its bytes. Count the
+                # largest number.
                 held[address] = max(size, held.get(address, 0))
                 users[address] = users.get(address, 0) + 1
         return Report(
@@ -55,7 +55,7 @@ class Report:
 
 @dataclass(frozen=True)
 class LayersReport(Report):
-    """Memory of the sequences of a `LayerPool`, and how many of their steps ran together.
+    """Memory of the sequences of a `LayerPool`, and how many decode steps ran together.
 
     Args:
         together: Number of calls of `step` that computed a sequence together with others, counted

@@ -134,7 +134,7 @@ class Sequences(Generic[S]):
 
 @contextmanager
 def all_or_nothing(some: Sequence[object]) -> Iterator[None]:
-    """Restore each `Restorable` in `some` if anything inside the context raises."""
+    """Restore the state of each `Restorable` object in `some` if the context raises an error."""
     restorable = (one for one in some if isinstance(one, Restorable))
     with undone([partial(one.rollback, one.checkpoint()) for one in restorable]):
         yield
@@ -142,9 +142,9 @@ def all_or_nothing(some: Sequence[object]) -> Iterator[None]:
 
 @contextmanager
 def undone(ways_back: list[Callable[[], None]]) -> Iterator[None]:
-    """If anything inside the context raises, call all functions in the list, the last one first.
+    """Context manager: if its body raises an error, call all functions in `ways_back`.
 
-    Functions may be added to the list inside the context.
+    The last function of the list is called first. The body may add functions to the list.
     """
     try:
         yield
@@ -158,7 +158,7 @@ def undone(ways_back: list[Callable[[], None]]) -> Iterator[None]:
 def check_queries(queries: Tensor, count: int, geometry: Geometry, tokens: int | None) -> None:
     """Raise TypeError or ValueError unless queries fit `count` sequences of `tokens` tokens.
 
-    Their shape must be `[n, H, T, D]`, or `[n, H, D]` if `tokens` is None.
+    The shape must be `[count, H, tokens, D]`, or `[count, H, D]` if `tokens` is None.
     """
     g = geometry
     shape: dict[str, int | None] = {"n": count, "H": g.q_heads, "T": tokens, "D": g.head_dim}
@@ -170,7 +170,7 @@ def check_queries(queries: Tensor, count: int, geometry: Geometry, tokens: int |
 def check_tokens(keys: Tensor, values: Tensor, count: int, geometry: Geometry) -> None:
     """Raise TypeError or ValueError unless keys and values fit `count` sequences.
 
-    Their shapes must be `[n, G, T, D]` and `[n, G, T, Dv]`.
+    The shapes must be `[count, G, T, D]` and `[count, G, T, Dv]`, with any `T`.
     """
     g = geometry
     shape = {"n": count, "G": g.kv_heads, "T": None, "D": g.head_dim}

@@ -1,4 +1,4 @@
-"""Joined decode steps: the same kernels compute the next tokens of several sequences."""
+"""Joined decode steps: the same kernels compute a decode step of several sequences."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ class LayersTogether:
     ) -> Tensor:
         """Append `T` tokens to each of `n` layers, and return their attention `[n, H, T, Dv]`.
 
-        The result is that of `AttentionLayer.step` of each layer. At least one index must contain a
-        token. If this fails, the caller must undo the changes (`AttentionLayer.way_back`).
+        The result is the same as if `AttentionLayer.step` of each layer were called. At least one
+        index must contain a token. If this method raises an error, the caller must undo its changes
+        to the layers (`AttentionLayer.way_back`).
         """
         T, outputs = queries.shape[2], []
         if self._geometry.device.type != "cuda":  # on a GPU, the host would wait for the result
@@ -58,7 +59,10 @@ class LayersTogether:
     def _token(
         self, layers: Sequence[AttentionLayer], queries: Tensor, keys: Tensor, values: Tensor
     ) -> Attended:
-        """Append one token to each layer, with queries `[n, H, D]` and keys `[n, G, 1, D]`."""
+        """Run one decode step of `n` layers: append one token to each layer, search and attend.
+
+        `queries` is `[n, H, D]`, `keys` is `[n, G, 1, D]`, and `values` is `[n, G, 1, Dv]`.
+        """
         k = max(layer.asks() for layer in layers)
         each = zip(layers, queries[:, None], strict=True)
         rows = [layer.row_of_step(query, 1, k=k) for layer, query in each]
@@ -71,7 +75,10 @@ class LayersTogether:
         return attended
 
     def _place(self, layers: Sequence[AttentionLayer], tokens: int) -> None:
-        """Assign entry `i` of the buffer to `layers[i]`, with room for `tokens` more tokens."""
+        """Let each layer store its sink and window in the joint buffer.
+
+        `layers[i]` uses entry `i` of the batch dimension, with room for `tokens` more tokens.
+        """
         room = max(layer.resident_room(tokens) for layer in layers)
         if len(self._places) != len(layers) or self._resident.room < room:
             left, self._places = self._places, []  # stays empty if an error is raised below
@@ -91,10 +98,13 @@ class LayersTogether:
 
 
 def _leave(whose: weakref.ref[AttentionLayer], place: ResidentRows) -> None:
-    """Let a layer store the rows of sink and window in its own buffer again, and free its entry in
-    the shared buffer.
+    """Remove a layer from the shared buffer of a batch, and free its entry.
 
-    `whose` refers to the layer, and `place` is its entry of the shared buffer.
+    The layer stores the rows of its sink and window in a buffer of its own again.
+
+    Args:
+        whose: Reference to the layer.
+        place: The layer's entry of the shared buffer.
     """
     layer = whose()
     if layer is not None and layer.lies_in(place):
