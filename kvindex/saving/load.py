@@ -48,7 +48,7 @@ def load(
     backend: str | None = None,
     into: object = None,
 ) -> object:
-    """Load a saved index or layer, with its tokens and everything it has learned.
+    """Load a saved index or layer, with its tokens and its learned parameters.
 
     Args:
         folder: The folder that `save` wrote.
@@ -95,19 +95,26 @@ def load(
 
 
 def _made(recipe: Mapping[str, Any], place: Mapping[str, Any], state: State, name: str) -> object:
-    """Create an empty index or layer from a recipe. Raise ValueError if the recipe is not valid.
+    """Create an empty index or layer from a recipe, the class and options in a saved folder.
 
-    state: shapes and dtypes of the saved tensors, which must fit the sizes in the recipe.
+    Args:
+        recipe: The recipe.
+        place: Device, store and backend of the index.
+        state: Shapes and dtypes of the saved tensors, which must fit the sizes in the recipe.
+        name: Name of the folder, for error messages.
+
+    Raises:
+        ValueError: The recipe is not valid.
     """
     if "layer" not in recipe:
         return _index(recipe, place, state)
     known, index = class_name(AttentionLayer), recipe.get("index")
     if recipe["layer"] != known or index is None:
         raise ValueError(
-            f"folder: got {name!r}, which contains a layer of class {recipe['layer']!r} with "
-            f"{'an index without a recipe' if index is None else 'an index'}, allowed is "
-            f"{known!r} with an index that has a recipe; create an empty layer of the saved "
-            "class and call kvindex.load(folder, into=layer)"
+            f"folder: got {name!r}, which contains a layer of class {recipe['layer']!r}"
+            f"{' with an index that has no method recipe' if index is None else ''}, allowed is "
+            f"a layer of class {known!r} whose index has the method recipe; create an empty layer "
+            "like the saved one and call kvindex.load(folder, into=layer)"
         )
     return _around(AttentionLayer, _index(index, place, below("index", state)), recipe)
 
@@ -132,7 +139,10 @@ def _index(recipe: Any, place: Mapping[str, Any], state: State) -> KVIndex:
 
 
 def _around(kind: Callable[..., T], index: KVIndex, recipe: Mapping[str, Any]) -> T:
-    """Create a wrapper or layer with a recipe's options. Raise ValueError for unknown options."""
+    """Create a wrapper or a layer around `index`, with the options in a recipe.
+
+    Raise ValueError for unknown options.
+    """
     options = field(recipe, "options", dict, where="about")
     try:
         return kind(index, **options)
