@@ -1,4 +1,4 @@
-"""Centers of keys. A row codec that quantizes stores the difference between a key and a center.
+"""Centers of keys: a row codec that quantizes keys stores the difference of each key and a center.
 
 All keys of a head can have a large vector in common, for example from the bias of a projection.
 This vector makes quantized codes less accurate. It does not change attention, because it adds the
@@ -20,9 +20,11 @@ CENTER_TOKENS = 16
 
 
 class JoinedRows(dict[str, Tensor]):
-    """Encoded rows as named tensors, the result of `RowStore.join`.
+    """Encoded rows (keys and values) as a dict of tensors. `RowStore.join` returns such a dict.
 
-    center: the vector that was subtracted from the keys before encoding; None for zeros.
+    Attributes:
+        center: Vector that was subtracted from the keys before they were encoded, or None if
+            nothing was subtracted.
     """
 
     center: Tensor | None = None
@@ -42,9 +44,10 @@ def center_of(keys: Tensor, valid: Tensor | None = None) -> Tensor:
 
     A sequence without a valid key gets the mean of the centers of the other sequences, because the
     vector that keys have in common comes from the model, not from the text. If no sequence has a
-    valid key, the first keys are used; this happens when a layer has passed only the tokens of its
-    attention sink. Coordinates of the mean that are too large for a key become 0. The sum is
-    computed in a fixed order, so the result does not depend on strides.
+    valid key, each sequence gets the mean of its first `CENTER_TOKENS` keys. This happens if a
+    layer has so far passed only the tokens of its attention sink. Coordinates of the mean that are
+    too large for a key become 0. The sum is computed in a fixed order, so the result does not
+    depend on strides.
 
     Args:
         keys: `[B, G, N, D]`.
@@ -81,9 +84,9 @@ def _added(keys: Tensor) -> Tensor:
 
 
 def check_center(center: Tensor | None, *, centered: bool, held: int) -> None:
-    """Raise ValueError if a store cannot take over this center.
+    """Raise ValueError if a row store cannot use the center of saved rows.
 
-    A store can take over a center only while it is empty, and only if its codec uses centers.
+    A store can use this center only while it is empty, and only if its codec uses centers.
 
     Args:
         center: The center, or None for zeros.

@@ -1,4 +1,5 @@
-"""Row codecs ("plain", "int8", "fp8", "int4", "int2"): how a token's key and value become bytes.
+"""Row codecs ("plain", "int8", "fp8", "int4", "int2"): the formats in which keys and values are
+stored.
 
 A row is the encoded key and value of one token for one KV head. Its size is a multiple of 16 bytes,
 so that kernels can read it 16 bytes at a time. Padding bytes are zero, and a row of zero bytes
@@ -42,8 +43,8 @@ BITS = {"int4": 4, "int2": 2}
 class CodecNumber(IntEnum):
     """The number of each row codec in compiled kernels.
 
-    A codec keeps its number when other codecs are added. CUDA kernels get each number as a macro
-    (`CODEC_INT8` is 1), and compare the macro `CODEC`, the codec of the store, with these macros.
+    CUDA kernels get each number as a macro (`CODEC_INT8` is 1), and the number of the store's codec
+    as the macro `CODEC`. A codec keeps its number when other codecs are added.
     """
 
     PLAIN = 0
@@ -256,14 +257,14 @@ class Grouped:
     """Stores 2 or 4 bits per number, with a minimum and a step size for each group of up to 32
     numbers.
 
-    A row consists of the codes of the key, the codes of the value, a zero byte if these are an odd
-    number of bytes, the minima and step sizes of the key, and those of the value
-    (`storage/quantize.py`).
+    A row consists of the codes of the key, the codes of the value, a zero byte if the codes have an
+    odd number of bytes, the minima and step sizes of the key, and the minima and step sizes of the
+    value (`storage/quantize.py`).
 
     Keys are rotated before they are quantized (`rotated`), so that an outlier in one channel does
     not enlarge the step size of the other channels in its group. Values are not rotated, because
-    they have no such outliers (KIVI, arXiv 2402.02750). KIVI does not rotate keys either: each of
-    its groups contains one channel of several tokens, so its rows depend on each other.
+    they have no such outliers (KIVI, arXiv 2402.02750). KIVI itself does not rotate keys. There,
+    each group contains one channel of several tokens, so rows depend on each other.
 
     Args:
         geometry: Geometry of the index.
@@ -283,10 +284,9 @@ class Grouped:
 
     @property
     def _ends(self) -> tuple[int, int, int, int, int]:
-        """Byte offsets of the parts of a row.
-
-        These are the end of the key's codes, the end of the value's codes, the start of the scales,
-        the end of the key's scales, and the end of the value's scales.
+        """Byte offsets of the parts of a row, in this order: the end of the key's codes, the end of
+        the value's codes, the start of the scales, the end of the key's scales, and the end of the
+        value's scales.
         """
         D, Dv = self.geometry.head_dim, self.geometry.value_dim
         keys, both = code_bytes(D, self.bits), code_bytes(D, self.bits) + code_bytes(Dv, self.bits)
@@ -345,8 +345,8 @@ def scaled(vectors: Tensor, codes: str) -> tuple[Tensor, Tensor]:
     dtype, largest = CODES[codes]
     vectors = vectors.float()
     scale = vectors.abs().amax(dim=-1, keepdim=True) / largest
-    # For numbers near the largest float32, rounding the scale up may make `scale * largest`
-    # infinite.
+    # If a vector has a number near the largest float32, rounding may make its scale so large that
+    # `scale * largest` is infinite. Then use the next smaller scale.
     scale = torch.where((scale * largest).isinf(), scale.nextafter(scale * 0), scale)
     scale = torch.where(scale < SMALLEST_SCALE, 0, scale)
     numbers = torch.where(scale > 0, vectors / scale, 0)
@@ -384,7 +384,9 @@ class InKey:
         return self.parts.encode(*keys.tensor_split([self.geometry.value_dim], dim=-1))
 
     def wrong(self, rows: Tensor) -> Tensor:
-        """Return True for rows with a damaged key, such as NaN, which `encode` never produces."""
+        """Return True for rows whose key is damaged, for example NaN. `encode` never produces such
+        rows.
+        """
         return self.parts.wrong(rows, values=True)
 
     def decode(self, rows: Tensor, center: Tensor | None = None) -> Rows:
@@ -397,11 +399,14 @@ class InKey:
 
 
 def _beyond(scales: Tensor, levels: int) -> Tensor:
-    """Return True for vectors whose codes can represent a number above `LARGEST_CODED`, bool
-    `[...]`.
+    """Return True for vectors whose codes can represent a number above `LARGEST_CODED`.
 
-    scales: minimum and step size of each group, bfloat16 `[..., groups, 2]`; levels: the largest
-    code.
+    Args:
+        scales: Minimum and step size of each group, bfloat16 `[..., groups, 2]`.
+        levels: The largest code.
+
+    Returns:
+        Bool `[...]`.
     """
     low, step = scales.float().unbind(-1)
     return ~((step >= 0) & (low.abs() + levels * step <= LARGEST_CODED)).all(-1)
@@ -458,7 +463,8 @@ def rotated(vectors: Tensor) -> Tensor:
 
 
 def _beside(center: Tensor | None, keys: Tensor, geometry: Geometry) -> Tensor:
-    """Add the center to float32 keys `[B, G, N, D]`, and convert to the geometry's dtype."""
+    """Add the center (mean key) to decoded keys, float32 `[B, G, N, D]`. Return the sum in the
+    dtype of `geometry`."""
     return _of_dtype(keys if center is None else center + keys, geometry)
 
 

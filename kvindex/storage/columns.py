@@ -1,4 +1,4 @@
-"""`Columns`: tensors that grow along their token axis. `Valid`: flags of padded tokens."""
+"""`Columns`: tensors that grow along their token axis. `Valid`: a record of padding tokens."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Columns(Restorable):
     CPU the first append already allocates twice its size, because the operating system provides
     memory only when it is written.
 
-    A deep copy shares memory with the original. Before one of them writes where the other has ever
-    stored tokens, it copies the memory.
+    A deep copy shares memory with the original. Each of the two copies the memory before it writes
+    to a place where the other has ever stored tokens.
 
     Args:
         axis: The token axis.
@@ -64,9 +64,10 @@ class Columns(Restorable):
 
     @property
     def written(self) -> int:
-        """Number of tokens that `every` may read.
+        """Number of tokens that the method `every` may read: all appended tokens.
 
-        Subclasses may include tokens that `write` has written.
+        A subclass may also count tokens that are not appended yet, if the method `write` has
+        already written them to memory.
         """
         return self._length
 
@@ -78,9 +79,9 @@ class Columns(Restorable):
         return 0
 
     def reserve(self, new: Mapping[str, Tensor]) -> None:
-        """Allocate capacity for the tokens of `new` without changing existing tokens.
+        """Allocate memory for the new tokens in `new`, without changing the stored tokens.
 
-        Raises RuntimeError for a view from `expand_batch`. May run out of memory.
+        Raises RuntimeError for a view from `expand_batch`. The call may run out of memory.
         """
         if self._lent:
             raise RuntimeError(
@@ -93,14 +94,17 @@ class Columns(Restorable):
             self._data, self._views = self._room(new), {}
 
     def write(self, new: Mapping[str, Tensor]) -> None:
-        """Do nothing, because `append` copies the tensors.
+        """Write new tokens to memory before `append`, in subclasses that support this.
 
-        A subclass may write the tensors here.
+        The method of this class does nothing, because its `append` copies the tensors.
         """
 
     def append(self, new: Mapping[str, Tensor]) -> None:
-        """Append tensors that have the same names and shapes as the columns, except for the token
-        axis.
+        """Append one tensor to each column.
+
+        Args:
+            new: Name of each column -> the tensor to append. It must have the same shape as the
+                column, except for the token axis.
         """
         if not new:
             return
@@ -124,8 +128,8 @@ class Columns(Restorable):
     def _places(self, name: str, start: int, size: int) -> Tensor:
         """Return a view of `size` entries of a column from `start` on.
 
-        For one entry, the views of the next entries are made at the same time, because that takes
-        less time per view.
+        If `size` is 1, the views of the next entries are created as well, for later calls. Creating
+        many views in one torch call takes less time per view.
         """
         column = self._data[name]
         if size != 1:
@@ -142,7 +146,7 @@ class Columns(Restorable):
         self._length = min(self._length, length)
 
     def let_go(self) -> None:
-        """Release all memory of this object, which other columns have replaced.
+        """Release all memory of this object, because another object has replaced it.
 
         An old checkpoint may still refer to this object. Without this call, the checkpoint would
         keep the memory alive.
@@ -193,10 +197,10 @@ class Columns(Restorable):
         self._views = {}  # they may keep other memory
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a copy that shares memory until one of the two must write where the other one
-        reads.
+        """Return a copy that uses the same memory at first.
 
-        The copy of a view from `expand_batch` does not share memory.
+        The memory is copied when one of the two objects must write where the other reads. For a
+        view from `expand_batch`, the memory is copied at once.
         """
         if self._lent:
             return self.reordered(torch.arange(self.batch))
@@ -215,14 +219,17 @@ class Columns(Restorable):
         return sum(nbytes for _, nbytes in self._in_use())
 
     def memory(self) -> dict[int, int]:
-        """Return address -> bytes in use of each column (see `protocol.ReportsMemory.memory`)."""
+        """Return the bytes in use of each column, by the address of the column.
+
+        `protocol.ReportsMemory.memory` describes this format.
+        """
         return {column.data_ptr(): nbytes for column, nbytes in self._in_use() if nbytes}
 
     def _in_use(self) -> list[tuple[Tensor, int]]:
-        """Return each column and its bytes in use.
+        """Return each column and the number of its bytes that contain entries.
 
-        Another thread may change the columns at the same time. So the length is limited to the
-        capacity of each column.
+        Another thread may change the columns during this call, so the recorded number of entries
+        can exceed the capacity of a column. Therefore at most the capacity is counted.
         """
         data, length, sizes = self._data, self._length, list[tuple[Tensor, int]]()
         for name, column in data.items():
@@ -239,7 +246,7 @@ class Columns(Restorable):
         return tokens
 
     def _fits(self, new: Mapping[str, Tensor]) -> bool:
-        """Return True if the capacity suffices for an append of `new`."""
+        """Return True if the tensors `new` can be appended without allocating more memory."""
         axis, length = self._axis, self._length
         for name, tensor in new.items():
             held = self._data.get(name) if length else None
@@ -248,12 +255,16 @@ class Columns(Restorable):
         return True
 
     def _claimed(self, new: Mapping[str, Tensor]) -> bool:
-        """Return True if `new` can be written to memory that no copy of this object reads."""
+        """Return True if this object may write `new` behind its entries, in memory that its deep
+        copies share. The result is False if a copy uses that part of the memory."""
         count = max((tensor.size(self._axis) for tensor in new.values()), default=0)
         return self._sharing.claim(self, self._length, self._length + count)
 
     def _room(self, new: Mapping[str, Tensor], fresh: bool = False) -> dict[str, Tensor]:
-        """Return columns with capacity for `new`. With `fresh`, all of them get new memory."""
+        """Return tensors of all columns, with free capacity for the entries `new`.
+
+        A column that is too small is copied to new memory. If `fresh`, every column is copied.
+        """
         grown = dict(self._data)
         for name in grown.keys() - new.keys() if fresh else ():
             grown[name] = grown[name].clone()
@@ -310,7 +321,7 @@ def _alike(held: Tensor, new: Tensor, axis: int) -> bool:
 
 
 class Valid(Restorable):
-    """Flags of valid tokens, bool `[B, N]`. Tokens that are padding have False.
+    """Records which tokens are valid, as flags bool `[B, N]`: False for padding.
 
     No flags are stored until the first padded token. Unused capacity contains True, so appending
     tokens without padding launches no kernel.
@@ -321,8 +332,9 @@ class Valid(Restorable):
 
     def __init__(self) -> None:
         self._columns = Columns(axis=1, fill=1)
-        # Number of tokens whose flags have ever been written. It is in a list, because `rollback`
-        # restores attributes, but not the contents of a list.
+        # The number of tokens for which a flag (valid or padding) has ever been written, also if
+        # the tokens were removed later. `rollback` must not reduce this number. So the number is
+        # stored in a list, because `rollback` restores attributes, but not the contents of a list.
         self._touched = [0]
         self.all_from = 0
 
@@ -335,16 +347,19 @@ class Valid(Restorable):
 
     @property
     def flags(self) -> Tensor | None:
-        """False for padded tokens, bool `[B, N]`; None if no token is padded."""
+        """False for padding tokens, bool `[B, N]`; None if no token is padding."""
         return self._columns["valid"] if len(self._columns) else None
 
     def reserve(self, length: int, like: Tensor, valid: Tensor | None) -> dict[str, Tensor]:
-        """Allocate capacity for the flags of new tokens, and return the flags to pass to `append`.
+        """Prepare an append: allocate memory for the flags of new tokens.
 
         Args:
             length: Number of tokens so far.
             like: A tensor `[B, G, n, ...]` with one entry per new token.
             valid: Flags of the new tokens, bool `[B, n]`; None if none of them is padded.
+
+        Returns:
+            The argument `reserved` with which `append` must be called next.
         """
         B, count, device = like.shape[0], like.shape[2], like.device
         if valid is None and self.flags is None:
@@ -358,9 +373,10 @@ class Valid(Restorable):
         return {"valid": valid}
 
     def append(self, reserved: dict[str, Tensor], *, all_real: bool) -> None:
-        """Append the flags that `reserve` returned.
+        """Append the flags of new tokens. A flag is False for a padding token.
 
-        all_real: True if `reserve` was called with None, because no new token is padded.
+        reserved: the result of `reserve`, which has allocated memory for these flags.
+        all_real: True if the argument `valid` of `reserve` was None (no new token is padded).
         """
         if not reserved:
             return
@@ -383,13 +399,14 @@ class Valid(Restorable):
         self._columns.rollback(columns)
 
     def truncate(self, length: int) -> None:
-        """Keep the flags of the first `length` tokens."""
+        """Keep the flags of the first `length` tokens, and remove all others."""
         self._columns.truncate(length)
         self.all_from = min(self.all_from, length)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Valid:
-        """Return a copy that shares memory until one of the two must write where the other one
-        reads.
+        """Return a copy that uses the same memory at first.
+
+        The memory is copied when one of the two objects must write where the other reads.
         """
         twin = self._shallow()
         twin._columns = deepcopy(self._columns, memo)
@@ -403,9 +420,9 @@ class Valid(Restorable):
         return copy
 
     def emptied(self) -> Valid:
-        """Return a new `Valid` without flags."""
+        """Return an empty object of this class, which has no tokens."""
         return Valid()
 
     def nbytes(self) -> int:
-        """Return the bytes in use."""
+        """Return the size in bytes of all stored flags."""
         return self._columns.nbytes()

@@ -1,10 +1,10 @@
 """`check_layout`: checks the tensors of a saved state before an index loads them.
 
-A state may come from a file that someone else wrote, so its contents are not trusted. An index
-declares the tensors that it expects (`Hooks._layout`). `check_layout` compares a state with this
-declaration: first names, then shapes and dtypes, then numbers. The check allocates no more memory
-than the state takes, and changes nothing. For a tensor on the meta device (`SavedFolder.outline`),
-it checks only shape and dtype.
+A saved state may come from a file that someone else wrote, so its contents are not trusted. An
+index declares the tensors that it expects (`Hooks._layout`). `check_layout` compares a state with
+this declaration: first names, then shapes and dtypes, then numbers. The check allocates no more
+memory than the state takes, and changes nothing. For a tensor on the meta device
+(`SavedFolder.outline`), it checks only shape and dtype.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ Layout: TypeAlias = dict[str, TensorSpec]
 
 @dataclass(frozen=True)
 class StateSizes:
-    """Sizes and names of the tensors in a state, from which an index derives the expected tensors.
+    """Sizes and names of the tensors in a saved state that an index is about to load.
+
+    To check the state, the index derives from these sizes which tensors the state must contain.
 
     Args:
         batch: Number of sequences, or None before the first append.
@@ -76,11 +78,11 @@ class StateSizes:
         return any(other == name or other.startswith(f"{name}.") for other in self.state)
 
     def units(self, tokens: int) -> str:
-        """Return the size of an axis with one entry for every `tokens` valid tokens, such as a page
-        axis.
+        """Return the size of a tensor's axis that has one entry for every `tokens` valid tokens.
 
-        The sequence with the most valid tokens determines the size. If the number of valid tokens
-        is not known, the result is an upper limit ("U<=…").
+        An axis of pages is an example, where `tokens` is the size of a page. The sequence with the
+        most valid tokens determines the size. If the number of valid tokens is not known, the
+        result is an upper limit ("U<=…").
         """
         if self.counts is None:
             return f"U<={-(-self.length // tokens)}"
@@ -103,7 +105,9 @@ def check_layout(
             names the tensor.
     """
     for name in state.keys() - layout.keys():
-        raise ValueError(f"state[{name!r}]: got {_described(state[name])}, allowed is none")
+        raise ValueError(
+            f"state[{name!r}]: got {_described(state[name])}, allowed is no tensor of this name"
+        )
     known = dict(sizes)
     for name, spec in layout.items():
         if name in state:
@@ -121,7 +125,10 @@ def check_layout(
 
 
 def scalar(name: str, state: Mapping[str, Tensor], *, least: int = 0, most: int = 2**62) -> int:
-    """Return an integer of a state. Raise ValueError if it is missing or out of range."""
+    """Return the integer `name` of a saved state, a dict of tensors.
+
+    Raise ValueError if the integer is missing or out of range.
+    """
     spec = TensorSpec("", torch.int64, least=least, most=most)
     check_layout({name: spec}, {other: state[other] for other in state if other == name}, {})
     return int(state[name])

@@ -22,13 +22,14 @@ BITS = (2, 4, 8)
 
 
 def groups(count: int) -> tuple[int, int]:
-    """Return the number of groups for `count` numbers, and the size of a group."""
+    """Divide `count` numbers into groups for quantization. Return the number of groups and their
+    size."""
     number = -(-count // GROUP)
     return number, -(-count // number)
 
 
 def code_bytes(count: int, bits: int) -> int:
-    """Return how many bytes the codes of `count` numbers take."""
+    """Return the number of bytes for the codes of `count` numbers."""
     number, size = groups(count)
     return -(-number * size * bits // 8)
 

@@ -49,10 +49,11 @@ def field(value: Any, name: str, kind: type[T], *, where: str) -> T:
 
 
 def geometry_from(value: Any, row_codec: str | None, state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return a saved geometry as keyword arguments for the constructor of an index, without device.
+    """Return a saved geometry as keyword arguments for the constructor of an index.
 
-    The sizes in the file are not trusted: they are compared with the rows of the state, and no
-    memory is allocated that depends on them.
+    The device is not included. The sizes in the file are not trusted. They are compared with the
+    shape of the stored keys and values in `state`, and they do not determine how much memory is
+    allocated.
 
     Args:
         value: JSON that `as_json` made of `Geometry.options()`.

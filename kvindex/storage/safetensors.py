@@ -74,7 +74,7 @@ def write(path: Path, state: State) -> Written:
         state: The tensors by name.
 
     Returns:
-        Size and digest of the file.
+        Size and SHA-256 digest of the file.
 
     Raises:
         OSError: The file exists or cannot be written.
@@ -221,7 +221,10 @@ def _view(raw: Tensor) -> memoryview:
 
 
 def _header(file: BinaryIO, path: Path, nbytes: int, digest: Any) -> Iterator[_Place]:
-    """Read and check the header, and yield the tensors in the order in which they are stored."""
+    """Read and check the header, and yield the name, dtype, shape and size of each tensor.
+
+    The tensors are in the order in which they are stored.
+    """
     first = file.read(8)
     length = int.from_bytes(first, "little")
     if len(first) < 8 or not 2 <= length <= min(nbytes - 8, MOST_HEADER_BYTES):

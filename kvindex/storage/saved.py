@@ -1,8 +1,9 @@
 """Saved folders: a manifest and safetensors files.
 
 `manifest.json` contains the name and version of the format, the kind of object (index, layer or
-cache), a recipe to create an empty object, and the size and SHA-256 digest of every file and of the
-manifest itself. A folder is written under a temporary name and then renamed.
+cache), a recipe (the class and options with which an empty object is created), and the size and
+SHA-256 digest of every file and of the manifest itself. A folder is written under a temporary name
+and then renamed.
 
 If a folder was changed after it was saved, reading raises ValueError before an object is created.
 Nothing is unpickled, and no module is imported because a file names it.
@@ -51,7 +52,7 @@ def save_folder(
     Args:
         folder: A path that does not exist yet.
         kind: What is saved: "index", "layer" or "cache".
-        about: The recipe of the object, as JSON.
+        about: The class and options with which an empty object is created, as JSON (a recipe).
         parts: Name of each file -> a function that returns its tensors. The functions are called
             one after the other, so that only the tensors of one file are in memory at a time.
 
@@ -126,8 +127,8 @@ class SavedFolder:
     Args:
         path: The folder.
         kind: What was saved: "index", "layer" or "cache".
-        about: The recipe of the object.
-        files: Name of each file -> size and digest.
+        about: The class and options with which an empty object is created, as JSON (a recipe).
+        files: Name of each file -> its size and SHA-256 digest.
     """
 
     path: Path
@@ -214,7 +215,10 @@ class SavedFolder:
 
 
 def _manifest(path: Path) -> tuple[str, dict[str, Any], dict[str, Written]]:
-    """Read kind, recipe and files from a manifest. Raise ValueError if the manifest was changed."""
+    """Read a manifest: the kind of object, its recipe, and the size and digest of each file.
+
+    Raise ValueError if the manifest was changed.
+    """
     try:
         with open_regular(path) as file:
             text = file.read(MOST_HEADER_BYTES + 1)

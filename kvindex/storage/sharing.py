@@ -1,4 +1,4 @@
-"""`Sharing`: which tokens of a buffer each copy of an object may read or write."""
+"""`Sharing`: records which tokens of a buffer each copy of an object may read or write."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _lock = forks.lock(sys.modules[__name__], "_lock")
 
 
 class Sharing:
-    """Records which of the objects that share a buffer may read and write which tokens.
+    """Records which tokens of a shared buffer each object may read and write.
 
-    An object may write only after the tokens that every other object may read. So tokens that all
-    objects have in common are stored once, and tokens that one object appends never appear in
-    another one. Methods may be called from any thread.
+    An object may write only to positions in the buffer that no other object may read. So tokens
+    that all objects have in common are stored once, and tokens that one object appends never appear
+    in another one. Methods may be called from any thread.
 
     Attributes:
         shared: True if several objects have ever used the buffer. If not, `claim` is not needed.
@@ -32,8 +32,10 @@ class Sharing:
             self._held[user] = max(length, self._held.get(user, 0))
 
     def claim(self, user: object, start: int, stop: int) -> bool:
-        """Return True if `user` may write the tokens `start` to `stop - 1`, which are then reserved
-        for it.
+        """Return True if the object `user` may write the tokens `start` to `stop - 1`.
+
+        If the result is True, these tokens are reserved for `user`, and no other object may write
+        them.
         """
         with _lock:
             if any(held > start for other, held in self._held.items() if other is not user):

@@ -1,4 +1,4 @@
-"""Conversion of an object's attributes to named tensors ("state"), and back.
+"""Conversion of an object's attributes to named tensors (its state), and back.
 
 Names are joined by dots, as in `statistics.observed.queries`. A number becomes a tensor without
 dimensions, and an attribute that is None becomes no tensor. The tensor `about` contains JSON text
@@ -48,7 +48,7 @@ class NamedState:
     """Names of the attributes that this class adds to the state of its base classes."""
 
     def _packed(self) -> State:
-        """Return the saved attributes as tensors. Their names have no leading underscore."""
+        """Return the saved attributes as tensors, under their names without leading underscores."""
         state: State = {}
         for name in self._names():
             state |= packed(name.lstrip("_"), vars(self)[name])
@@ -61,8 +61,9 @@ class NamedState:
             setattr(self, name, unpacked(name.lstrip("_"), hints[name], state, device))
 
     def _layout_of_attributes(self, state: Mapping[str, Tensor]) -> Layout:
-        """Return a `TensorSpec` for each tensor of the saved attributes, from their annotated
-        types.
+        """Return the required shape and dtype of each tensor of the saved attributes.
+
+        They follow from the annotated types of the attributes.
         """
         hints = get_type_hints(type(self), include_extras=True)
         layout: Layout = {}
@@ -140,7 +141,11 @@ SCALARS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 def annotated(name: str, hint: Any, state: Mapping[str, Tensor]) -> Layout:
-    """Return a `TensorSpec` for each tensor of a value, given the value's annotated type `hint`."""
+    """Return the shape and dtype that the saved tensors of an attribute must have.
+
+    name: the attribute's name. The names of its tensors in `state` begin with this name.
+    hint: the attribute's annotated type, which determines shapes and dtypes.
+    """
     origin, inner = get_origin(hint), get_args(hint)
     if NoneType in inner:  # X | None
         if name not in state and not below(name, state):
@@ -169,12 +174,13 @@ def annotated(name: str, hint: Any, state: Mapping[str, Tensor]) -> Layout:
 
 
 def above(name: str, state: Mapping[str, Tensor]) -> State:
-    """Return the same tensors under names with the prefix `name.`."""
+    """Return the tensors of `state`, with the prefix `name.` added to each name."""
     return {f"{name}.{part}": tensor for part, tensor in state.items()}
 
 
 def below(name: str, state: Mapping[str, Tensor]) -> State:
-    """Return the tensors whose names begin with `name.`, without this prefix."""
+    """Return those tensors of `state` whose names begin with `name.`; their names in the result
+    lack this prefix."""
     return {
         part.removeprefix(f"{name}."): tensor
         for part, tensor in state.items()
@@ -183,9 +189,10 @@ def below(name: str, state: Mapping[str, Tensor]) -> State:
 
 
 def length_and_batch(state: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the number of tokens `N` and of sequences `B` in a state, as far as they are known.
+    """Return the number of tokens `N` and the number of sequences `B` that a state contains.
 
-    For a wrapper, these are the numbers of the index inside.
+    A number that the state does not contain is left out. The state of a wrapper contains the state
+    of the wrapped index, from which the numbers are then taken.
     """
     while "length" not in state and (inner := below("inner", state)):
         state = inner
@@ -193,30 +200,38 @@ def length_and_batch(state: Mapping[str, Tensor]) -> dict[str, int]:
     return {letter: scalar(name, state) for letter, name in known if name in state}
 
 
-# Functions for the tensor `about`, which says what kind of object a state belongs to
+# Functions for the tensor `about`, which contains the class and options of the saved object
 
 
 def signed(whose: Mapping[str, Any], state: State) -> State:
-    """Add the tensor `about` to a state.
+    """Add a tensor with the name "about" to a saved state, for later checks by `check_signed`.
 
-    It contains the properties of the owner (`whose`), and dtype and shape of each tensor.
+    The tensor contains the class and options of the saved object, and dtype and shape of each
+    tensor, as JSON text.
+
+    Args:
+        whose: Class and options of the saved object.
+        state: The tensors by name.
     """
     text = json.dumps({"whose": _plain(whose), "tensors": _likes(state)}, sort_keys=True)
     return {**state, ABOUT: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
 
 
 def extended(state: State, more: State) -> State:
-    """Add tensors to a state from `signed`, and update its tensor `about`."""
+    """Add tensors to a state that `signed` returned, and update its tensor named "about"."""
     whose = json.loads(bytes(state[ABOUT].tolist()))["whose"]
     return signed(whose, {name: t for name, t in (state | more).items() if name != ABOUT})
 
 
 def check_signed(whose: Mapping[str, Any], state: Any) -> None:
-    """Raise TypeError or ValueError if a state is incomplete, changed, or belongs to another
-    object.
+    """Check that a saved state is complete and unchanged, and fits the object that loads it.
 
-    whose: properties of the index or layer that loads the state, which must equal those of the
-    object that saved it.
+    Raise TypeError or ValueError if not.
+
+    Args:
+        whose: Class and options of the index or layer that loads the state. They must equal those
+            of the object that saved the state.
+        state: The tensors by name.
     """
     if not isinstance(state, Mapping) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in state.items()

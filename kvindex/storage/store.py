@@ -76,9 +76,10 @@ class RowStore(Protocol):
         ...
 
     def write(self, rows: Any) -> None:
-        """Write `rows` after the last token, where no search reads them yet.
+        """Write the rows (keys and values) of new tokens after the last stored token.
 
-        A store may do nothing here, and write the rows in `append`.
+        No search reads these rows before `append` is called. A store may also do nothing here, and
+        write the rows in `append`.
         """
         ...
 
@@ -103,7 +104,7 @@ class RowStore(Protocol):
         ...
 
     def truncate(self, length: int) -> None:
-        """Keep the rows of the first `length` tokens."""
+        """Remove the rows of all tokens after the first `length`."""
         ...
 
     def reordered(self, batch_indices: Tensor) -> Self:
@@ -140,7 +141,7 @@ class EncodedRows(Protocol):
         ...
 
     def append_encoded(self, rows: Tensor) -> None:
-        """Append rows as bytes, which `encoded` returned."""
+        """Append rows that `encoded` returned as bytes."""
         ...
 
 
@@ -170,11 +171,15 @@ class CenteredRows(EncodedRows, Protocol):
         ...
 
     def append_encoded(self, rows: Tensor, center: Tensor | None = None) -> None:
-        """Append rows as bytes, which `encoded` returned.
+        """Append rows that `encoded` returned as bytes.
 
-        center: the vector that was subtracted from their keys before encoding; None for zeros.
-        Raises ValueError if it is not None and the store is not empty or its codec subtracts no
-        center.
+        Args:
+            rows: Uint8 `[B, G, N, row_bytes]`.
+            center: The vector that was subtracted from their keys before encoding; None for zeros.
+
+        Raises:
+            ValueError: `center` is given, but the store already contains rows, or its codec does
+                not subtract a center.
         """
         ...
 
@@ -185,7 +190,7 @@ class AttendsToRows(Protocol):
 
     @property
     def attends(self) -> bool:
-        """True if the store can compute attention for rows of its `row_codec`."""
+        """True if the store can compute attention directly for rows encoded with its codec."""
         ...
 
     def attend(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
@@ -199,12 +204,13 @@ class AttendsToRows(Protocol):
 class AddressedRows(Protocol):
     """A store whose rows kernels can read by address.
 
-    Rows are stored in pages that never move, and `table` contains the addresses of the pages. The
-    row of sequence `b`, head `g` and token `n` begins at the address `table[b, n // page_tokens] +
-    g · head_bytes + n % page_tokens · row_bytes`, a multiple of 16. It contains the key and then
-    the value, encoded by `row_codec`. Attention kernels require pages of 256 tokens and `head_bytes
-    = 256 · row_bytes`. With other pages, an index uses kernels only for the search, and fetches
-    rows with `gather`.
+    Rows are stored in pages that never move, and `table` contains the addresses of the pages. A row
+    contains the key and then the value of a token, encoded by `row_codec`. For sequence `b`, KV
+    head `g` and token `n`, the row begins at the address
+    `table[b, n // page_tokens] + g · head_bytes + n % page_tokens · row_bytes`, a multiple of 16.
+
+    Attention kernels require pages of 256 tokens and `head_bytes = 256 · row_bytes`. With other
+    pages, an index uses kernels only for the search, and fetches rows with `gather`.
     """
 
     @property
@@ -223,12 +229,16 @@ class AddressedRows(Protocol):
 
     @property
     def head_bytes(self) -> int:
-        """Number of bytes in a page from the rows of a KV head to those of the next KV head."""
+        """Stride of the KV heads in a page: number of bytes between the first rows of adjacent KV
+        heads.
+        """
         ...
 
     @property
     def row_bytes(self) -> int:
-        """Number of bytes from one token's row to the next token's row, a multiple of 16."""
+        """Stride of the rows in a page: number of bytes between the rows of adjacent tokens, a
+        multiple of 16.
+        """
         ...
 
     @property
@@ -248,17 +258,18 @@ class AddressedRows(Protocol):
 
 @runtime_checkable
 class PlacedRows(AddressedRows, Protocol):
-    """A store that can have rows on both device and host.
+    """A store that can have some rows in device memory and the others in host memory.
 
-    `on_host` may become True when the store grows.
+    `on_host` can change from False to True when the store grows and its new rows no longer fit into
+    device memory.
     """
 
     @property
     def on_device(self) -> Tensor | None:
         """Flags of pages, uint8 `[B, S]` on the device: nonzero for a page in device memory.
 
-        None if all pages are in the same kind of memory. Kernels do not copy rows of device pages
-        into the device cache. The tensor is replaced only together with `table`.
+        None if all pages are in the same kind of memory. Kernels use the flags to copy only rows of
+        host pages into the cache on the device. The tensor is replaced only together with `table`.
         """
         ...
 
@@ -381,7 +392,7 @@ class TensorStore(Restorable):
         device.
 
         With the codec "plain", keys and values that are already on this device are returned
-        unchanged, and `append` copies them once.
+        without a copy. `append` later copies them into the store.
 
         valid: which keys may determine the center, bool `[B, N]`; None for all.
         """
@@ -400,7 +411,7 @@ class TensorStore(Restorable):
         self._columns.reserve(self._as_joined(rows))
 
     def reserve_tokens(self, tokens: int) -> None:
-        """Do nothing, because the tensor grows with its tokens."""
+        """Do nothing, because this store allocates memory when tokens are appended."""
 
     def write(self, rows: dict[str, Tensor]) -> None:
         """Do nothing, because `append` copies the rows."""
@@ -417,8 +428,9 @@ class TensorStore(Restorable):
             self._codec.put(rows["keys"], rows["values"], place.view(torch.uint8))
 
     def gather(self, ids: Tensor) -> Rows:
-        """Return the rows with the ids int64 `[B, G, K]` on the compute device; zero where the id
-        is -1.
+        """Return the rows (keys and values) of the tokens with the given ids, int64 `[B, G, K]`.
+
+        The rows are returned on the compute device. A row is zero if its id is -1.
         """
         if len(self) == 0:
             none = torch.zeros((*ids.shape, self.row_bytes // WORD.itemsize), dtype=WORD)
@@ -429,7 +441,8 @@ class TensorStore(Restorable):
         """Yield `(first id, rows)` for all rows in order, in blocks of at most `size` tokens."""
         for start in range(0, len(self), size):
             rows = self._columns["rows"][:, :, start : start + size]
-            # In a view from `expand_batch`, all sequences are the same and are decoded once.
+            # After `expand_batch`, all sequences of the batch are views of one sequence, whose rows
+            # are then decoded only once.
             batch, same = len(rows), rows.stride(0) == 0
             found = self._decoded(rows[:1] if same else rows)
             parts = (found.keys, found.values)
@@ -447,9 +460,10 @@ class TensorStore(Restorable):
         return self._center if len(self) else None
 
     def append_encoded(self, rows: Tensor, center: Tensor | None = None) -> None:
-        """Append rows as bytes, which `encoded` returned.
+        """Append rows that `encoded` returned as bytes.
 
-        center: the vector that was subtracted from their keys before encoding; None for zeros.
+        center: the vector that was subtracted from the keys of these rows before they were encoded;
+            None for zeros.
         """
         check_center(center, centered=self._centered, held=len(self))
         joined = JoinedRows(rows=rows.contiguous().view(WORD).to(self._device))
@@ -464,7 +478,7 @@ class TensorStore(Restorable):
         return self._columns["rows"]
 
     def truncate(self, length: int) -> None:
-        """Keep the rows of the first `length` tokens."""
+        """Remove the rows of all tokens after the first `length`."""
         self._columns.truncate(length)
 
     def reordered(self, batch_indices: Tensor) -> Self:
@@ -494,11 +508,14 @@ class TensorStore(Restorable):
         return self._columns.nbytes()
 
     def memory(self) -> dict[int, int]:
-        """Return address -> bytes in use of each tensor."""
+        """Return the bytes in use of each tensor, by the address of the tensor."""
         return self._columns.memory()
 
     def _as_joined(self, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a tensor with the shape of the encoded rows. Only its shape is used."""
+        """Return a tensor that has the shape of the encoded rows, but not their contents.
+
+        If `rows` already contains the encoded rows, return these.
+        """
         if "rows" in rows:
             return rows
         one = torch.empty((), dtype=WORD, device=self._device)
