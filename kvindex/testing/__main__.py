@@ -20,12 +20,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvindex.testing", description=__doc__)
     parser.add_argument(
         "index",
-        help="Index to check as for kvindex.create: module:Class or a name, with options",
+        help="Index to check: a name or module:Class, and options (see kvindex.create)",
     )
     parser.add_argument(
         "--stateful",
         action="store_true",
-        help="Also check random sequences of calls, which needs Hypothesis",
+        help="Also check random sequences of calls (needs the package Hypothesis)",
     )
     given = parser.parse_args(arguments)
     try:

@@ -20,7 +20,8 @@ Tokens: TypeAlias = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """The shape of an attention layer, for which methods create indexes and random tensors."""
+    """The shape of an attention layer in a test. Its methods create indexes and random tensors of
+    this shape."""
 
     q_heads: int = 2
     kv_heads: int = 2
@@ -41,7 +42,7 @@ class Case:
         return f"{dtype}-B{self.batch}-{shape}{cap}{in_key}{device}"
 
     def geometry(self) -> dict[str, Any]:
-        """Return the arguments with which an index for this shape is created, except `rope`."""
+        """Return the arguments of `kvindex.create` for an index of this shape, without `rope`."""
         return {key: value for key, value in asdict(self).items() if key != "batch"}
 
     def index(self, name: str, **options: Any) -> KVIndex:

@@ -1,4 +1,4 @@
-"""Comparisons of the results of indexes. An AssertionError says what differs."""
+"""Comparisons of the results of indexes. If they differ, an AssertionError says where."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ def assert_well_formed(hits: Hits, index: KVIndex, batch: int, k: int) -> None:
 def assert_none(promise: str, wrong: Tensor, hits: Hits) -> None:
     """Raise AssertionError if `wrong`, bool `[B, G, k]`, is True for any slot of the hits.
 
-    The message is `promise`, and the first such slot with its row and its score.
+    The message contains `promise` (the requirement), and the first wrong slot with its row and its
+    score.
     """
     assert not wrong.any(), f"{promise}, got {first_of(wrong, hits)}"
 
@@ -172,7 +173,10 @@ def assert_same_hits(got: Hits, want: Hits, *, close: float = 0.0, shift: Tensor
 
 
 def _assert_none(promise: str, wrong: Tensor, got: Hits, want: Hits) -> None:
-    """Raise AssertionError with the first slot where `wrong`, bool `[B, G, k]`, is True."""
+    """Raise AssertionError if an element of `wrong`, bool `[B, G, k]`, is True.
+
+    The error names the first such element and the rows of `got` and `want` in its place.
+    """
     if wrong.any():
         b, g, slot = wrong.nonzero()[0].tolist()
         ours, theirs = (

@@ -1,4 +1,4 @@
-"""A simulated GPU: torch raises an error if its tensors are combined with CPU tensors.
+"""A simulated GPU, whose tensors raise an error if they are combined with CPU tensors.
 
 The tensors are CPU tensors in a wrapper that reports torch's device `meta`. So tests on a machine
 without a GPU can find code that creates a tensor on the wrong device, or reads a GPU tensor with
@@ -55,9 +55,10 @@ class Elsewhere(Tensor):
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run a torch operation on the CPU data of its arguments.
+    """Run a torch operation on tensors of the simulated GPU. The CPU computes the result.
 
-    Raises RuntimeError if the arguments are on both devices, where a GPU would not allow it.
+    Raises RuntimeError if the operation mixes tensors of the simulated GPU and of the CPU in a way
+    that also fails with a real GPU.
     """
     tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
     away = [one for one in tensors if isinstance(one, Elsewhere)]
@@ -87,7 +88,10 @@ class _Dispatched(DispatchMode):  # type: ignore[misc]  # untyped
 
 
 class _Made(FunctionMode):  # type: ignore[misc]  # untyped
-    """Converts lists to tensors before torch does, which would make them CPU tensors."""
+    """Converts lists to tensors on the simulated device.
+
+    Without this, torch would convert the lists to CPU tensors.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

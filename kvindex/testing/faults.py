@@ -27,7 +27,9 @@ Call = Callable[[], object]
 
 
 def operations_of(call: Call) -> int:
-    """Count the torch operations of a call that can allocate memory: all that return no view.
+    """Run a call, and count its torch operations that can allocate memory.
+
+    An operation can allocate memory if it does not return a view.
 
     Args:
         call: Function without arguments.
@@ -120,10 +122,12 @@ def _finalizes(frame: FrameType | None) -> bool:
 def _releases(frame: FrameType) -> bool:
     """Return True if the frame's next instruction leaves a `with` block.
 
-    Python handles no signals between the block and `__exit__`, so no interrupt can occur there.
+    A real interrupt cannot occur there, because Python handles no signals between the end of the
+    block and the call of `__exit__`.
     """
     code, at = frame.f_code, frame.f_lasti
-    # leaving a `with` block loads constants; entering it loads a name first
+    # At the line of a `with` statement, the bytecode that leaves the block begins with one of these
+    # instructions. The bytecode that enters the block begins by loading a name.
     if dis.opname[code.co_code[at]] not in ("LOAD_CONST", "SWAP"):
         return False
     return linecache.getline(code.co_filename, frame.f_lineno).lstrip().startswith("with ")

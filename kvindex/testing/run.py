@@ -45,8 +45,8 @@ def check_index(index: Callable[..., BaseIndex], *, stateful: bool = False, **op
     Args:
         index: A subclass of `BaseIndex`, or a function that takes the same arguments and returns an
             index.
-        stateful: Also try random sequences of calls, which needs Hypothesis. If a sequence fails,
-            Hypothesis may need minutes to find a short one that fails.
+        stateful: Also try random sequences of calls, which needs Hypothesis. If a sequence of calls
+            fails, Hypothesis may need minutes to find a short sequence that fails.
         **options: Further arguments of the index, such as `preset`.
 
     Raises:
@@ -96,7 +96,7 @@ def outcomes(
     if stateful:
         from kvindex.testing.stateful import check_any_interleaving
 
-        # run it with one case only, because this check chooses its own shapes
+        # this check chooses the shapes of its layers itself, so run it only once
         runs.append((check_any_interleaving, cases[:1]))
     for check, cases_of_check in runs:
         start = time.perf_counter()
@@ -126,7 +126,7 @@ def _error_of(check: Check, make: Callable[..., Any], case: Case) -> ContractErr
 def _found(error: Exception) -> str:
     """Return the type and message of an error, and the line that raised it.
 
-    If a comparison of `kvindex.testing.compare` has failed, it is the line that compares.
+    If a function of `kvindex.testing.compare` raised the error, return the line that called it.
     """
     frames = traceback.extract_tb(error.__traceback__)
     frame = [frame for frame in frames if frame.filename != compare.__file__][-1]

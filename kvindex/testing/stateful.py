@@ -1,4 +1,5 @@
-"""Check that an index after any sequence of calls equals a new index with the same tokens.
+"""Check that an index gives the same results as a new index with the same tokens, after any
+sequence of calls.
 
 The check needs Hypothesis, which tries random sequences of calls.
 """
@@ -59,10 +60,16 @@ class IndexMachine(RuleBasedStateMachine):
     valid: Tensor
 
     def compare(self, hits: Hits, queries: Tensor, k: int) -> None:
-        """Compare the result of a search further. A subclass may override this method."""
+        """Do nothing. A subclass may override this method to check search results additionally.
+
+        Args:
+            hits: Result of a search, which has already been compared with that of a new index.
+            queries: Queries of the search.
+            k: Number of rows of the search.
+        """
 
     def new_index(self) -> BaseIndex:
-        """Create an empty index with the shape and the store of this run."""
+        """Create an empty index with the shape and the store that this test run has chosen."""
         shape = {**self.case.geometry(), "rope": rope(self.case.head_dim)}
         return type(self).make(**shape, store=self.store)
 
@@ -179,7 +186,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds_the_tokens(self) -> None:
-        """Check the length of the index, and the bytes of its keys and values."""
+        """Check the number of tokens in the index, and the memory that it reports for rows."""
         self.calls += self.batch is not None
         assert len(self.index) == self.count, "len(index)"
         assert self.index.nbytes()["rows"] == self.rows * 2 * 24 * 4 * self.count, (
@@ -187,7 +194,7 @@ class IndexMachine(RuleBasedStateMachine):
         )
 
     def fresh(self) -> BaseIndex:
-        """Create an index with the same tokens and the same learned parameters."""
+        """Create an index with the tokens and the learned parameters of the tested index."""
         index, state = self.new_index(), self.index.state_dict()
         if isinstance(index, ClusteredIndex):  # clusters refer to the ids of these tokens
             index.load_state_dict(state)
@@ -206,10 +213,11 @@ def check_any_interleaving(
     machine: type[IndexMachine] = IndexMachine,
     steps: settings = STEPS,
 ) -> None:
-    """Any sequence of calls gives the same results as a new index with the same tokens.
+    """Check that an index after any sequence of calls equals a new index with the same tokens.
 
-    The sequences are random, but the same in every run. If some fail, the error is that of the
-    shortest one. The machine chooses the shapes, so `case` is not used.
+    Hypothesis generates random sequences, which are the same in every run. If some of them fail,
+    the check raises the error of the shortest one. The state machine (`machine`) chooses the shapes
+    of indexes, so `case` is not used.
     """
     run_state_machine_as_test(
         type("Machine", (machine,), {"make": staticmethod(make)}), settings=steps

@@ -1,12 +1,12 @@
 """Checks that an index behaves as the protocol (`kvindex.core.protocol`) requires.
 
-A check is a function in one of these modules whose name begins with `check_`; importing this
-package finds them all. The first line of its docstring says what the check requires. Its argument
-`make` creates an index for the shape `case`. The check raises AssertionError if the index violates
-the requirement.
+A check is a function in one of these modules whose name begins with `check_`. Importing this
+package finds all checks. The first line of a check's docstring says what the check requires. The
+argument `make` of a check creates an index, and `case` is the shape of the attention layer. The
+check raises AssertionError if the index violates the requirement.
 
 Some indexes learn from the first append. So a check that compares two indexes makes the same first
-append to both.
+append to both of them.
 """
 
 from __future__ import annotations

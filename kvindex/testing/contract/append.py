@@ -1,4 +1,4 @@
-"""Requirements for `append`, `encode` and `fetch`."""
+"""Checks of the methods `append`, `encode` and `fetch` of an index."""
 
 from __future__ import annotations
 
@@ -73,7 +73,10 @@ def check_append_in_chunks_equals_one_call(make: Make, case: Case) -> None:
 
 
 def check_padding_changes_nothing_but_ids(make: Make, case: Case) -> None:
-    """Searches never return padding on the left, which changes only the ids of other tokens."""
+    """With padding on the left, a search finds the same tokens, and no padded token.
+
+    The positions of the tokens are larger by the amount of padding.
+    """
     pads = [4 * (b + 1) for b in range(case.batch)]
     keys, values = case.tokens(N)
     hole = left_padding(pads, N, case.device)
@@ -96,7 +99,7 @@ def check_padding_changes_nothing_but_ids(make: Make, case: Case) -> None:
 
 
 def check_nothing_but_padding_is_as_good_as_empty(make: Make, case: Case) -> None:
-    """A search in an index of only padding finds nothing, until valid tokens are appended."""
+    """A search finds nothing as long as the index contains only padding."""
     keys, values = case.tokens(N)
     index = make()
     index.append(keys, values, valid=left_padding([N] * case.batch, N, case.device))

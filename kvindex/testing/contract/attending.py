@@ -1,4 +1,4 @@
-"""Requirements for `attend`, of indexes that compute attention themselves."""
+"""Checks of the method `attend` of an index, which searches and computes attention."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ RESIDENT = 3
 
 
 def check_attention_where_few_tokens_are_valid(make: Make, case: Case) -> None:
-    """`attend` returns the attention to the tokens that a search finds, and to sink and window.
+    """`attend` computes the attention to sink, window and the tokens that a search finds.
 
-    The check also covers indexes without valid tokens, and with fewer than `k` of them.
+    The check also covers indexes without valid tokens, and indexes with fewer than `k` valid
+    tokens.
     """
     if make().capability(Attends) is None:
         return
@@ -63,7 +64,8 @@ def _assert_attends_to_hits(index: BaseIndex, case: Case, tokens: Tokens) -> Non
     )
     found = index.attend(queries, resident, k=K)
     assert torch.equal(found.found.long(), (hits.ids >= 0).sum(-1)), "`found` counts the hits"
-    # kernels add float32 numbers in another order, and round the output once to the index's dtype
+    # kernels may add float32 numbers in another order than torch, and they round only the output to
+    # the index's dtype
     close = 1e-4 if g.dtype == torch.float32 else 2e-2
     torch.testing.assert_close(found.lse, lse, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found.output, output, rtol=close, atol=close)

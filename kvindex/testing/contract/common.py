@@ -1,4 +1,4 @@
-"""Helpers for the checks: create an index with tokens, and search in it."""
+"""Helpers for the checks of an index: create an index with tokens, and search in it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def searched(
 ) -> Hits:
     """Search with random queries, and check the properties that every result must have.
 
-    `batch` is the batch size of the index, or None if it is that of the case.
+    `batch` is the batch size of the index. None means the batch size of `case`.
     """
     batch = case.batch if batch is None else batch
     hits = index.search(case.queries(seed, batch), k=k)

@@ -1,4 +1,7 @@
-"""Requirements for torch settings of the caller: autocast, default dtype, inference mode."""
+"""Checks that an index works under any torch settings of its caller.
+
+The settings are autocast, the default dtype and device, and inference mode.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,9 @@ CONTEXTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
 
 
 class Life:
-    """Calls all methods of an index in turn, with tensors that the constructor creates."""
+    """Calls all methods of an index, one after the other, with tensors that the constructor
+    creates.
+    """
 
     def __init__(self, case: Case) -> None:
         B, device = case.batch, case.device
@@ -50,7 +55,7 @@ class Life:
     ) -> list[object]:
         """Create an index, call all of its methods, and return all results.
 
-        The index is created, and gets its first tokens, in the context `begun`.
+        The index is created, and gets its first tokens, inside the context manager `begun`.
         """
         out: list[object] = []
 

@@ -1,4 +1,4 @@
-"""Requirements for devices: all tensors stay on the device of the index."""
+"""Checks that all tensors stay on the device of the index."""
 
 from __future__ import annotations
 

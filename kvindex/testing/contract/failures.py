@@ -1,4 +1,4 @@
-"""Requirements for failed calls: a call that raises leaves the index unchanged."""
+"""Checks that a call that raises an error leaves the index unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requirements for running out of memory: a call that fails leaves the index unchanged."""
+"""Checks that a call that runs out of memory leaves the index unchanged."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def points(count: int, most: int) -> list[int]:
 def check_memory_that_runs_out_anywhere_changes_nothing(
     make: Make, case: Case, most: int = POINTS
 ) -> None:
-    """A public call that runs out of memory at any operation leaves the index unchanged."""
+    """A public call that runs out of memory leaves the index unchanged, wherever that happens."""
     for prompt_ended in (False, True):
         index = make()
         index.append(
@@ -82,9 +82,9 @@ def check_memory_that_runs_out_anywhere_changes_nothing(
 
 
 def seen(index: BaseIndex, case: Case) -> Seen:
-    """Return what public calls report about an index now, and a search result after an append.
+    """Return what public calls report about an index, and the result of a search after an append.
 
-    The index does not change, because the calls use copies.
+    The append and the calls are made on copies, so the index does not change.
     """
     return snapshot(copy.deepcopy(index), case.queries()), later(index, case)
 

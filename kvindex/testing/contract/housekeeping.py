@@ -1,4 +1,4 @@
-"""Requirements for `truncate`, `reorder`, `reset`, `nbytes`, and calls such as `end_prompt`."""
+"""Checks of methods of an index such as `truncate`, `reorder`, `reset` and `end_prompt`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvindex.testing.contract.common import K, Make, N, filled, searched
 
 
 def check_truncated_ids_never_return(make: Make, case: Case) -> None:
-    """No search returns tokens that `truncate` has removed, and they take no memory."""
+    """Tokens that `truncate` has removed are never found again, and take no memory."""
     tokens = case.tokens(N)
     index = filled(make, tokens)
     index.truncate(N + 5)
@@ -44,7 +44,7 @@ def check_truncate_then_append_equals_fresh(make: Make, case: Case) -> None:
 
 
 def check_truncate_into_padding(make: Make, case: Case) -> None:
-    """If `truncate` leaves only padding, a search finds nothing, until tokens are appended."""
+    """If only padding remains after `truncate`, a search finds nothing until the next append."""
     keys, values = case.tokens(N)
     valid = left_padding([10] * case.batch, N, case.device)
     index = make()
@@ -75,7 +75,7 @@ def check_reorder_moves_rows(make: Make, case: Case) -> None:
 
 
 def check_a_batch_equals_its_rows(make: Make, case: Case) -> None:
-    """A search finds the same tokens of a sequence in a batch as in an index of its own."""
+    """In a batch, a search finds the same tokens as in a separate index for each sequence."""
     tokens = case.tokens(N, batch=3)
     index = filled(make, tokens)
     hits = searched(index, case, batch=3)
@@ -104,7 +104,10 @@ def check_reset_forgets_everything(make: Make, case: Case) -> None:
 
 
 def check_nbytes_counts_rows_and_grows(make: Make, case: Case) -> None:
-    """`nbytes` reports the exact bytes of keys and values; the bytes of codes never shrink."""
+    """After each append, `nbytes` reports the exact number of bytes of the stored keys and values.
+
+    The number of bytes that it reports for codes never becomes smaller with an append.
+    """
     index, tokens = make(), case.tokens(N)
     assert index.nbytes().keys() >= {"codes", "rows"}
     sizes = [index.nbytes()]

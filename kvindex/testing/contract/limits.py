@@ -1,4 +1,7 @@
-"""Requirements for very large numbers: below a limit they work, and above it they raise errors."""
+"""Checks of an index with very large numbers in keys and queries, and with a very large `k`.
+
+Up to a limit, a search must give valid results. Above the limit, a call must raise an error.
+"""
 
 from __future__ import annotations
 

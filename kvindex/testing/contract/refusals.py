@@ -1,4 +1,4 @@
-"""Requirements for wrong arguments: the error names the argument, and says what is allowed."""
+"""Checks that the error for a wrong argument names the argument, and says what is allowed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_wrong_calls_are_refused_and_change_nothing(make: Make, case: Case) -> 
 
 
 def check_wrong_appends_leave_an_empty_index_empty(make: Make, case: Case) -> None:
-    """A first append that fails leaves the index empty, without a batch size."""
+    """If the first append fails, the index stays empty and accepts any batch size."""
     index = make(check=True)
     for argument, what, call in _appends(case):
         if "batch" not in what:
@@ -60,7 +60,7 @@ def _appends(case: Case) -> Iterator[Wrong]:
     yield "keys", "of another width", lambda i: i.append(keys[..., :4], values)
     yield "keys", "of another batch", lambda i: i.append(*more)
     yield "keys", "with NaN", lambda i: i.append(bad, values)
-    yield "keys", "with NaN beside padding", lambda i: i.append(bad, values, valid=_padded(flags))
+    yield "keys", "with NaN next to padding", lambda i: i.append(bad, values, valid=_padded(flags))
     yield "keys", "with NaN to encode", lambda i: i.encode(bad)
     yield "values", "of another length", lambda i: i.append(keys, values[:, :, 1:])
     yield "values", "of another width", lambda i: i.append(keys, values[..., 1:])
@@ -100,5 +100,5 @@ def _as_anything(wrong: object) -> Any:
 
 
 def _padded(flags: torch.Tensor) -> torch.Tensor:
-    """Return `flags` with False for the first two tokens, which are then padding."""
+    """Return `flags` with False for the first two tokens, so that they count as padding."""
     return flags & (torch.arange(flags.shape[1], device=flags.device) > 1)

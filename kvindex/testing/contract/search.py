@@ -1,4 +1,4 @@
-"""Requirements for `search`."""
+"""Checks of the method `search` of an index."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvindex.testing.contract.common import K, Make, N, filled, searched
 
 
 def check_slots_are_exactly_k(make: Make, case: Case) -> None:
-    """A search returns `k` ids per KV head for every `k`, and at least one of them is a token."""
+    """A search returns `k` ids per KV head for every `k`, and not all of them are -1 (unused)."""
     index = filled(make, case.tokens(N))
     for k in (1, K, N, N + 7):
         hits = searched(index, case, k=k)
@@ -24,7 +24,7 @@ def check_slots_are_exactly_k(make: Make, case: Case) -> None:
 
 
 def check_a_needle_is_found(make: Make, case: Case) -> None:
-    """A search finds the key that equals the query, if all other keys are much shorter."""
+    """A search finds a key that equals the query, if all other keys have much smaller norms."""
     unit = make().unit  # number of tokens that a search selects together
     count, k = (N, K) if unit == 1 else ((17 // unit + 3) * unit, unit)
     keys, values = case.tokens(count)
@@ -111,7 +111,7 @@ def check_empty_index(make: Make, case: Case) -> None:
 
 
 def check_one_token(make: Make, case: Case) -> None:
-    """A search in an index of one token finds this token, and otherwise returns ids of -1."""
+    """A search in an index of one token finds this token. All other ids in the result are -1."""
     tokens = case.tokens(1)
     index = filled(make, tokens)
     hits = searched(index, case, k=3)
