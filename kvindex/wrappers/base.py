@@ -59,9 +59,9 @@ from kvindex.storage.state import (
 class Wrapper(Capable, NamedState, Transactional):
     """An index that wraps the index `inner` and passes every call to it.
 
-    A wrapper offers a capability if its own class and the wrapped index both have it. No wrapper
-    offers `DecodesStep`, because the wrapped index would compute the decode step with its own
-    search instead of the wrapper's.
+    A wrapper offers a capability if both its own class and the wrapped index have it. No wrapper
+    offers `DecodesStep`, because the wrapped index would run its own search in the decode step,
+    and not the search of the wrapper.
 
     Args:
         inner: The index to wrap.
@@ -88,7 +88,8 @@ class Wrapper(Capable, NamedState, Transactional):
     def rollback(self, checkpoint: Any) -> None:
         """Restore the state that `checkpoint` returned.
 
-        A wrapped index that is not `Restorable` is only truncated to its former length.
+        A wrapped index that has no checkpoints (is not `Restorable`) is only truncated to its
+        former length.
         """
         before, length = checkpoint
         super().rollback(before)
@@ -234,7 +235,7 @@ class Wrapper(Capable, NamedState, Transactional):
         self._inner(ReportsCoverage).check_coverage(coverage)
 
     def expand_batch(self, count: int) -> Self:
-        """Return a copy of this wrapper, whose wrapped index is a view for `count` sequences.
+        """Return a copy of this wrapper around a view of the wrapped index for `count` sequences.
 
         See `BaseIndex.expand_batch`.
         """
@@ -269,9 +270,10 @@ class Wrapper(Capable, NamedState, Transactional):
         check_layout(layout, own, sizes)
 
     def _layout(self, state: Mapping[str, Tensor], length: int) -> Layout:
-        """Declare shapes and dtypes of the wrapper's own tensors, in order to check a state.
+        """Declare shapes and dtypes of the wrapper's own tensors, to check a saved state.
 
-        Attributes whose annotation already determines shape and dtype need no declaration.
+        If the type annotation of an attribute already determines shape and dtype, no declaration is
+        needed.
 
         Args:
             state: The wrapper's own tensors.
@@ -297,9 +299,7 @@ class Wrapper(Capable, NamedState, Transactional):
         save_folder(folder, "index", self.recipe(), {"state": self.state_dict})
 
     def _whose(self) -> dict[str, Any]:
-        """Return the properties that another wrapper must have in order to load this wrapper's
-        state.
-        """
+        """Return the class and options that a wrapper must have to load a state of this wrapper."""
         return {"wrapper": type(self).__name__}
 
     def _own_state(self) -> State:
@@ -332,8 +332,8 @@ class Wrapper(Capable, NamedState, Transactional):
         return self.attend_hits(queries, self.search(queries, k=k), resident)
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """Attend to rows of the wrapped index that a search has selected, and to `resident`.
+        """Attend to the rows of the wrapped index that `hits` contains, and to those in `resident`.
 
-        `resident` has the rows of the sink and the window.
+        `hits` is the result of a search. `resident` has the rows of the sink and the window.
         """
         return self._inner(Attends).attend_hits(queries, hits, resident)

@@ -26,9 +26,9 @@ from kvindex.wrappers.base import Wrapper
 class MeasureRecall(Wrapper):
     """Measures the recall of an index: the fraction of the true `k` best rows that it finds.
 
-    The true best rows of each query head are found by exact search. The query heads of a group
-    share `k` rows, so even exact search for the group does not reach a recall of 1. `limit()`
-    returns the recall that it reaches.
+    The true best rows of each query head are found by exact search. A search of the index returns
+    `k` rows for each KV head, which all of its query heads share. So even an exact search per KV
+    head may not reach a recall of 1. `limit()` returns the recall of this exact search.
 
     The wrapper stores a second copy of all rows, in an `exact` index. If the wrapped index is not
     empty, the constructor copies its rows.
@@ -57,7 +57,7 @@ class MeasureRecall(Wrapper):
             self._copy_rows()
 
     def _copy_rows(self) -> None:
-        """Copy the rows of the wrapped index into the exact index.
+        """Copy the keys and values of the wrapped index into the index `exact` for comparison.
 
         Raises TypeError if the wrapped index cannot report which tokens are padding.
         """
@@ -75,10 +75,12 @@ class MeasureRecall(Wrapper):
         return self._found / self._wanted if self._wanted else None
 
     def limit(self) -> float | None:
-        """Return the recall that exact search would have reached with `k` rows per KV head.
+        """Return the recall of an exact search that selects `k` rows per KV head.
 
-        The exact search combines query heads like the wrapped index (`ops.group`). Returns None
-        before the first search.
+        Recall compares with the `k` best rows of each query head. The query heads of a KV head must
+        share `k` rows, so even an exact search per KV head may have a recall below 1. The exact
+        search combines the query heads by the same rule as the wrapped index (`ops.group`). Returns
+        None before the first search.
         """
         return self._reachable / self._wanted if self._wanted else None
 
@@ -100,7 +102,8 @@ class MeasureRecall(Wrapper):
         return hits
 
     def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
-        """Append to the wrapped index and to the exact index."""
+        """Append tokens to the wrapped index, and to the exact index with which its results are
+        compared."""
         self.inner.append(keys, values, valid=valid)
         self._exact.append(keys, values, valid=valid)
 
@@ -130,7 +133,7 @@ class MeasureRecall(Wrapper):
     def truncate(self, length: int) -> None:
         """Truncate the wrapped index and the exact index.
 
-        The counts of the recall do not change.
+        The counts from which the recall is computed do not change.
         """
         self.inner.truncate(length)
         self._exact.truncate(length)
@@ -144,7 +147,10 @@ class MeasureRecall(Wrapper):
         self._exact.reorder(batch_indices)
 
     def reset(self) -> None:
-        """Reset the wrapped index, the exact index and the counts of the recall."""
+        """Remove all tokens from the wrapped index and from the index that searches exactly.
+
+        The counts from which the recall is computed become zero.
+        """
         super().reset()
         self._exact.reset()
         self._found = self._reachable = self._wanted = 0

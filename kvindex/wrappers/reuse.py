@@ -31,23 +31,24 @@ class _Last:
 
 
 class Reuse(Wrapper):
-    """Searches only if the queries differ enough from those of the last token, and else reuses the
-    last hits.
+    """Searches only if the queries differ enough from the queries of the last token. Otherwise it
+    returns the hits of the last search again.
 
-    The queries of token `t` have changed if the cosine of `q_{t-1}` and `q_t`, mean over the query
-    heads, is below `tau`. With a `tau` above 1 every token searches; with a `tau` below -1 only the
-    first token does. Each sequence of a batch is compared separately: one may reuse its hits while
-    another searches. If the queries of any sequence have changed, the wrapper calls `mark_boundary`
-    of the wrapped index, which concerns all sequences.
+    The queries of token `t` have changed if the mean over the query heads of the cosine of
+    `q_{t-1}` and `q_t` is below `tau`. If `tau` is above 1, the wrapper searches for every token.
+    If `tau` is below -1, it searches only for the first token. Each sequence of a batch is compared
+    separately: one may reuse its hits while the wrapper searches for another. If the queries of any
+    sequence have changed, the wrapper calls `mark_boundary` of the wrapped index for all sequences.
 
     Reused hits have the scores and log weights of the query that searched, and contain no tokens
-    appended since then. A slot with a negative id is unused or a cluster's summary, and may
-    stand for something else after an append. So a sequence with such a slot searches again if the
-    index has grown. A call of `truncate`, or a different `k` or `coverage`, also causes a search.
+    that were appended later. A negative id in the hits means that no row was found, or it stands
+    for a row that summarizes a cluster. After an append, this id may stand for something else. So a
+    sequence with a negative id in its hits searches again if the index has grown. A call of
+    `truncate`, or a different `k` or `coverage`, also causes a search.
 
     Args:
         inner: The index to wrap.
-        tau: Cosine below which a token searches. The paper uses 0.7 for Qwen3-8B;
+        tau: Cosine below which the wrapper searches. The paper uses 0.7 for Qwen3-8B;
             `kvindex_adapters.evaluate.reuse_threshold` finds a value for a model.
 
     Attributes:
@@ -80,14 +81,16 @@ class Reuse(Wrapper):
     def rate(self) -> float | None:
         """Return the fraction of `search` calls that searched the wrapped index.
 
-        None before the first call.
+        The other calls returned the hits of an earlier search. The result is None before the first
+        call.
         """
         return self.searches / self.steps if self.steps else None
 
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         """Compare the queries with those of the last token, and pass them to the wrapped index.
 
-        If the queries of one new token have changed, this first calls `mark_boundary`.
+        The queries are compared only if they belong to a single token. If they have changed since
+        the last token, this method first calls `mark_boundary` of the wrapped index.
         """
         g = self.geometry
         shape = {"B": None, "H": g.q_heads, "T": None, "D": g.head_dim}
@@ -133,7 +136,11 @@ class Reuse(Wrapper):
         return last.hits
 
     def truncate(self, length: int) -> None:
-        """Truncate the wrapped index. The next call of `search` then searches."""
+        """Truncate the wrapped index.
+
+        If this removes tokens, the stored result of the last search is discarded, so that the next
+        call of `search` searches the wrapped index.
+        """
         shorter = length < len(self)
         self.inner.truncate(length)
         if shorter:
@@ -144,9 +151,9 @@ class Reuse(Wrapper):
         self.inner.reorder(batch_indices)
         rows, known = batch_indices.to(self.geometry.device), self._before
         if known is not None and int(batch_indices.max()) >= len(known):
-            # Forget the stored queries, whose batch size differs from that of the index. This
+            # The stored queries have another batch size than the index, so discard them. This
             # happens if an empty index received queries of one batch size, and then tokens of
-            # another.
+            # another batch size.
             self._before = self._differs = None
         self._before = None if self._before is None else self._before[rows]
         self._differs = None if self._differs is None else self._differs[rows]
@@ -219,7 +226,14 @@ class Reuse(Wrapper):
 
 
 def similarity(before: Tensor, after: Tensor) -> Tensor:
-    """Return the cosine of unit vectors `[B, H, D]`, as the mean over the heads, float32 `[B]`."""
+    """Return how similar the queries of two tokens are, float32 `[B]`.
+
+    The result is the mean over the query heads of the cosine of the two queries.
+
+    Args:
+        before: Queries of the earlier token, scaled to length 1, `[B, H, D]`.
+        after: Queries of the later token, scaled to length 1, `[B, H, D]`.
+    """
     return (before * after).sum(-1).mean(-1)
 
 

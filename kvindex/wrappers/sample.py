@@ -1,10 +1,10 @@
 """Wrapper that selects the best rows and a random sample of the next best rows.
 
-Attention to only the best `k` rows treats the attention weight of all other rows as zero. This
-wrapper selects the best `k - r` rows and samples `r` rows from the next best rows of the wrapped
-index. A row that is sampled with probability `π` gets the log weight `-log π`. So the numerator and
-denominator of the softmax are unbiased estimates of the sums over all rows that the wrapped index
-returned. docs/decisions/0010 measures the effect on a real model.
+Attention to only the best `k` rows ignores the attention weight of all other rows. This wrapper
+selects the best `k - r` rows, and samples `r` rows from the next best rows that the wrapped index
+returned. A row that is sampled with probability `π` gets the log weight `-log π`. So the numerator
+and denominator of the softmax are unbiased estimates of the sums over all rows that the wrapped
+index returned. docs/decisions/0010 measures the effect on a real model.
 
 Source: Horvitz and Thompson, A Generalization of Sampling Without Replacement (1952).
 """
@@ -37,10 +37,10 @@ POLICIES = ("mean_share", "max_share")
 class Sample(Wrapper):
     """Selects `k` rows, of which a fraction `share` is a random sample.
 
-    The wrapped index returns the best `pool * k` rows. The best `(1 - share) * k` of them are
+    The wrapped index returns the best `pool * k` rows. The best `(1 - share) * k` of these rows are
     always selected, with a log weight of 0. The remaining `share * k` rows are sampled from the
-    others by systematic sampling in the order of token ids. So they are spread over the sequence,
-    and are the same in every run.
+    other rows, by systematic sampling in the order of token ids. So the sample is spread over the
+    sequence, and is the same in every run.
 
     Args:
         inner: The index to wrap. Its hits must not have log weights already.
@@ -70,12 +70,13 @@ class Sample(Wrapper):
 
     def check_coverage(self, coverage: float) -> None:
         """Raise ValueError, because the coverage of sampled rows cannot be estimated."""
-        raise ValueError(f"coverage: got {coverage}, allowed is None if rows are sampled")
+        raise ValueError(f"coverage: got {coverage}, allowed is None, because rows are sampled")
 
     def warm_up(self, *, k: int, tokens: int) -> None:
         """Prepare the wrapped index for searches, so that the first one is fast.
 
-        The wrapped index is prepared for more than `k` rows, because the sample is taken from them.
+        The wrapped index is prepared for searches of more than `k` rows, because this wrapper
+        selects `k` of them.
         """
         g = self.geometry
         super().warm_up(k=self._pool(k, tokens), tokens=tokens)

@@ -1,8 +1,8 @@
 """Sharded: each process stores and searches some of the tokens (sequence parallelism).
 
-Each rank attends to its own rows, and the outputs are merged exactly by their log-sum-exp. So the
-ranks need no common list of rows, and a decode step needs one all-gather. docs/distributed.md lists
-the costs.
+Each process (rank) attends to the rows that it stores, and the outputs are merged exactly by their
+log-sum-exp. So the ranks need no common list of rows, and a decode step needs one all-gather.
+docs/distributed.md lists the costs.
 
 Source: Milakov and Gimelshein, Online Normalizer Calculation for Softmax (2018).
 """
@@ -51,11 +51,11 @@ class Sharded(ShardedTokens):
     """Distributes tokens over the ranks of a process group, `block` tokens to each rank in turn.
 
     Token ids are positions in the whole sequence. All ranks must make the same calls with the same
-    tensors, and get the same results. Only `nbytes`, `placement` and `state_dict` describe the
+    tensors, and they get the same results. Only `nbytes`, `placement` and `state_dict` describe the
     wrapped index of this rank alone. An index that learns parameters learns them from the tokens of
     its rank.
 
-    A search returns `k` rows of all ranks, which it finds in one of three ways:
+    A search selects `k` rows from the tokens of all ranks, in one of three ways:
 
     - If the wrapped index samples rows, each of `W` ranks samples `k / W` rows.
     - Otherwise, if the wrapped index offers `SearchesShard`, the search returns the same rows as a
@@ -65,7 +65,8 @@ class Sharded(ShardedTokens):
 
     Args:
         inner: Empty index for this rank's tokens.
-        block: Number of consecutive tokens that one rank stores before the next rank's turn.
+        block: Number of consecutive tokens that one rank stores. The next rank stores the next
+            `block` tokens.
         rows: Which rows a decode step attends to. "own": each rank attends to `k` rows of its own
             tokens (the best, or a sample), and the outputs are merged. "best": all ranks together
             attend to the `k` rows that `search` returns.
@@ -74,8 +75,8 @@ class Sharded(ShardedTokens):
             if there is no default group.
 
     Raises:
-        ValueError: An option is out of range, `inner` is not empty, or the ranks have different
-            versions, indexes or options. All ranks raise the latter.
+        ValueError: An option is out of range, or `inner` is not empty. All ranks raise the error if
+            their versions, indexes or options differ.
     """
 
     own = frozenset({Attends, CountsTokens, ReportsCoverage})
@@ -99,25 +100,29 @@ class Sharded(ShardedTokens):
         self._ranks.check_same("sharded", self._facts())
 
     def _facts(self) -> dict[str, Any]:
-        """Return versions, index and options, all of which must be equal on all ranks."""
+        """Return what must be equal on all ranks: versions of libraries, index, and options."""
         reports = capability(self.inner, ReportsRecipe)
         index = {"index": class_name(type(self.inner))} if reports is None else reports.recipe()
         versions = {"version": __version__, "torch": str(torch.__version__)}
         return {**versions, **index, "block": self.block, "rows": self.rows}
 
     def _options(self) -> dict[str, Any]:
-        # leave out the process group, because a process that loads the recipe passes its own
+        # leave out the process group, because a process that loads the saved index passes its own
         # process group
         return {**super()._options(), "group": None}
 
     # Search and fetch
 
     def check_coverage(self, coverage: float) -> None:
-        """Raise ValueError, because no rank knows the attention weights of other ranks' rows."""
-        raise ValueError(f"coverage: got {coverage}, allowed is None if tokens are sharded")
+        """Raise ValueError: a sharded index does not support `coverage`.
+
+        To estimate the coverage, a rank would need the attention weights of the rows on all other
+        ranks.
+        """
+        raise ValueError(f"coverage: got {coverage}, allowed is None, because tokens are sharded")
 
     def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
-        """Select `k` rows of all ranks. Every rank returns the same rows.
+        """Select `k` rows from the tokens of all ranks. Every rank returns the same rows.
 
         The search needs one all-gather, or two if the wrapped index offers `SearchesShard`.
 
@@ -134,7 +139,8 @@ class Sharded(ShardedTokens):
             self.check_coverage(coverage)
         check.wanted_rows(k)
         self._check_queries(queries)
-        # a search returns at most two rows per token: its key and value, and a summary
+        # In an index of N tokens, a search returns at most 2 N rows: N rows with the key and value
+        # of one token each, and at most N rows that each summarize several tokens.
         most, queries = min(k, max(2 * self._length, 1)), queries.detach()
         searcher = capability(self.inner, SearchesShard)
         if capability(self.inner, WeighsRows) is not None:
@@ -149,7 +155,11 @@ class Sharded(ShardedTokens):
         return hits if most == k else hits.widened(k)
 
     def _total(self, sums: Tensor) -> Tensor:
-        """Return the log-sum-exp over all ranks, for the argument `total` of `search_shard`."""
+        """Return the log-sum-exp of the logits of the whole sequence.
+
+        `sums` contains the log-sum-exps over the tokens of this rank. All ranks call this method
+        together. It is passed to `search_shard` as the argument `total`.
+        """
         return self._ranks.gather(sums)[0].logsumexp(0)
 
     def _rescored(self, queries: Tensor, k: int) -> Hits:
@@ -272,11 +282,10 @@ class Sharded(ShardedTokens):
         return self._merged(attends.attend(queries, resident, k=k), seen=seen)
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
-        """Attend to given rows.
+        """Attend to the rows that a search has selected, to the sink and to the window.
 
-        Each rank attends to the rows that it stores, and the outputs are merged.
-
-        The merge needs one all-gather. Only rank 0 attends to `resident` (sink and window).
+        Each rank attends to the rows that it stores. Only rank 0 attends to `resident`, the rows of
+        sink and window. One all-gather merges the outputs.
         """
         check.at_least("len(index)", self._length, 1)
         self._check_queries(queries)
@@ -320,8 +329,8 @@ class Sharded(ShardedTokens):
 
         Args:
             own: The attention of this rank.
-            seen: Whether this rank also attends to rows of sink and window. Without these and
-                without rows of the index, this rank does not change the result.
+            seen: Whether this rank has also attended to the sink and the window. If False, heads
+                that found no rows in this rank's index do not change the result.
             take: See `ops.messages.pack`.
             total: See `ops.messages.merge_messages`.
         """
@@ -367,7 +376,7 @@ class Sharded(ShardedTokens):
         return step
 
     def _load_messages(self, found: Tensor) -> None:
-        """Pack and merge a message once, so that the kernels are loaded before the capture."""
+        """Pack and merge a message once. This loads the kernels before a CUDA graph is captured."""
         g, (B, _) = self.geometry, found.shape
         output = torch.zeros((B, g.q_heads, g.value_dim), dtype=g.dtype, device=g.device)
         lse = torch.zeros(output.shape[:2], device=g.device)
@@ -378,10 +387,11 @@ class Sharded(ShardedTokens):
     def captured_step(
         self, queries: Tensor, token: Rows, resident: ResidentRows, *, k: int
     ) -> Attended:
-        """Launch a decode step for a CUDA graph: attend to each rank's own rows, and merge.
+        """Launch the kernels of a decode step, which a CUDA graph can capture.
 
-        The token's key and value are added to `resident` on all ranks, but only rank 0 attends to
-        `resident`. The graph contains one all-gather.
+        The new token attends to the rows (keys and values) of all ranks: each rank attends to its
+        own rows, and one all-gather merges the outputs. The token's key and value are added to
+        `resident` (sink and window) on all ranks, but only rank 0 attends to `resident`.
         """
         step = self._step
         if step is None or step.resident is not resident:
@@ -424,14 +434,16 @@ class Sharded(ShardedTokens):
 class _Step:
     """Inputs and outputs of a decode step in a CUDA graph.
 
-    The graph may be replayed as long as these are the same objects.
+    The graph may be replayed as long as `resident` and `reads` are the same objects.
 
     Attributes:
-        resident: The caller's buffer with the rows of sink and window.
-        own_resident: The buffer to which this rank attends.
+        resident: The caller's buffer with the rows (keys and values) of sink and window.
+        own_resident: `resident` on rank 0. On other ranks, the same rows are hidden, so that only
+            one rank attends to them.
         reads: The object that `prepare_replay` of the wrapped index returned. A different object
             means that the graph would read outdated addresses.
-        found: Counter of the rows that all ranks have found in all steps, int64 `[B, G]`.
+        found: Number of rows that the searches of all ranks have returned in all steps so far,
+            int64 `[B, G]`.
     """
 
     resident: ResidentRows

@@ -60,7 +60,7 @@ class ShardedTokens(Wrapper):
         return True  # so that collectives of two threads never interleave
 
     def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
-        """Append tokens. Each rank stores only its share of them, without communication.
+        """Append tokens. Each rank stores only some of them, without communication.
 
         Args:
             keys: `[B, G, N, D]`.
@@ -101,8 +101,9 @@ class ShardedTokens(Wrapper):
     def observe_queries(self, queries: Tensor, positions: Tensor) -> None:
         """Pass queries to the wrapped index, if it learns from queries.
 
-        The wrapped index numbers only the tokens of this rank. So each position becomes the number
-        of this rank's last token at or before that position.
+        `positions` count the tokens of the whole sequence, but the wrapped index contains only the
+        tokens of this rank. So each position `p` is converted: among the tokens of this rank at
+        positions up to `p`, the last one is found, and its id in the wrapped index is passed.
         """
         if capability(self.inner, ObservesQueries) is not None:
             self.inner.observe_queries(queries, self._shard.to_own_positions(positions))
@@ -126,7 +127,10 @@ class ShardedTokens(Wrapper):
 
     @property
     def valid(self) -> Tensor | None:
-        """Mask bool `[B, N]` of all ranks' tokens: False for padding. None without padding."""
+        """Mask of the tokens of all ranks, bool `[B, N]`: False for padding.
+
+        The result is None if no token is padding.
+        """
         return self._valid.flags
 
     def truncate(self, length: int) -> None:
@@ -160,18 +164,18 @@ class ShardedTokens(Wrapper):
         return {**inner, "codes": inner.get("codes", 0) + self._valid.nbytes()}
 
     def reserve(self, tokens: int) -> None:
-        """Reserve memory for this rank's share of a sequence of `tokens` tokens."""
+        """Reserve memory for this rank's tokens of a sequence of `tokens` tokens."""
         super().reserve(max(self._shard.tokens(check.at_least("tokens", tokens, 1)), 1))
 
     def reserve_ahead(self, tokens: int, *, batch: int) -> None:
-        """Start to pin host memory for this rank's share of a sequence of `tokens` tokens."""
+        """Start to pin host memory for this rank's tokens of a sequence of `tokens` tokens."""
         own = max(self._shard.tokens(check.at_least("tokens", tokens, 1)), 1)
         super().reserve_ahead(own, batch=batch)
 
     def warm_up(self, *, k: int, tokens: int) -> None:
         """Prepare the wrapped index for searches, if it is not empty.
 
-        `tokens` is the length of the whole sequence, of which this rank stores a share.
+        `tokens` is the length of the whole sequence. This rank stores only some of its tokens.
         """
         own = max(self._shard.tokens(check.at_least("tokens", tokens, 1)), 1)
         if len(self.inner):

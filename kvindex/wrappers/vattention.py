@@ -1,4 +1,5 @@
-"""vAttention: select the best rows, and a uniform sample of the other rows to bound the error.
+"""vAttention: select the best rows, and a uniform sample of the other rows. The size of the sample
+is chosen to bound the error of attention.
 
 Of the `n_s` rows that are not among the best, `b` are sampled. Each sampled row has the weight
 `n_s / b`, so that numerator and denominator of the softmax are unbiased.
@@ -28,14 +29,16 @@ PILOT, SAMPLED = range(2)
 class VAttention(Sample):
     """Selects `k` rows: the best ones, and a uniform sample of the others.
 
-    The sample has `b = (Φ⁻¹(1 - δ/2) * n_s * σ / (ε * D))²` rows, but at most `share * k`:
+    The sample is large enough that the relative error of the softmax's denominator is above ε only
+    with probability δ (by the central limit theorem). It has
+    `b = (Φ⁻¹(1 - δ/2) * n_s * σ / (ε * D))²` rows, but at most `share * k`. In this formula:
 
     - `n_s` is the number of rows that are not among the best.
-    - `D` is the denominator of the softmax. By the central limit theorem, its relative error is
-      above ε with probability δ.
+    - `D` is the denominator of the softmax.
     - σ is the standard deviation of the terms `exp(logit)` of the `n_s` rows.
-    - A pilot sample of `base_rate * n_s` rows estimates `D` and σ. The final sample is at least
-      as large as the pilot sample.
+
+    A pilot sample of `base_rate * n_s` rows estimates `D` and σ. The final sample is at least as
+    large as the pilot sample.
 
     Differences from the paper:
 
@@ -97,13 +100,17 @@ class VAttention(Sample):
         return _in_order(torch.cat([best, sampled], -1), weights)
 
     def _wanted(self, logits: Tensor, ids: Tensor, rest: Tensor, sure: int) -> Tensor:
-        """Return the sample size that bounds the error by ε and δ, int64 `[B, G, 1]`.
+        """Return how many rows must be sampled, int64 `[B, G, 1]`.
+
+        With this number of rows, the relative error of the softmax's denominator exceeds the option
+        `epsilon` with a probability of at most the option `delta`.
 
         Args:
             logits: Scores of all rows, best first, `[B, G, P]`.
             ids: Token ids of the rows, int64 `[B, G, P]`.
-            rest: Bool `[B, G, P]`, True for the rows that are not among the best.
-            sure: Number of best rows, which are always selected.
+            rest: Bool `[B, G, P]`, True for the rows that may be sampled: those that are not
+                among the `sure` best rows.
+            sure: Number of best rows, which are always selected without sampling.
         """
         left = rest.sum(-1, keepdim=True)
         count = (self.base_rate * left).long().clamp_min(2)  # a standard deviation needs two rows
@@ -127,7 +134,8 @@ class VAttention(Sample):
     def _noise(self, ids: Tensor, use: int) -> Tensor:
         """Return a random number, float32, for each of the token ids `[B, G, P]`.
 
-        `use` is the purpose, `PILOT` or `SAMPLED`. Each purpose has its own random numbers.
+        A search takes two samples, each with its own random numbers. `use` says for which of them
+        the numbers are: `PILOT` or `SAMPLED`.
         """
         counts, places = self._places(ids)
         heads = torch.arange(ids.shape[1], device=ids.device)[:, None]
