@@ -115,7 +115,10 @@ def accelerate(
 
 
 def refusal(geometry: Geometry, config: object) -> str:
-    """Return why `accelerate` returns None for this index, or "none" if it returns an executor."""
+    """Return the reason why the CUDA kernels do not support an index, or "none" if they do.
+
+    If there is a reason, `accelerate` returns None for the index instead of an executor.
+    """
     if not isinstance(config, ParisKVConfig):
         return f"config: got {type(config).__name__}, allowed is ParisKVConfig"
     return dispatch.refusal(config, geometry) or "none"
