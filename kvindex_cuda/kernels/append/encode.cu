@@ -4,9 +4,9 @@
 // Reference: kvindex/pariskv/encoding.py, kvindex/ops/transform.py and kvindex/ops/codes.py with block = D.
 // Layout of the codes: kvindex/pariskv/block_layout.py.
 //
-// A segment is the 256 tokens of one block in one KV head. A thread block takes one segment after another from
-// a global counter, because multiprocessors differ in speed. Each of its 8 warps encodes 32 keys. The codes of
-// a segment depend only on the keys of that segment.
+// A segment is the 256 tokens of one block in one KV head. A thread block takes the number of its next segment
+// from a global counter, because multiprocessors differ in speed. Each of its 8 warps encodes 32 keys. The
+// codes of a segment depend only on the keys of that segment.
 //
 // If the keys of a segment fit into shared memory (STAGED), they are copied asynchronously while the preceding
 // segment is encoded. Tensor cores then add up the keys for the center, by a product with a matrix of ones.
@@ -44,8 +44,8 @@ constexpr int HALF = 8, GROUP = 32;                   // keys encoded together; 
 constexpr int TILES = (M + 7) / 8;                    // tiles of 8 · 8 coordinates
 constexpr int STEPS = 65536 / OCTAVES;                // steps of a log weight per octave
 
-// Load 8 coordinates of a key from global memory. LAST: no later load needs these coordinates, so load them
-// with the evict-first policy.
+// Load 8 coordinates of a key from global memory. If LAST is true, no later load needs these coordinates, so
+// they are loaded with the evict-first policy.
 template <bool LAST>
 __device__ __forceinline__ void load(u32 (&words)[BYTE_WORDS], const char* at) {
 #if WIDE
@@ -77,8 +77,8 @@ __device__ __forceinline__ void of_stage(u32 (&words)[BYTE_WORDS], int r, Shared
     words[4 * r + 2] = all.z, words[4 * r + 3] = all.w;
 }
 
-// A segment: 256 tokens of one KV head, encoded by one thread block. This struct is in shared memory to save
-// registers.
+// A segment: the 256 tokens of one block of codes in one KV head, which one thread block encodes. This struct
+// is in shared memory to save registers.
 enum { NONE, SOME, WHOLE };
 struct Segment {
     const char* keys;  // address of the segment's first key
@@ -91,15 +91,15 @@ struct Segment {
     u8 state;          // NONE: there is no such segment; WHOLE: it has all 256 keys and no valid flags; else SOME
 };
 
-// Shared-memory swizzle: return the position at which 16-byte chunk number `chunk` of a key is stored. It
-// avoids bank conflicts when lanes read the same chunk of two or four neighboring keys.
+// Shared-memory swizzle: return the position at which 16-byte chunk number `chunk` of a key is stored. The
+// swizzle avoids bank conflicts when lanes read the same chunk of two or four neighboring keys.
 __device__ constexpr u32 placed(u32 chunk, u32 key) {
     return chunk ^ (CHUNKS == 1 ? key % 2 * 4 + (key & 2) : key % 2 + (key & 2) * 2);
 }
 
-// Add up the 32 keys of a warp with tensor cores: sums[d] becomes the sum of coordinate d, for d < 32 C.
-// Each product adds up four keys, because the right matrix has a 1 at the same coordinate of all four. The sums
-// are float32.
+// Add up the 32 keys of a warp with tensor cores, in float32. sums[d] becomes the sum of coordinate d over the
+// keys, for d < 32 * C. Each matrix product adds up four keys: it multiplies their coordinates by a matrix of
+// zeros and ones. Each column of this matrix adds up one coordinate: it has ones at this coordinate of each key.
 //   read(words, i, tile): loads coordinates 8 c to 8 c + 7 of key i + lane % 4, where c = 8 tile + lane / 4, or
 //     zeros if the key is not valid.
 template <class Read>
@@ -136,8 +136,8 @@ __device__ __forceinline__ void add_up(float* sums, const Read& read) {
 // ‖y‖² is at most (2^49 D)², which is below this limit.
 constexpr float TOO_LONG = 1.3e36f;
 
-// Return the mean of coordinate d over the n valid keys of a segment. sums[w][d] is the sum over the keys of
-// warp w.
+// Return the mean of coordinate d over the n valid keys of a segment. sums[w][d] is the sum of this coordinate
+// over the keys of warp w.
 __device__ __forceinline__ u16 mean_of(const float (&sums)[WARPS][C * 32], int d, int n) {
     double total = 0;
     for (int w = 0; w < WARPS; w++) total += sums[w][d];
@@ -152,9 +152,10 @@ struct Arguments {
     const i64* codes;     // [B, row]: addresses of blocks of codes; the record of KV head g begins at g · head_bytes
     const uint4* flips;   // [C, 4]: sign bits of the rotation's random signs s
     const float* hartley; // [ORDER, ORDER]: the rotation's Hartley matrix
-    // Tables that map |u|, a coordinate of a normalized key, to a magnitude level. The range of |u| is divided
-    // into CELLS cells; a cell contains at most one boundary between two levels. In this order:
-    //   [CELLS]: the boundary in each cell, scaled to cells, or +inf.
+    // Tables that map |u|, the absolute value of a normalized key's coordinate, to a magnitude level. The range
+    // of |u| is divided into CELLS cells; each cell contains at most one boundary between two levels. The
+    // tables follow each other in this order:
+    //   [CELLS]: the boundary in each cell, divided by the upper end of the range; +inf if a cell has none.
     //   [CELLS, 2]: indices of the levels below and above the boundary.
     //   [LEVELS]: the magnitude levels, rounded to float16 if BITS is at most 3.
     const float* tables;
@@ -196,7 +197,8 @@ encode(const __grid_constant__ Arguments args) {
 #else
     u32 units = u32(args.blocks * args.kv_heads * args.batches);
 #endif
-    // One thread looks up the address of each segment two segments ahead, to hide the latency of the read.
+    // One thread looks up the address of each segment in memory. It does so while the segment two places before
+    // is being encoded, to hide the latency of this lookup.
     auto plan = [&](u32 unit, Segment& found) {
         found.unit = unit, found.to = 0, found.state = NONE;
         if (unit >= units) return;
@@ -220,9 +222,9 @@ encode(const __grid_constant__ Arguments args) {
         found.state = !args.valid && found.to == TOKENS ? WHOLE : SOME;
 #endif
     };
-    // Start copying eight keys of a segment, 8 half to 8 half + 7, to shared memory. Keys that are missing or
-    // not valid become zeros. `piece` points to the first 16 bytes that this lane copies, and is advanced by 8
-    // keys.
+    // Start copying eight keys of a segment to shared memory: keys number 8 · `half` to 8 · `half` + 7. Keys that are
+    // missing or not valid become zeros. `piece` points to the first 16 bytes that this lane copies, and is
+    // advanced by 8 keys.
     constexpr int PADDED = ROW / 16;    // 16-byte parts per key
     constexpr int ROWS = 32 / PADDED;   // keys that a warp copies per instruction
     u32 place = placed(lane % PADDED, lane / PADDED);
@@ -298,7 +300,7 @@ encode(const __grid_constant__ Arguments args) {
                     if (id < own.to && (!args.valid || own.flags[id])) read(words, i, tile);
                 });
         }
-        // After this barrier, the preceding segment is encoded, and the sums of this segment are complete.
+        // Wait until all warps have encoded the preceding segment and have added up the keys of this segment.
         bool real = CENTERED && threadIdx.x < own.to && (!args.valid || own.flags[threadIdx.x]);
         int n = __syncthreads_count(real);
         u32 unit = ~0u;  // no further segment
@@ -307,8 +309,9 @@ encode(const __grid_constant__ Arguments args) {
         for (int c = warp; CENTERED && c < C; c += WARPS) {
             int d = c * 32 + lane;
             u16 x = mean_of(sums, d, n);
-            // Check the center for NaN and for values that are too large. The check of ‖y‖² below cannot find them
-            // in a block with a single key, because the difference of this key from the center is 0.
+            // Check the center of the block for NaN and for values that are too large. The check of the keys
+            // below is not enough: it sees only the differences between keys and center, and in a block with a
+            // single key, this difference is 0.
             if (args.wrong && fabsf(from_bfloat16(x)) > float(LARGEST)) *args.wrong = 1;
             means[d] = x;
             if (d < D) reinterpret_cast<u16*>(own.block + own.head + args.center)[d] = x;
@@ -331,7 +334,8 @@ encode(const __grid_constant__ Arguments args) {
         }
 
         u32 raw[C][BYTE_WORDS];
-        // The shuffle stops the compiler from recomputing this address at every use.
+        // `__shfl_sync` returns each lane its own value here. It only keeps the compiler from computing `first` again
+        // at every use.
         const char* first = own.keys + t * 8 * BYTES;
         first = reinterpret_cast<const char*>(__shfl_sync(ALL, reinterpret_cast<u64>(first), lane));
         if (!STAGED) to = __shfl_sync(ALL, to, lane);
@@ -404,8 +408,8 @@ encode(const __grid_constant__ Arguments args) {
             for (int i = 0; i < C * 8; i++)
                 squares = fmaf(y[i / 8][i / 4 % 2][i % 4], y[i / 8][i / 4 % 2][i % 4], squares);
             squares = quad_sum(squares);
-            // If ‖y‖² might overflow or underflow float32, scale y by a power of two so that its largest
-            // coordinate is near 1.
+            // If the squared norm ‖y‖² of a rotated key might overflow or underflow float32, scale y by a power
+            // of two so that its largest coordinate is near 1.
             bool far = !(squares > 1e-24f && squares < 1e30f);
             if (__any_sync(ALL, far)) {
                 // padding is zero here, so it does not count
@@ -461,7 +465,7 @@ encode(const __grid_constant__ Arguments args) {
             if (half % 4 == t) mine = weight;
             if (half % 4 < 3 && (half + 1) * HALF < to) continue;
 
-            // Write the weights of up to 32 keys, one per lane.
+            // Write the weights of up to 32 keys, one per lane of the warp.
             u32 id = half / 4 * GROUP + t * HALF + lane / 4;
             if (id < to) {
                 int code = 0;

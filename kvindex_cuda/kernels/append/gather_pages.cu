@@ -23,7 +23,7 @@ struct Arguments {
     i64 key_token, key_head, value_token, value_head;  // strides
 };
 
-// The sizes `key` and `pieces` and all strides count units of 16 bytes. A sequence has fewer than 2^31 such
+// The arguments `key` and `pieces` and all strides count units of 16 bytes. A sequence has fewer than 2^31 such
 // units.
 extern "C" __global__ void __launch_bounds__(THREADS)
 gather_pages(const __grid_constant__ Arguments args) {

@@ -9,8 +9,8 @@
 // If `segments` is not null, the kernel also writes the number of each segment and increments `clock`, for a
 // row cache that all sequences share (common/row_cache.cuh).
 //
-// Grid: (any, R + 1, L) for R sequences and L layers, THREADS threads. Grid row R lists the filled segments,
-// with a single thread block.
+// Grid: (any, R + 1, L) for R sequences and L layers, THREADS threads. Of the second dimension, the last index
+// (R) lists the filled segments, with a single thread block.
 // Reads 4 bytes per page of a sequence, and 256 bytes per searched segment, layer and KV head; writes 16 bytes
 // per segment and layer.
 // Limited by latency, and with many tokens by memory.
@@ -42,7 +42,8 @@ struct Arguments {
     i64 sink, window, dense_below;
 };
 
-// List the segments whose last token is written in this step, in any order.
+// Find the segments that become full in this step, and write their numbers to the list `due`, in any order. A
+// segment is a block of 256 tokens that are encoded together. It becomes full when its last token is written.
 __device__ __forceinline__ void find_due(const Arguments& args) {
     __shared__ int found;
     if (threadIdx.x == 0) found = 0;
@@ -89,7 +90,8 @@ read_pages(const __grid_constant__ Arguments args) {
         args.codes[place * args.row + s] = codes + page * args.codes_page + part * args.codes_part;
         args.rows[place * args.row + s] = rows + page * args.rows_page + part * args.rows_part;
     }
-    // Find the largest weight byte of each record.
+    // For each segment and KV head, find the largest weight byte of its 256 keys. (A weight byte is the upper byte
+    // of a key's 16-bit log weight.) A record contains the codes of these keys.
     i64 records = searched * args.kv_heads;
     int lane = threadIdx.x % LANES;
 #pragma unroll 4
@@ -100,7 +102,7 @@ read_pages(const __grid_constant__ Arguments args) {
         u32 largest = 0;
 #pragma unroll
         for (int j = 0; j < 16; j++) largest = max(largest, (&bytes.x)[j / 4] >> j % 4 * 8 & 255);
-        // positive floats compare like their bit patterns, so an integer maximum is correct
+        // Positive floats compare like their bit patterns, so an integer maximum is correct.
         int scale = __float_as_uint(scale_of(int(largest)));
         int* all = reinterpret_cast<int*>(args.weight_scale + place * args.kv_heads + g);
         if (__ldcg(all) < scale) atomicMax(all, scale);

@@ -15,8 +15,9 @@ constexpr int PIECES = TOKENS / 16;  // 16-byte parts of a block's weights
 constexpr int DONE = 1 << 16;
 
 struct Arguments {
-    // [B, row, 8]: one bit per token, 1 if the token is valid. In blocks `first` to `last` - 1, the kernel sets
-    // the bits of tokens below `tokens` to 1 and all other bits to 0. Null: no bits change.
+    // [B, row, 8]: one bit per token, 1 if the token is valid; 8 words of 32 bits for each block of 256 tokens.
+    // In blocks `first` to `last` - 1, the kernel sets the bits of the first `tokens` tokens of the sequence to 1
+    // and all other bits to 0. If the pointer is null, no bits change.
     u32* valid;
     i64* length;               // [1]: set to `tokens`
     int* counted;              // [B]: set to `count`, or null: unchanged
@@ -30,8 +31,9 @@ struct Arguments {
     i64 kv_heads, head_bytes, weights, codes_from;
 };
 
-// Return the largest of 16 weight bytes, ignoring keys whose number in the block is `left` or more. The bytes
-// are in the order of block_layout.places.
+// Return the largest of 16 weight bytes, which are the upper bytes of the 16-bit log weights of 16 keys. Only
+// the first `left` keys of a block count; the others are ignored. The bytes are in the order of
+// block_layout.places.
 __device__ __forceinline__ int largest_of(const uint4& bytes, int piece, i64 left) {
     int largest = 0;
 #pragma unroll
@@ -42,10 +44,13 @@ __device__ __forceinline__ int largest_of(const uint4& bytes, int piece, i64 lef
     return largest;
 }
 
-// Compute the scale of the log weights of one KV head, with all thread blocks in a column of the grid. While
-// the kernel runs, largest[bg] packs a counter and two maxima:
-//     DONE · (finished thread blocks) + 256 · (largest byte in the partly filled block) + (largest byte in full blocks)
-// The thread block that finishes last computes the scale and keeps only the maximum over full blocks.
+// Compute the scale of the log weights of one KV head. All thread blocks with the same blockIdx.y work on one
+// KV head, with the number bg. While the kernel runs, one integer, largest[bg], is the sum of a counter and two
+// maxima:
+//   DONE · (number of finished thread blocks)
+//   + 256 · (largest weight byte in the partly filled block)
+//   + (largest weight byte in full blocks)
+// The thread block that finishes last computes the scale and stores only the maximum over full blocks.
 __device__ __forceinline__ void find_scale(const Arguments& args) {
     __shared__ int of_full, of_open;
     if (threadIdx.x == 0) of_full = of_open = 0;

@@ -1,6 +1,7 @@
 // Write the keys and values of new tokens into an inference engine's pages, which may be in pinned host memory.
-// Each token has a slot number, which says where its rows go (one row, key and value, per KV head). If there is
-// a row cache in device memory, remove the rows that it has for these slots (common/row_cache.cuh).
+// A token has one row (key and value) per KV head, and its slot number determines where the rows are written. If
+// there is a row cache in device memory, it may contain older rows of the same slots. They are removed from it
+// (common/row_cache.cuh).
 //
 // Neighboring threads write neighboring 16-byte chunks of a row, then of the next KV head's row.
 //
@@ -22,8 +23,8 @@ struct Arguments {
     i64 cached;
 };
 
-// `width`, `pieces` and the strides of keys and values count units of 16 bytes. The copy has fewer than 2^31
-// units.
+// The arguments `width` and `pieces`, and the strides of keys and values, count units of 16 bytes. All rows to
+// copy have fewer than 2^31 such units.
 extern "C" __global__ void __launch_bounds__(THREADS)
 write_pages(const __grid_constant__ Arguments args) {
     u32 heads = u32(args.kv_heads), pieces = u32(args.pieces), total = u32(args.count) * heads * pieces;

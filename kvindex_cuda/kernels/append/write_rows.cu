@@ -1,6 +1,6 @@
 // Write the rows (keys and values) of consecutive tokens into an index's blocks of rows, in device memory or in
-// pinned host memory. Small appends use this kernel instead of copies on a separate stream, which would need
-// events.
+// pinned host memory. Small appends use this kernel. Larger ones use copies on a separate stream, which must be
+// synchronized with events.
 //
 // Neighboring threads write neighboring 16-byte chunks of a row, then of the next row.
 //
@@ -20,7 +20,8 @@ struct Arguments {
     i64 one_batch, one_head, one_token, other_batch, other_head, other_token;  // strides
 };
 
-// `width`, `pieces` and all strides count units of 16 bytes.
+// The arguments `width` (length of a row's first part), `pieces` (length of a whole row) and all strides count
+// units of 16 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS)
 write_rows(const __grid_constant__ Arguments args) {
     const uint4* __restrict__ one = args.one;
