@@ -1,6 +1,6 @@
-// Attention weights of the candidates of a search: find out which entries are candidates, compute logits, and
-// add up the exponentials of the logits for the softmax. Used by rerank.cu, rerank_blocks.cu, select_rows.cu,
-// and the kernels for latents.
+// Functions for the attention weights of a search's candidates: find out which entries of the list are
+// candidates, compute their logits, and add up the exponentials of the logits for the softmax. Used by
+// rerank.cu, rerank_blocks.cu, select_rows.cu, and the kernels for latents.
 // Compile-time constants: GROUP (query heads of a group), SOFTCAP (1: logits are capped).
 #pragma once
 #include "common/common.cuh"
@@ -8,12 +8,12 @@
 constexpr int FRACTION_BITS = 28;     // fraction bits in a bucket's first octave; a bucket has room for 2^19 addends
 constexpr float LOG2E = 1.4426950408889634f;
 
-// Finds out which keys are candidates, that is, among the C keys with the highest votes. `bin` is the histogram
-// bin of the key with the C-th highest vote. Keys in higher bins are candidates; keys in the same bin still
-// have to be compared with each other.
+// Finds out which keys are candidates, that is, among the C keys with the highest approximate scores (votes).
+// `bin` is the histogram bin of the key with the C-th highest vote. Keys in higher bins are candidates. Keys in
+// this bin still have to be compared with each other.
 struct Cutoff {
     int base, shift, bin;
-    __device__ __forceinline__ int side(u64 entry) const {  // 1: candidate, 0: in the cut's bin, −1: not a candidate
+    __device__ __forceinline__ int side(u64 entry) const {  // 1: candidate, 0: in bin number `bin`, −1: no candidate
         int mine = bin_of(vote_of(entry), base, shift);
         return (mine > bin) - (mine < bin);
     }
@@ -27,10 +27,10 @@ __device__ __forceinline__ float capped(float estimate, float scale, float softc
     return logit;
 }
 
-// Computes Σ exp(logit) with integer additions, so that the result does not depend on their order. A bucket is
-// the partial sum over all logits in one range of 16 octaves (a factor of 2^16 of the exponential). Each lane
-// has two buckets in registers, the even-numbered one and the odd-numbered one that it used last. All other
-// buckets are in memory.
+// Computes Σ exp(logit) with integer additions, so that the result does not depend on their order. The
+// exponentials differ by many orders of magnitude. So each range of 16 octaves (a factor of 2^16) has a partial
+// sum of its own, called a bucket. Each lane has two buckets in registers: the even-numbered bucket that it used
+// last, and the odd-numbered bucket that it used last. All other buckets are in memory.
 struct Exponentials {
     int even = -1, odd = -1;  // numbers of the buckets
     u64 even_sum = 0, odd_sum = 0;
@@ -56,9 +56,11 @@ struct Exponentials {
         if (odd >= 0) atomicAdd(memory + odd, odd_sum);
     }
 
-    // Add the buckets in the registers of a warp to memory. Lanes with equal lane % FIRST belong to the same
-    // head: they first add up their highest bucket with shuffles, to save atomic additions. All lanes of the
-    // warp call this function.
+    // Each lane of a warp has partial sums in registers, and the number of the bucket that each sum belongs to.
+    // Add these sums to the buckets in memory. Lanes with equal lane % FIRST belong to the same head. The
+    // sums for the highest bucket number of a head are first added up with shuffles, and then added to memory by
+    // one atomic addition. Every other sum is added by an atomic addition of its own. All lanes of the warp must
+    // call this function.
     template <int FIRST>
     __device__ __forceinline__ void flush(u64* memory) {
         flush<FIRST>(memory, even, even_sum);

@@ -1,11 +1,12 @@
-// Compute votes of keys with 8-bit tensor core products: sign bits b of 16 keys, as bytes of 0 or 1, times the
-// rounded queries r of 8 heads. The product Σ r s with the signs s = ±1 follows from Σ r s = 2 Σ r b − Σ r.
-// Used by prepare_latents.cu, sample_latents.cu and vote_latents.cu. Reference: kvindex/pariskv/sign_votes.py.
+// Compute the approximate scores (votes) of keys with 8-bit tensor core products. A product multiplies sign
+// bits b of 16 keys, as bytes of 0 or 1, by the rounded queries r of 8 heads. The product with the signs s = ±1
+// follows from Σ r s = 2 Σ r b − Σ r. Used by prepare_latents.cu, sample_latents.cu and vote_latents.cu.
+// Reference: kvindex/pariskv/sign_votes.py.
 //
-// In memory, rounded queries are divided into slices of 16 coordinates, and a slice has these coordinates of
-// all heads (the layout of warpgroup.cuh). Of every 32 coordinates, the even ones are in one slice and the odd
-// ones in the next. With this order, one shift and one mask turn four sign bits of a key, 8 bits apart, into
-// four bytes.
+// In shared memory, rounded queries are divided into slices of 16 coordinates. A slice contains these
+// coordinates of all heads (the layout of warpgroup.cuh). Of every 32 coordinates, the even ones are in one
+// slice and the odd ones in the next. With this order, one shift and one mask turn four sign bits of a key, 8
+// bits apart, into four bytes.
 // Compile-time constants: D, GROUP (heads of a tile), TILES, SAMPLING (1: candidates are sampled), and those of
 // votes.cuh.
 #pragma once
@@ -16,7 +17,8 @@ constexpr int HEADS = TILES * GROUP, COLUMNS_OF = (HEADS + 15) / 16 * 16;
 constexpr int PIECE = COLUMNS_OF * 16;  // bytes of one part (16 coordinates) of all rounded queries
 constexpr int WIDTH = WORDS * 32;       // bytes of one rounded query
 
-// Return the byte offset of coordinate 32 w + lane of the first head in the array of rounded queries.
+// Return the byte offset of one coordinate in the array of rounded queries: coordinate number 32 w + lane of
+// the first query head.
 __device__ __forceinline__ int byte_of(int w, int lane) {
     return (2 * w + lane % 2) * PIECE + lane / 2 % 4 * 4 + lane / 8;
 }
@@ -29,8 +31,8 @@ typedef int Vote;
 #define NO_VOTE LEAST
 #endif
 
-// Sign bits of 16 · HALVES keys, as left matrices of tensor core products with 16 keys each. In matrix `half`,
-// lane l has sign bits of keys 16 half + l / 4 and 16 half + l / 4 + 8.
+// Sign bits of 16 · HALVES keys, as the left-hand matrices of tensor core products with 16 keys each. In matrix
+// number `half`, lane l has sign bits of keys 16 half + l / 4 and 16 half + l / 4 + 8.
 template <int HALVES>
 struct Keys {
     u32 words[HALVES][WORDS][4];
@@ -51,12 +53,16 @@ __device__ __forceinline__ void load(Keys<HALVES>& keys, const char* signs) {
             }
 }
 
-// Convert products to votes, and update `best`, each key's maximum vote over the heads.
-//   dots: Σ r b for the lane's keys and two heads, numbers 2 (lane % 4) and 2 (lane % 4) + 1 of 8.
-//   factor: factor of each key, from its weight.
-//   sum: Σ r of each of the two heads.
-//   offset: product of each query with the center of the keys, in the unit of votes.
-//   scale: factor and offset that convert votes of each head to a common scale (Sampling in votes.cuh).
+// Convert tensor core products to votes (approximate scores of keys), and update `best`, the maximum vote of
+// each key over the heads. Of 8 query heads, a lane processes two: numbers 2 (lane % 4) and 2 (lane % 4) + 1.
+//   dots: Σ r b over the coordinates for each of the lane's keys and heads, where r are the integer coordinates
+//     of the rounded query and b are the sign bits of the key.
+//   factor: integer by which the votes of each key are multiplied; it is computed from the key's weight.
+//   sum: Σ r over the coordinates, for each of the two heads.
+//   offset: for each of the two heads, the product of the query with the center of the keys, in the unit of
+//     votes.
+//   scale: a factor and an offset per head that convert votes to a scale that all heads share (Sampling in
+//     votes.cuh).
 template <int HALVES>
 __device__ __forceinline__ void vote(Vote (&best)[2 * HALVES], const int (&dots)[HALVES][4], const int (&factor)[2 * HALVES],
                                      int2 sum, int2 offset, float4 scale) {
@@ -72,13 +78,14 @@ __device__ __forceinline__ void vote(Vote (&best)[2 * HALVES], const int (&dots)
     }
 }
 
-// Convert the product of a query and a center to an integer in the unit of votes.
+// Convert the product of a query and a block center to an integer in the unit of votes (approximate scores).
 __device__ __forceinline__ int offset_of(float product, float units) {
     return __float2int_rn(fminf(fmaxf(product * units, -1073741824.0f), 1073741824.0f));
 }
 
-// Four neighboring lanes have votes of the same keys, for different heads. Compute the maximum of each key over
-// the four lanes, and return that of key number lane % 4.
+// Four neighboring lanes have votes (approximate scores) of the same four keys, each lane for different query
+// heads. Compute the maximum vote of each key over the four lanes. Each lane returns the maximum for one of the
+// keys, number lane % 4.
 template <int KEYS>
 __device__ __forceinline__ Vote best_of(Vote (&best)[KEYS]) {
     Vote mine = NO_VOTE;

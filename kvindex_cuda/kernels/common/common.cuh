@@ -43,7 +43,7 @@ __device__ __forceinline__ float from_float16(u16 bits) {
 #endif
 }
 
-// Convert two packed float16 numbers. `.x` is the number in the lower 16 bits.
+// Convert two packed float16 numbers to float32. `.x` is the number in the lower 16 bits.
 __device__ __forceinline__ float2 from_float16s(u32 pair) {
 #ifdef EMULATED
     return {from_float16(u16(pair)), from_float16(u16(pair >> 16))};
@@ -247,8 +247,8 @@ __device__ __forceinline__ void load_rows(u32 (&words)[4], Shared place) {
 
 // Asynchronous bulk copies to shared memory (cp.async.bulk, from compute capability 9.0; on older GPUs the
 // copies are synchronous). Call `expect` with the number of bytes, then `copy`, then `wait`, which returns when
-// all these bytes have arrived. The n-th wait on a barrier (n = 0, 1, …) has parity n % 2. Addresses and sizes
-// are multiples of 16. Each warp uses barriers of its own.
+// all these bytes have arrived. For the n-th wait on a barrier (n = 0, 1, …), pass the parity n % 2. Addresses
+// and sizes are multiples of 16. Each warp uses barriers of its own.
 #if defined(EMULATED) || __CUDA_ARCH__ >= 900
 #define ASYNCHRONOUS 1
 #else
@@ -268,8 +268,8 @@ __device__ __forceinline__ void expect(Shared barrier, u32 bytes) {  // called b
                  : "memory");
 #endif
 }
-// Start a copy, with the L2 policy evict_first (the hexadecimal constant, which is also in CUTLASS). All lanes
-// of a warp call this function.
+// Start an asynchronous bulk copy to shared memory. The hexadecimal constant selects the L2 policy evict_first
+// (CUTLASS has the same constant). All lanes of a warp call this function.
 __device__ __forceinline__ void copy(Shared to, const void* from, u32 bytes, Shared barrier) {
 #ifdef EMULATED
     auto pointer = [](Shared place) { return reinterpret_cast<void*>(place); };
@@ -301,9 +301,9 @@ __device__ __forceinline__ void wait(Shared barrier, u32 parity) {  // called by
 #endif
 }
 
-// Asynchronous copies of one thread to shared memory (cp.async), of 4, 8 or 16 bytes. Addresses are multiples
-// of that size. If `in` is false, zeros are written instead. `async_wait` returns when all copies of this
-// thread have arrived.
+// Copy SIZE bytes (4, 8 or 16) from global to shared memory, asynchronously (cp.async). Both addresses must be
+// multiples of SIZE. If `in` is false, zeros are written instead. `async_wait` returns when all asynchronous
+// copies of the calling thread have arrived.
 template <int SIZE>
 __device__ __forceinline__ void copy_async(Shared to, const void* from) {
 #ifdef EMULATED
@@ -334,8 +334,9 @@ __device__ __forceinline__ void async_wait() {
 #endif
 }
 
-// Commit and wait for groups of cp.async copies. A group is the copies that this thread has started since its
-// previous `async_commit`. `async_wait_but<COUNT>` waits for all groups except the last COUNT.
+// Commit groups of cp.async copies, and wait for them. A group is the set of copies that this thread has
+// started since its previous `async_commit`. `async_wait_but<COUNT>` waits for all groups except the last
+// COUNT.
 __device__ __forceinline__ void async_commit() {
 #ifdef EMULATED
     emulated_async_commit();
@@ -367,13 +368,14 @@ __device__ __forceinline__ void to_l2(const void* address, u32 bytes) {
 #endif
 }
 
-// Return the histogram bin of a vote: (vote - base) / 2^shift, clamped to 0 … BINS - 1.
+// Return the histogram bin of a vote (approximate score of a key): (vote - base) / 2^shift, clamped to 0 … BINS
+// - 1.
 __device__ __forceinline__ int bin_of(int vote, int base, int shift) {
     return vote < base ? 0 : int(min((u32(vote) - u32(base)) >> shift, u32(BINS - 1)));
 }
 
-// Pack a vote and a token id into a 64-bit integer, an "entry". Entries are ordered by vote; of equal votes,
-// the entry with the lower token id is larger.
+// Pack the vote (approximate score) and the token id of a key into a 64-bit integer, an "entry". Entries are
+// ordered by vote; of equal votes, the entry with the lower token id is larger.
 __device__ __forceinline__ u64 entry_of(int vote, int id) {
     return u64(u32(vote) ^ 0x80000000u) << 32 | ~u32(id);
 }
@@ -420,10 +422,10 @@ __device__ __forceinline__ void let_next_begin() {
 #endif
 }
 
-// Count the thread blocks that have finished; return true in the last of `blocks`, which can then combine the
-// results of all. `ticket` is the counter, 0 before the first call. All threads of a thread block call this
-// function. Writes of the other thread blocks before their calls are visible to the last one, because thread 0
-// performs an atomic release and acquire between barriers.
+// Count the thread blocks that have finished. Return true in the last of the `blocks` thread blocks, so that it
+// can combine the results of all thread blocks. `ticket` is the counter in global memory, 0 before the first
+// call. All threads of a thread block call this function. The last thread block sees what other thread blocks
+// wrote before their calls, because thread 0 performs an atomic release and acquire between barriers.
 static __device__ bool last_block(int* ticket, int blocks) {
     __shared__ int mine;
     __syncthreads();
@@ -440,17 +442,19 @@ static __device__ bool last_block(int* ticket, int blocks) {
     return last;
 }
 
-// Wait for the data of one group of heads instead of the end of the whole previous kernel. The previous kernel
-// calls `signal` when a thread block or warp has finished its work for a group; `await` returns after
-// `signalers` of these calls. All writes before `signal` are then visible.
+// With `signal` and `await`, a kernel can wait until the previous kernel has finished its work for one group of
+// query heads, instead of waiting for the end of the whole kernel. The previous kernel calls `signal` when a
+// thread block or warp has finished its work for a group. `await` returns after `signalers` calls of `signal`.
+// All writes before `signal` are then visible.
 //
 // This cannot deadlock, because a kernel starts only when all thread blocks of the previous kernel are running.
 // A kernel that uses `await` may call `let_next_begin` at its beginning: prepare_query.cu and earlier kernels
-// have ended by then, because the scan waits for them. Each kernel still calls `after_previous` before it ends,
+// have ended by then, because scan.cu waits for them. Each kernel still calls `after_previous` before it ends,
 // so that the end of a kernel implies the end of all kernels before it.
 //
-// The counters are int32 [3, BG] APART, cleared by the first kernel of a step. Per group, they count finished
-// warps of the scan, finished thread blocks of the rerank, and are 1 once its rows are selected.
+// The counters are int32 [3, BG] APART, cleared by the first kernel of a step. For each group, the first
+// counter counts finished warps of the scan, and the second counts finished thread blocks of the rerank. The
+// third is 1 once the rows of the group are selected.
 __device__ __forceinline__ void signal(int* counter) {  // called by one thread, after a barrier
 #ifdef EMULATED
     atomicAdd(counter, 1);
@@ -472,9 +476,9 @@ __device__ __forceinline__ void await(const int* counter, int signalers) {  // c
     __syncthreads();
 }
 
-// Append to a list that all thread blocks share: reserve room for this thread's `count` items, and return the
-// position of the first. `filled` is the length of the list. All BLOCK_THREADS threads of a block call this
-// function.
+// Append to a list that all thread blocks share: reserve room for the `count` items of this thread, and return
+// the position of the first one. `filled` is the length of the list. All BLOCK_THREADS threads of a block call
+// this function.
 template <int BLOCK_THREADS>
 __device__ __forceinline__ int room_for(int count, int* filled) {
     __shared__ int sums[BLOCK_THREADS / 32 + 1];
@@ -498,8 +502,9 @@ __device__ __forceinline__ int room_for(int count, int* filled) {
     return start + mine + before - count;
 }
 
-// The histogram bins that one thread reads, BINS / BLOCK_THREADS of them; thread 0 has the highest bins. The
-// histogram is in shared memory if SHARED, else in global memory, and is aligned to 16 bytes.
+// The part of a histogram that one thread reads: BINS / BLOCK_THREADS neighboring bins. Thread 0 reads the
+// highest bins. The histogram is aligned to 16 bytes. It is in shared memory if the template argument SHARED is
+// true, else in global memory.
 template <int BLOCK_THREADS>
 struct Bins {
     static constexpr int EACH = BINS / BLOCK_THREADS;
@@ -516,8 +521,9 @@ __device__ __forceinline__ Bins<BLOCK_THREADS> bins_of(const int* histogram) {
     return bins;
 }
 
-// Find the histogram bin that contains the `wanted`-th largest entry. All threads of a block call `cut_of`.
-//   bin: that bin, or -1 if the histogram has fewer than `wanted` entries.
+// The function `cut_of` finds the histogram bin that contains the `wanted`-th largest entry, and returns this
+// struct. All threads of a block call it.
+//   bin: number of that bin, or -1 if the histogram has fewer than `wanted` entries.
 //   above: number of entries in higher bins, or of all entries if `bin` is -1.
 struct Cut {
     int bin, above;
@@ -561,8 +567,8 @@ __device__ Cut cut_of(const int* histogram, int wanted) {
 }
 
 // Return the `rank`-th largest of a set of 64-bit words, by a radix select with 8 passes of 8 bits. All threads
-// of a block call this function, with 256 ints of shared memory in `bins`. `each(use)` calls `use(word)` for
-// all words of this thread.
+// of a block call this function, with 256 ints of shared memory in `bins`. The argument `each` is a function:
+// each(use) calls use(word) for all words of this thread.
 template <class Each>
 __device__ u64 radix_cut(Each each, int rank, int* bins) {
     u64 prefix = 0;
@@ -582,8 +588,8 @@ __device__ u64 radix_cut(Each each, int rank, int* bins) {
     return prefix;
 }
 
-// Return the histogram bin of an attention weight, given its natural logarithm `share`. Higher bins have larger
-// weights. There are 48 bins per unit of the logarithm down to -32, then 4 bins per unit.
+// Return the histogram bin for an attention weight whose natural logarithm is `share`. Larger weights are in
+// higher bins. Each unit of the logarithm has 48 bins above -32, and 4 bins below.
 __device__ __forceinline__ int bin_of(float share) {
     float bin = share > -32 ? share * -48 : 1408 - share * 4;
     return BINS - 1 - int(fminf(fmaxf(bin, 0.0f), float(BINS - 1)));

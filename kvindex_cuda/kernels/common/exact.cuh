@@ -1,14 +1,15 @@
-// Slow path of a search: find the C keys with the highest votes by computing all votes again. It is needed if
-// the list of scan.cu has fewer than C keys, or if the list has overflowed. prepare_query.cu chooses the
-// threshold of the scan so that both are very unlikely. Every thread block that takes this path computes the
-// votes of all keys of its group 8 times, for a radix select, and the votes of its own keys once more.
+// Slow path of a search: find the C keys with the highest approximate scores (votes) by computing all votes
+// again. It is needed if the list that scan.cu has written contains fewer than C keys, or if this list has
+// overflowed. prepare_query.cu chooses the scan's threshold so that these two cases are very unlikely. On this
+// path, each thread block computes the votes of all keys of its group 8 times, in the 8 passes of a radix select.
+// Then it computes the votes of its own part of the keys once more.
 // The functions are not inlined, to keep the code of the callers small.
 // Compile-time constants: those of votes.cuh.
 #pragma once
 #include "common/votes.cuh"
 
-// What is needed to compute the votes of one group (the query heads that share a KV head). scan.cu has
-// arguments of the same names.
+// The inputs for computing the votes (approximate scores) of all keys for one group of query heads. The heads of
+// a group share a KV head. The fields of this struct have the same names as the arguments of scan.cu.
 struct Voters {
     const i64* table;  // table row of its sequence
     i64 head, bg, kv_heads;
@@ -23,8 +24,9 @@ struct Voters {
     Sampling draw;
 };
 
-// Compute the entries (vote and token id) of 32 keys from `first` on, one per lane: a lane returns the entry of
-// key first + own_key(), or 0 if that key is not valid. `first` is a multiple of 32.
+// Compute the entries of the 32 keys from number `first` on, one per lane. An entry packs the approximate score
+// (vote) and the token id of a key. A lane returns the entry of key first + own_key(), or 0 if that key is not
+// valid. `first` is a multiple of 32.
 __device__ __forceinline__ u64 entry_of(const Voters& voters, const Group& group, u32 first) {
     u32 s = first / TOKENS;
     int part = first % TOKENS / 32, offsets[SETS][2];
@@ -47,8 +49,8 @@ __device__ __noinline__ u64 entry_alone(const Voters& voters, u32 first) {
     return entry_of(voters, group, first);
 }
 
-// Return the entry with the `target`-th highest vote of all keys. All 256 threads of a block call this
-// function.
+// Return the entry with the `target`-th highest vote (approximate score) of all keys. An entry packs the vote
+// and the token id of a key. All 256 threads of a block call this function.
 __device__ __noinline__ u64 last_of_the_best(const Voters& voters, int target) {
     __shared__ int bins[256];
     Group group;

@@ -7,8 +7,9 @@
 
 constexpr int LEVELS = 1 << BITS;
 
-// The magnitude levels as float16 numbers. `table` is all levels in shared memory. `low` and `high` are the
-// lower and the upper bytes of 8 levels, for lookups with __byte_perm.
+// The magnitude levels as float16 numbers. `table` points to the levels in shared memory. With 3 bits, there
+// are 8 levels: then `low` contains their lower bytes and `high` their upper bytes, for lookups with
+// __byte_perm.
 struct Levels {
     u32 low[2], high[2];
     const u16* table;
@@ -25,8 +26,8 @@ __device__ __forceinline__ Levels levels_of(const u16* halves) {
     return levels;
 }
 
-// Decode four coordinates to two words of two float16 numbers each. Nibble i of `indices` is the level of
-// coordinate i; nibble i of `signs` is 1 if the coordinate is negative.
+// Decode four coordinates of a key to two words of two float16 numbers each. Hexadecimal digit i of `indices`
+// is the magnitude level of coordinate i. Digit i of `signs` is 1 if the coordinate is negative.
 __device__ __forceinline__ void four(u32 (&pairs)[2], u32 indices, u32 signs, const Levels& levels) {
     u32 low = __byte_perm(levels.low[0], levels.low[1], indices);
     u32 high = __byte_perm(levels.high[0], levels.high[1], indices) | __byte_perm(0x8000, 0, signs);
@@ -34,8 +35,9 @@ __device__ __forceinline__ void four(u32 (&pairs)[2], u32 indices, u32 signs, co
     pairs[1] = __byte_perm(low, high, 0x7362);
 }
 
-// Decode 4 of the 32 coordinates in a word, those at bits b + 16 half + {0, 4, 8, 12}, to two words of two
-// float16 numbers each.
+// Decode four of 32 coordinates of a key to float16, and write two of them into each word of `pairs`. Bit i of
+// `sign` is the sign bit of coordinate i, and bit i of the words in `plane` is a bit of its magnitude. The function
+// decodes every fourth coordinate, beginning with number b + 16 * half, where `b` is 0 to 3 and `half` is 0 or 1.
 __device__ __forceinline__ void decode(u32 (&pairs)[2], u32 sign, const u32 (&plane)[BITS > 0 ? BITS : 1],
                                        int b, int half, const Levels& levels) {
     int shift = b + 16 * half;

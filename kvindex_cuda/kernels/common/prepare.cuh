@@ -1,5 +1,5 @@
-// Prepare queries: rotate a vector with one warp, convert it to float16 numbers, and compute the seed of the
-// sampling noise. Used by prepare_query.cu and prepare_latents.cu.
+// Functions to prepare queries: rotate a vector with one warp, convert it to float16 numbers, and compute the
+// seed of the sampling noise. Used by prepare_query.cu and prepare_latents.cu.
 // Compile-time constants: D, GROUP, DTYPE, CENTERED, PLANES, SAMPLING (see votes.cuh).
 #pragma once
 #include "common/votes.cuh"
@@ -11,9 +11,9 @@ constexpr double LARGEST = 1.8e16;  // √4096 times check.LARGEST, the largest 
 constexpr float SAFE = D > 256 ? 5e14f : 1e15f;  // if all coordinates are smaller than this, no norm exceeds LARGEST,
                                                  // for D up to 1,024
 
-// Rotate a vector whose coordinates 32 w + lane are in x[w] of each lane: x becomes R x, where R = (Q ⊗ H)
-// diag(s) / √D, H is Sylvester's Hadamard matrix of order ORDER, Q is a Hartley matrix of order ODD, and s are
-// random signs. Reference: kvindex/ops/transform.py.
+// Rotate a vector: x becomes R x, where R = (Q ⊗ H) diag(s) / √D. H is Sylvester's Hadamard matrix of order
+// ORDER, Q is a Hartley matrix of order ODD, and s are random signs. Each lane has the coordinates 32 w + lane
+// of the vector, in x[w]. Reference: kvindex/ops/transform.py.
 //   signs: s / √D, in the same layout as x.
 //   waves: float32 [ODD], waves[i] = cos + sin of 2πi/ODD. The entries of Q are waves[i j mod ODD].
 __device__ __forceinline__ void rotate(float (&x)[PER_LANE], const float (&signs)[PER_LANE],
@@ -52,7 +52,8 @@ __device__ __forceinline__ void rotate(float (&x)[PER_LANE], const float (&signs
     for (int w = 0; w < PER_LANE; w++) x[w] = sums[w];
 }
 
-// Split x into two float16 numbers, the rounded value `high` and the remainder `low`. |x| is below 2^15.
+// Split x into two float16 numbers: `high` is the rounded value, and `low` is the remainder (the rounding
+// error). |x| must be below 2^15.
 __device__ __forceinline__ void split(float x, u16& high, u16& low) {
 #ifdef EMULATED
     high = to_float16(x), low = to_float16(x - from_float16(high));
@@ -83,10 +84,11 @@ __device__ __forceinline__ float up_of(float peak) {
 }
 
 #if SAMPLING
-// Compute the seed of a group's sampling noise, from the sign bits of the first valid key of the sequence and
-// the number of valid keys. Reference: kvindex.ops.priority.seeds. All lanes of a warp call this function.
-//   bits: word number `lane` of the sequence's valid bits.
-//   byte: byte number `lane` of the sign bits of the sequence's first token.
+// Compute the seed of the sampling noise for one KV head of a sequence, from the number of valid keys and from
+// the sign bits of the first valid key of the sequence. Reference: kvindex.ops.priority.seeds. All lanes of a
+// warp call this function. The caller has already loaded the data that is needed in most cases:
+//   bits: word number `lane` of the mask of the sequence's valid tokens.
+//   byte: byte number `lane` of the sign bits of token 0, which is used if token 0 is valid.
 template <class Arguments>
 __device__ __forceinline__ u32 seed_of(const Arguments& args, i64 batch, i64 head_offset, i64 tokens, u32 bits,
                                        u32 byte) {

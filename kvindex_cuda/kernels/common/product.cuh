@@ -8,14 +8,17 @@
 
 constexpr int ROWS = FOLDED ? 1 : 2;  // keys, out of 16, whose estimates a lane has
 
-// Codes of 16 keys. Lane l has words of the sign bits and magnitude planes of keys l / 4 (index 0) and l / 4 +
-// 8 (index 1): words l % 4, l % 4 + 4, and so on.
+// Codes of 16 keys, divided among the lanes of a warp. Lane l stores parts of the codes of two keys: key l / 4 at
+// index 0, and key l / 4 + 8 at index 1. The sign bits and each magnitude plane of a key are sequences of 32-bit
+// words. Of each sequence, the lane stores the words l % 4, l % 4 + 4, and so on.
 struct Tile {
     u32 signs[2][QUADS], planes[2][QUADS][BITS > 0 ? BITS : 1];
     int logs[2];
 };
 
-// Load the codes of key number `key` of a block, as the lane's first (`half` = 0) or second key of the tile.
+// Load the codes of one key from a block of codes. `tile` has room for the codes of two keys per lane. The codes
+// are written to the place of the first key (`half` = 0) or of the second key (`half` = 1). `key` is the key's
+// number in the block.
 //   logs, magnitudes: byte offsets of the log weights and of the magnitudes in the block.
 __device__ __forceinline__ void load(Tile& tile, int half, const char* block, int key, i64 logs,
                                      i64 magnitudes) {
@@ -34,13 +37,15 @@ __device__ __forceinline__ void load(Tile& tile, int half, const char* block, in
     tile.logs[half] = reinterpret_cast<const u16*>(block + logs)[key];
 }
 
-// Return the number of the query head whose results `multiply` has put into sums[·][side] of this lane.
+// A lane that called `multiply` has inner products of keys with two query heads: sums[half][0] and
+// sums[half][1]. Return the number of the query head of sums[half][side].
 __device__ __forceinline__ int head_of(int set, int side) {
     int t = threadIdx.x % 4;
     return FOLDED ? 2 * (t % 2) + side : set * 8 + 2 * t + side;
 }
-// Return the number (0 to 15) of the key whose results `multiply` has put into sums[half] of this lane.
-// `log_of` returns the log weight of this key.
+// A lane that called `multiply` has the inner products of query heads with two keys: sums[0][side] for the
+// first key, and sums[1][side] for the second. With FOLDED, it has only one key, in sums[0][side]. Return the
+// number (0 to 15) of the key of sums[half][side]. The function `log_of` returns the log weight of this key.
 __device__ __forceinline__ int key_of(int half) {
     int lane = threadIdx.x % 32;
     return (FOLDED ? lane % 4 >= 2 : half) * 8 + lane / 4;
@@ -49,9 +54,11 @@ __device__ __forceinline__ int log_of(const Tile& tile, int half) {
     return (FOLDED ? threadIdx.x % 4 >= 2 : half) ? tile.logs[1] : tile.logs[0];
 }
 
-// Multiply the decoded codes of 16 keys with the queries of 8 heads. sums[half][side] is the result for key
-// `key_of(half)` and head `head_of(set, side)`. operands: uint2 [OPERANDS] in shared memory, written by
-// prepare_query.cu. All lanes of a warp call this function.
+// Compute the inner products of 16 decoded keys with the queries of 8 heads. All lanes of a warp call this
+// function. A lane receives the inner products of two keys with two heads: sums[half][side] is for key number
+// `key_of(half)` and head number `head_of(set, side)`, where `half` and `side` are 0 or 1.
+//   operands: the queries, uint2 [OPERANDS] in shared memory, written by prepare_query.cu.
+//   set: which 8 of the group's heads.
 __device__ __forceinline__ void multiply(float (&sums)[ROWS][2], const Tile& tile, const uint2* operands,
                                          int set, const Levels& levels) {
     float c[4] = {0, 0, 0, 0};
@@ -69,8 +76,9 @@ __device__ __forceinline__ void multiply(float (&sums)[ROWS][2], const Tile& til
             b = operands[2 * from + 1];
             mma_halves(c, upper[0], lower[0], upper[1], lower[1], b.x, b.y);
         }
-    // With up to four heads (FOLDED), columns 0 to 3 of the product belong to the rounded queries, and columns
-    // 4 to 7 to the remainders. Lanes exchange these results and add them up.
+    // With up to four heads (FOLDED), one tensor core product has two kinds of columns: 0 to 3 are products
+    // with the rounded queries, and 4 to 7 are products with the remainders (the rounding errors of the
+    // queries). Lanes exchange these results and add them up.
     bool later = threadIdx.x % 4 >= 2;
 #pragma unroll
     for (int side = 0; side < 2; side++) {

@@ -34,10 +34,11 @@ constexpr int LEVELS = 1 << BITS;
 constexpr int WORDS = (BITS + 4) / 4;                 // words for a byte of signs and a byte of each plane
 constexpr int CELLS = BITS <= 3 ? 16 : 4 << BITS;     // cells, so narrow that each contains at most one edge
 
-// A lane's coordinates of a rotated key: element [c][n][i] is coordinate 4 n + i of its c-th group of 8.
+// A lane's coordinates of a rotated key. Element [c][n][i] is coordinate 4 n + i of the lane's c-th group of 8.
 typedef float Rotated[C][2][4];
 
-// Tensor core product of bfloat16 numbers, mma.m16n8k16: c += a b, with the fragments of `mma_halves`.
+// Matrix product of bfloat16 numbers on the tensor cores (mma.m16n8k16): c += a b. A lane passes the same fragments
+// of a, b and c as to the function `mma_halves`, which explains them.
 __device__ __forceinline__ void mma_bfloats(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0,
                                            u32 b1) {
 #ifdef EMULATED
@@ -83,8 +84,9 @@ __device__ __forceinline__ void split(u32 (&pairs)[PARTS][4], const u32 (&words)
     }
 }
 
-// Return this lane's fragment of the right matrix, with which one tensor core product computes several
-// butterfly stages of the Hadamard matrix H. Its entries are ±1 or 0. unit: the number 1 in 16 bits.
+// Return this lane's fragment of a matrix with the entries 1, −1 and 0. The matrix is the right operand of a tensor
+// core product. One such product computes several butterfly stages of the Hadamard transform H.
+//   unit: the number 1 in the 16-bit floating point format of the product.
 __device__ __forceinline__ u32 factor(u32 unit) {
     int t = threadIdx.x % 4, column = threadIdx.x % 32 / 4, to = column / 2;
     int both = POWER >= 32 ? 3 : POWER == 16 ? 1 : 0;  // bits of the lane number that H mixes
@@ -92,16 +94,19 @@ __device__ __forceinline__ u32 factor(u32 unit) {
     return one | (column % 2 && one ? one ^ 0x8000 : one) << 16;
 }
 
-// Return the fragments of the two right matrices: x and y for one, z and w for the other. The shuffles hide
-// from the compiler that x, y and z are equal; otherwise it would copy registers before every product.
+// Return this lane's fragments of two matrices. The tensor cores multiply keys by these matrices to compute
+// butterfly stages of the Hadamard transform. Fields x and y of the result belong to the first matrix, z and w to
+// the second. Fields x, y and z have the same value, but a separate shuffle computes each of them, so that the
+// compiler does not know that they are equal. If it knew, it would copy registers before every product.
 __device__ __forceinline__ uint4 factors(u32 unit) {
     u32 b = factor(unit);
     u32 y = __shfl_sync(ALL, b, threadIdx.x % 32), z = __shfl_xor_sync(ALL, b, 0);
     return {b, y, z, __shfl_up_sync(ALL, b, 0) ^ 0x80008000u};
 }
 
-// Multiply eight 16-bit coordinates of a key by the right matrices `b`, after flipping the signs in `flip`, and
-// add the products to `sums`.
+// Multiply eight 16-bit coordinates of a key, `a`, by the two matrices in `b` (the right operands of two tensor
+// core products), and add the products to `sums`. The signs of the coordinates are first flipped where `flip`
+// has a 1.
 template <bool HALVES>
 __device__ __forceinline__ void multiply(float (&sums)[2][4], const u32 (&a)[4], const uint4& b,
                                          const uint4& flip) {
@@ -115,8 +120,8 @@ __device__ __forceinline__ void multiply(float (&sums)[2][4], const u32 (&a)[4],
     }
 }
 
-// Compute the rest of the rotation in registers: the butterfly stages of the Hadamard matrix that the tensor
-// cores have not computed, then the product with the Hartley matrix Q.
+// Compute the rest of the rotation in registers: first the butterfly stages of the Hadamard matrix that the
+// tensor cores have not computed, then the product with the Hartley matrix Q.
 __device__ __forceinline__ void finish(Rotated& y, const float* hartley) {
     auto stage = [](float& low, float& high) {
         float a = low, b = high;
@@ -183,18 +188,20 @@ struct Tables {
                    // index doubled
 };
 
-// Look up the cell of x = |u|, scaled to [0, 1]. Return 2 · cell + (x > edge), where `edge` is the boundary
-// between two levels in that cell.
+// Look up x, a coordinate's absolute value scaled to [0, 1], in the tables of magnitude levels. They divide [0,
+// 1] into cells, each with at most one boundary (`edge`) between two levels. Return 2 · cell + (x > edge).
 __device__ __forceinline__ u32 side_of(float x, const Tables& tables) {
-    // adding 1.5 · 2^23 rounds x (CELLS - 1) to an integer, which is in the lowest bits of the sum
+    // cell = round(x · (CELLS - 1)). The fmaf adds 1.5 · 2^23, which rounds the product to an integer. This integer
+    // is then in the lowest bits of the float.
     u32 cell = __float_as_uint(fmaf(x, CELLS - 1, 12582912.0f));
     float edge = BITS <= 3 ? __shfl_sync(ALL, tables.edge, int(cell))
                            : tables.edges[cell & (CELLS - 1)];
     return __funnelshift_l(__float_as_uint(edge - x), cell, 1);  // 2 cell + (x > edge)
 }
 
-// Encode eight coordinates y as one byte of signs and one byte per magnitude plane (bit p of each magnitude),
-// packed into words. Add Σ |y_j| · level_j to `aligned`.
+// Encode eight coordinates y of a rotated key as 1 + BITS bytes, packed into `words`. The first byte has the
+// signs. Each other byte is one bit plane of the magnitudes: bit j of plane p is bit p of the magnitude of
+// coordinate j. A magnitude is the number of a level. Add Σ |y_j| · level_j to `aligned`.
 __device__ __forceinline__ void coded(u32 (&words)[WORDS], float& aligned, const float (&y)[2][4],
                                       float per, const Tables& tables) {
     u32 digits[2] = {};  // digits of four coordinates each: signs, planes; higher bits are shifted out
@@ -235,7 +242,8 @@ __device__ __forceinline__ void coded(u32 (&words)[WORDS], float& aligned, const
     words[0] ^= 0xff;
 }
 
-// Selectors of the byte permutations in `transpose`, for lane t of the four lanes of a key.
+// Selectors of the byte permutations (`__byte_perm`) in the function `transpose`. Four lanes process a key; t is
+// the number of the lane.
 struct Exchange {
     u32 two, one, order;
 };
@@ -244,8 +252,8 @@ __device__ __forceinline__ Exchange exchange_of(int t) {
     return {t & 2 ? 0x7632u : 0x5410u, t & 1 ? 0x7531u : 0x6420u, order};
 }
 
-// Transpose 4 x 4 bytes among four lanes: byte i of lane r moves to byte r of lane i. Does this for a and for
-// b.
+// Transpose two matrices of 4 x 4 bytes among four neighboring lanes, which hold one matrix in their words `a`
+// and the other in their words `b`: byte i of lane r moves to byte r of lane i.
 __device__ __forceinline__ void transpose(u32& a, u32& b, const Exchange& by) {
     u32 same = __byte_perm(a, b, by.two), other = __byte_perm(a, b, by.two ^ 0x2222);
     other = __shfl_xor_sync(ALL, other, 2);

@@ -1,6 +1,6 @@
 // A cache in device memory for rows (key and value of a token) that are stored on the host: lookup and
-// replacement (kvindex_cuda/memory/row_cache.py). A team of lanes that needs a row looks it up; if it is not in
-// the cache, the team chooses a slot for it. Teams do not wait for each other.
+// replacement (kvindex_cuda/memory/row_cache.py). A team of neighboring lanes that needs a row looks it up. If
+// the row is not in the cache, the team chooses a slot for it. Teams do not wait for each other.
 //
 // The cache is set-associative, with WAYS slots per set. A slot has a tag, the id of its row, and a time stamp.
 // In decode step number n, `now` is 2 n.
@@ -22,7 +22,7 @@
 __device__ __forceinline__ int set_of(int id, i64 cached) {  // number of the set's first slot
     return int(u32(id) * 2654435761u >> 12 & u32(cached / WAYS - 1)) * WAYS;
 }
-// Prefetch a set's tags and stamps.
+// Prefetch into L2 the tags and time stamps of the cache set that row `id` maps to.
 __device__ __forceinline__ void expect_look_up(int id, const int* tags, const int* stamps, i64 cached) {
     to_l2(tags + set_of(id, cached));
     to_l2(stamps + set_of(id, cached));
@@ -30,33 +30,36 @@ __device__ __forceinline__ void expect_look_up(int id, const int* tags, const in
 
 // Arguments of the functions below, for one KV head with a cache of `cached` rows:
 //   id: id of the row that is looked up, below 2^31.
-//   tags, stamps: int32 [cached], aligned to 16 bytes.
+//   tags, stamps: int32 [cached], aligned to 16 bytes; the row id and the time stamp of each slot.
 
-// The tag of way lane % WAYS in the row's set.
+// Row `id` can only be in one set of the cache, which has WAYS slots. Return the tag of one slot of this set: the
+// slot with the number lane % WAYS.
 __device__ __forceinline__ int tag_of(int id, const int* tags, i64 cached) {
     return __ldcg(tags + set_of(id, cached) + threadIdx.x % WAYS);
 }
-// Return the slot with tag `id`, or −1. A team of LANES lanes looks up one row; `tag` is the result of `tag_of`
-// in each lane. Only the first WAYS lanes of a team count: the others have read the same tags, perhaps at
-// another time. All lanes of the warp call this function.
+// Return the cache slot that contains row `id`, or −1 if no slot contains it. All lanes of a warp call this
+// function, and LANES neighboring lanes look up one row together. `tag` is the tag that `tag_of` returned in
+// this lane. A set of the cache has WAYS slots, so the first WAYS of the LANES lanes have the tags of all slots
+// in the set. The other lanes have loaded the same tags again, perhaps at another time. Their tags are ignored.
 template <int LANES>
 __device__ __forceinline__ int slot_of(int id, int tag, i64 cached) {
     u32 same = __ballot_sync(ALL, tag == id) >> threadIdx.x % 32 / LANES * LANES & ((1u << WAYS) - 1);
     return same ? set_of(id, cached) + __ffs(same) - 1 : -1;
 }
-// Return the time stamp `now` of a step: twice its number, modulo 2^31. After 2^30 steps, stamps start again at
-// 0.
+// Return the time stamp `now` of a decode step: twice the step's number, modulo 2^31. After 2^30 steps, stamps
+// start again at 0.
 __device__ __forceinline__ int now_of(int step) { return 2 * (step & (1 << 30) - 1); }
-// Record that this step uses a slot, and return the slot's previous stamp. SHARED: several warps may use the
-// same slot.
+// Record that this decode step uses a slot of the row cache: set the slot's time stamp to `now`, and return its
+// previous time stamp. SHARED must be true if several warps may use the same slot in one step.
 template <bool SHARED>
 __device__ __forceinline__ int use_slot(int* stamp, int now) {
     return SHARED ? atomicMax(stamp, now) : atomicExch(stamp, now);
 }
-// Return true if this step has already replaced the row in the slot. `before` is the slot's previous stamp.
+// Return true if this decode step has already written another row to a cache slot. `before` is the time stamp
+// that the slot had before `use_slot`.
 __device__ __forceinline__ bool is_taken(int before, int now) { return before == now + 1; }
-// Choose the least recently used slot of a set for a new row, and write the row's tag. Return −1 if this step
-// uses all slots of the set. One lane calls this function.
+// Choose the least recently used slot of a set for a new row, and write the row's tag. Return −1 if this decode
+// step uses all slots of the set. One lane calls this function.
 __device__ __forceinline__ int take_slot(int id, int now, int* tags, int* stamps, i64 cached) {
     int first = set_of(id, cached);
     for (int attempt = 0; attempt < WAYS; attempt++) {  // retried, because another team may take the slot first

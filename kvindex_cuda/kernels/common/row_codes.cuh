@@ -10,9 +10,10 @@
 
 constexpr bool ROWS_CODED = CODEC != CODEC_PLAIN;
 
-// Convert four bytes to floats x; the stored numbers are x · CODED · scale. The bits of fp8 numbers (e4m3) are
-// shifted into float16 numbers. These are 2^-8 times the fp8 numbers, because the exponent bias of float16 is 8
-// higher.
+// Convert four bytes of a stored row to floats x. The numbers that they represent are x · CODED · scale, where
+// `scale` is stored with the row. For fp8 (e4m3), the bits are shifted to become float16 numbers. These are
+// 2^-8 times too small, because the exponent bias of float16 is 8 higher; the constant CODED = 256 corrects
+// this.
 constexpr float CODED = CODEC == CODEC_FP8 ? 256 : 1;
 __device__ __forceinline__ void from_codes(float (&x)[4], u32 word) {
 #if CODEC == CODEC_FP8

@@ -1,8 +1,8 @@
-// Find a threshold for votes that more than C keys almost certainly reach, where C is the number of candidates.
-// The threshold is a quantile of the votes of a sample of the keys. Used by prepare_query.cu and
-// sample_latents.cu. Reference: thresholds_of in kvindex/pariskv/sign_votes.py.
-// Compile-time constants: SAMPLING (1: candidates are sampled), SAMPLED (votes in the sample), STEP
-// (granularity of thresholds if SAMPLING).
+// Find a threshold for the approximate scores (votes) of the keys. More than C keys almost certainly reach it,
+// where C is the number of candidates. The threshold is a quantile of the votes of a sample of the keys. Used
+// by prepare_query.cu and sample_latents.cu. Reference: thresholds_of in kvindex/pariskv/sign_votes.py.
+// Compile-time constants: SAMPLING (1: candidates are sampled at random), SAMPLED (number of votes in the
+// sample), STEP (granularity of thresholds if SAMPLING).
 #pragma once
 #include "common/common.cuh"
 
@@ -11,9 +11,10 @@ struct Threshold {
                                  // the threshold on
 };
 
-// Find the threshold: the vote that has rank `rank` in the sample, counted from the highest. This repeats a
-// histogram, each time of the bin that contains that vote, until few votes are left in the bin. 256 threads
-// call this function.
+// Return a threshold: keys with at least this vote (approximate score) can become candidates. The threshold
+// is the vote at a certain rank in `sample`; rank 1 is the highest vote. To find it, the function makes a histogram
+// of the sampled votes and looks for the bin that contains this rank. Then it makes a finer histogram of that bin,
+// and so on until the bin contains few votes. 256 threads call this function.
 //   share: C, the number of candidates.
 //   all: number of valid keys.
 //   histogram: int [BINS] in shared memory, aligned to 16 bytes.
@@ -36,14 +37,17 @@ __device__ __forceinline__ Threshold threshold_of(const int* sample, float share
     found = 0;
     for (int i = 0; i < 8; i++)
         found += counts[i], top = max(top, tops[i]), low = min(low, lows[i]);
-    // On average, `mean` votes of the sample belong to the C best keys. The actual number varies: about twice as
-    // much as for independent samples, because neighboring keys are similar. `rank` has a margin for that.
+    // The threshold is the `rank`-th highest vote (approximate score) in a sample of the keys. At least C keys of
+    // the index should reach it. `mean` is the expected number of sampled keys that are among the C best keys of the
+    // index. The actual number varies about twice as much as for independently sampled keys, because neighboring
+    // keys are similar. Therefore `rank` is larger than `mean`.
     float mean = all > 0 ? floorf(share * float(found) / all) : 0.0f;
     int rank = int(mean + 9 * sqrtf(mean)) + 8;
     bool enough = rank < found;
     int base = found ? low : 0, above = 0, range = 0;
     u32 width = found ? u32(top) - u32(base) : 0;
-    // return log2 of the bin width with which BINS bins cover a range of `width` votes
+    // Return log2 of the width of a bin, for a histogram of integer scores (votes). Its BINS bins together cover
+    // a range of `width` scores.
     auto shift_of = [](u32 width) { return max(0, 21 - __clz(int(width))); };
     while (enough) {
         range = shift_of(width);

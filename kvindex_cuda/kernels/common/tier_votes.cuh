@@ -1,15 +1,16 @@
-// Shared code of the kernels for tiered votes, vote.cu and candidates.cu: dividing tokens into chunks, and
-// loading sign bits.
+// Code that the two kernels for tiered votes (approximate scores of keys), vote.cu and candidates.cu, share: it
+// divides tokens into chunks, and loads sign bits.
 #pragma once
 #include "common/common.cuh"
 
-// Return the number of tokens per chunk, a multiple of CHUNK, such that there are at most PIECES chunks.
+// Return the number of tokens per chunk, when the `tokens` tokens of an index are divided into chunks. It is the
+// smallest multiple of CHUNK that gives at most PIECES chunks.
 __device__ __forceinline__ i64 piece_of(i64 tokens) {
     i64 chunks = (tokens + CHUNK - 1) / CHUNK;
     return max(i64(1), (chunks + PIECES - 1) / PIECES) * CHUNK;
 }
 
-// Load the sign bits of key number threadIdx.x of a block.
+// Load the sign bits of one key: key number threadIdx.x of the block of keys whose sign bits begin at `signs`.
 template <int WORDS>
 __device__ __forceinline__ void load_signs(u32 (&words)[WORDS], const char* signs) {
     const u32* from = reinterpret_cast<const u32*>(signs) + threadIdx.x * WORDS;

@@ -13,13 +13,13 @@
 // fact r is written in base -2: each odd plane then counts -2 times the even plane before it, so both need the
 // same powers of four.
 //
-// With SAMPLING, candidates are sampled at random. Votes are converted to a scale that all heads share, and
-// noise is added to a key's maximum over the heads (kvindex/ops/priority.py). This sum, the key's priority,
-// replaces the vote.
+// With SAMPLING, candidates are sampled at random. Votes are then converted to a scale that all heads share. A
+// key's priority is its maximum over the heads plus random noise (kvindex/ops/priority.py), and it replaces the
+// vote.
 //
 // Compile-time constants: D, GROUP (query heads per KV head), DTYPE (of queries), CENTERED (1: blocks of codes
 // have centers), PLANES (digits of r in base -2: 4 can represent 5 and -5, 6 represent 21, 8 represent 85),
-// SAMPLING.
+// SAMPLING (1: candidates are sampled at random).
 #pragma once
 #include "common/operands.cuh"
 #if SAMPLING
@@ -38,13 +38,16 @@ constexpr int WEIGHTS = TOKENS * STRIDE;     // offsets of the fields in a recor
 constexpr int CENTER = WEIGHTS + TOKENS;
 constexpr int SCANNED = CENTER + (CENTERED ? 2 * D : 0);  // bytes of a record that are needed for votes
 
-// What a warp needs of the queries of a group to compute votes. The heads are divided into sets of 4. In each
-// set, a lane computes results for two heads, numbers (2 lane) % 4 and (2 lane) % 4 + 1.
-//   planes: bit planes of the rounded queries r, as fragments of the first product.
-//   powers: powers of four, as fragments of the second product; powers[i] is for key i of two.
+// Registers of a warp that computes votes (approximate scores of keys): data about the queries of one group, the
+// query heads that share a KV head. The heads are divided into sets of 4. In each set, a lane computes results for
+// two heads, h and h + 1 with h = (2 lane) % 4.
+//   planes: bit planes of the rounded queries r, as tensor core fragments for the first product (described at
+//     the top of this file).
+//   powers: powers of four, as fragments for the second product. powers[i] is for keys 8 i to 8 i + 7 of the 16
+//     keys of a product.
 //   less: -Σ r of the lane's two heads.
-//   units: votes per unit of q·k, for the lane's two heads.
-//   queries: part of the queries as bfloat16 fragments, for products with centers (`half_of`).
+//   units: factor that converts q·k to the unit of votes, for the lane's two heads.
+//   queries: the queries as bfloat16 fragments, for products with block centers (`half_of`).
 struct Group {
     u32 planes[SETS][QUADS][PARTS], powers[2][PARTS];
     int less[SETS][2];
@@ -58,17 +61,19 @@ struct Group {
 #endif
 };
 
-// Converts votes to priorities. prepare_query.cu writes these tensors; both pointers are null if candidates are
-// not sampled.
+// Parameters of random sampling. They convert a vote (approximate score of a key) to a priority, a score with
+// random noise. prepare_query.cu writes the tensors `scales` and `seeds`. Both pointers are null if candidates
+// are not sampled at random.
 struct Sampling {
     const float2* scales;  // [BG, 4 SETS]: size of one vote in units of 2^-16 octaves, and an offset that puts all
                            // heads on one scale, -inf for a missing head
     const u32* seeds;      // [BG]: seed of the noise
 };
 
-// Return coordinates j to j + 7 of head h as bfloat16 numbers, two per word, with j = 32 i + 8 (lane % 4). A
-// coordinate is the exact sum of PIECES bfloat16 numbers; `piece` says which of them is returned, the most
-// significant one first. Coordinates from D on are 0.
+// Return one bfloat16 summand of each of 8 query coordinates. Each coordinate of a query is split into an exact
+// sum of PIECES bfloat16 numbers. The argument `piece` says which of these numbers to return; number 0 is the
+// most significant one. The 8 coordinates are j to j + 7 of head h, with j = 32 i + 8 (lane % 4). The result has
+// two numbers per word. Coordinates from D on are 0.
 __device__ __forceinline__ uint4 piece_of(const void* queries, int h, int i, int piece) {
     int j = 32 * i + threadIdx.x % 4 * 8;
     if (h >= GROUP || j >= D) return {0, 0, 0, 0};
@@ -84,7 +89,7 @@ __device__ __forceinline__ uint4 piece_of(const void* queries, int h, int i, int
     }
     return words;
 }
-// Return this lane's fragment of a query, for tensor core products with centers.
+// Return the part of the queries that this lane needs for products with block centers on the tensor cores.
 __device__ __forceinline__ uint2 half_of(const void* queries, int n, int i, int piece) {
     int lane = threadIdx.x % 32;
     uint4 all = piece_of(queries, n * 4 + lane / 4 % 4, i, piece);
@@ -101,8 +106,9 @@ __device__ __forceinline__ void load_queries(Group& group, const void* queries) 
                     half_of(queries, n, i / PIECES, i % PIECES);
 }
 
-// Set the right matrices of the second product in the computation of votes (top of this file). Their nonzero
-// entries are powers of four.
+// Set `powers`, the right-hand matrices for the second of the two tensor core products that compute votes
+// (approximate scores of keys); the top of this file explains both products. The second product multiplies the
+// counts of each pair of bit planes by a power of four. These powers are the nonzero entries of the matrices.
 __device__ __forceinline__ void set_powers(Group& group) {
     int lane = threadIdx.x % 32;
     bool own = lane % 4 == lane / 4 % 4, second = lane >= 16;
@@ -113,8 +119,9 @@ __device__ __forceinline__ void set_powers(Group& group) {
     }
 }
 
-// Load what a warp needs of the queries of group `bg`. queries: DTYPE [BG, GROUP, D]. planes, sums and units
-// are written by prepare_query.cu.
+// Load the queries of group `bg` into registers. All threads of a warp call this function.
+//   queries: queries of all groups, DTYPE [BG, GROUP, D].
+//   planes, sums, units: data about these queries, which the kernel in prepare_query.cu has written.
 __device__ __forceinline__ void load(Group& group, const void* queries, const u32* planes,
                                      const int* sums, const float* units, const Sampling& draw, i64 bg) {
     int lane = threadIdx.x % 32;
@@ -137,7 +144,8 @@ __device__ __forceinline__ void load(Group& group, const void* queries, const u3
 #endif
 }
 
-// A lane's coordinates of a center, in the layout of `piece_of`.
+// The part of a block's center (the mean key of the block) that one lane stores. Of every 32 coordinates, these
+// are the 8 coordinates from 8 (lane % 4) on, the same as `piece_of` returns for a query.
 struct Mean {
     uint4 eights[EIGHTS];
 };
@@ -150,8 +158,9 @@ __device__ __forceinline__ void load(Mean& mean, Place center) {
     }
 }
 
-// Compute the products ⟨q, μ⟩ of a center μ with the queries of this lane's two heads in each set of four. Each
-// group of four neighboring lanes can process another center.
+// Compute the inner products ⟨q, μ⟩ of queries q and one block center μ. Query heads are processed in sets of
+// four, and each lane receives the results for two heads of each set. Four neighboring lanes process one
+// center, so a warp can process eight different centers.
 __device__ __forceinline__ void products_of(float (&products)[SETS][2], const Mean& mean, const Group& group) {
     bool later = threadIdx.x & 2;  // the lane keeps the later two of its four sums
 #pragma unroll
@@ -173,9 +182,10 @@ __device__ __forceinline__ void products_of(float (&products)[SETS][2], const Me
     }
 }
 
-// Compute ⟨q, μ⟩, the product of query and center, as an integer in the unit of votes, for this lane's two
-// heads in each set. For a head that does not exist, the result is LEAST. KEPT: also store ⟨q, μ⟩ as a float in
-// `products`.
+// Compute ⟨q, μ⟩, the inner product of a query and a block center, and convert it to an integer in the unit of
+// votes (approximate scores of keys). Query heads are divided into sets of four. Each lane computes the integers
+// for two heads of each set. For a head that does not exist, the integer is LEAST. If KEPT, also store ⟨q, μ⟩ as
+// a float in `products`.
 template <bool KEPT>
 __device__ __forceinline__ void offsets_of(int (&offsets)[SETS][2], const Mean& mean,
                                            const Group& group, float* products) {
@@ -194,7 +204,8 @@ __device__ __forceinline__ void offsets_of(int (&offsets)[SETS][2], const Mean& 
     }
 }
 
-// Sign bits of 32 keys. Lane l has words l % 4, l % 4 + 4, … of keys l / 4 + 8 i, in rows[i].
+// Sign bits of 32 keys. They are divided into words of 32 bits, and each lane of a warp stores some of the words:
+// rows[i] of lane l contains the words l % 4, l % 4 + 4, … of key number l / 4 + 8 i.
 struct Signs {
     u32 rows[4][QUADS];
 };
@@ -219,31 +230,36 @@ __device__ __forceinline__ void load(Signs& found, Place signs, int part) {  // 
         }
 }
 
-// Load the weight bytes of the four keys whose sign bits this lane has (`Signs::rows`), in the stored order
-// (block_layout.places).
+// Load one weight byte for each of the four keys whose sign bits this lane has loaded into `Signs::rows`. Return
+// the four bytes packed into one word. (A weight byte is the upper byte of a 16-bit log weight.) The four bytes are
+// contiguous, because the function block_layout.places orders the weight bytes of a block for this purpose.
 template <class Place>
 __device__ __forceinline__ u32 load_weights(Place weights, int part) {
     return load_from<u32>(weights + (part * 8 + threadIdx.x % 32 / 4) * 4);
 }
 
-// The key, out of 32, whose vote a lane gets.
+// `vote_of` computes the coarse scores (votes) of 32 keys, one key in each lane of a warp. Return the number
+// (0 to 31) of this lane's key.
 __device__ __forceinline__ int own_key() {
     return (threadIdx.x % 2 * 2 + threadIdx.x % 4 / 2) * 8 + threadIdx.x % 32 / 4;
 }
 
-// Return a word to add to a word of four weight bytes. It converts the bytes from their absolute scale to
-// indices into the table of factors (kvindex.ops.codes.factors). Only bytes of positions after the last token
-// can overflow; they are the upper bytes, so the carry does no harm.
+// Return a number to add to a word that packs the weight bytes of four consecutive keys. A weight byte is the
+// logarithm of a key's weight. After the addition, each byte is the key's position in a table of factors. The
+// factors are weights divided by `weight_scale` (kvindex.ops.codes.factors). A byte can overflow only at a place
+// after the last token. All higher bytes of the word are then after the last token too, and are not used.
 __device__ __forceinline__ u32 shifts_of(float weight_scale) {
     int exponent = int(__float_as_uint(weight_scale) >> 23) - 127;
     return u32(OCTAVES / 2 - exponent) * (256 / OCTAVES) * 0x01010101u;
 }
 
-// Compute this lane's votes and call use(half, n, side, vote) for each:
-//   key: 8 (2 half + lane % 4 / 2) + lane / 4, of 32.
-//   head: 4 n + (2 lane) % 4 + side. The vote is LEAST for a head that does not exist.
-// Arguments: `shifts` from `shifts_of`; `factors`, int32 [256] from kvindex.ops.codes.log_factors, at a
-// multiple of 1,024 bytes (FACTORS).
+// Compute votes (approximate scores) of keys for query heads. The heads are divided into sets of four. Each lane
+// computes the votes of two keys for two heads of each set. For each vote, call use(half, n, side, vote):
+//   half (0 or 1): the vote is for key number 8 (2 half + lane % 4 / 2) + lane / 4 of the 32 keys.
+//   n, side (0 or 1): the vote is for head number 4 n + (2 lane) % 4 + side, which is in set number n.
+//   vote: LEAST for a head that does not exist.
+// Arguments: `shifts` is the result of `shifts_of`. `factors` is int32 [256] from
+// kvindex.ops.codes.log_factors, at a multiple of 1,024 bytes (FACTORS).
 #define FACTORS __align__(1024)
 template <class Place, class Use>
 __device__ __forceinline__ void each_vote(const Signs& signs, u32 weights, u32 shifts, const Group& group,
@@ -255,8 +271,10 @@ __device__ __forceinline__ void each_vote(const Signs& signs, u32 weights, u32 s
 #pragma unroll
     for (int half = 0; half < 2; half++)
         factor[half] = load_from<int>(with_bits(factors, (half ? weights >> 16 : weights) & 255 * 4));
-    // Partial sums for this lane's two keys (one per half) and two heads: dots[half][0] and dots[half][1] over
-    // the even bit planes, dots[half][2] and dots[half][3] over the odd bit planes.
+    // A lane computes the votes (coarse scores) of two keys for two query heads:
+    //   dots[half][0] and dots[half][1]: sums of key number `half` (0 or 1) over the even bit planes of the first
+    //     and of the second head's query.
+    //   dots[half][2] and dots[half][3]: the same sums over the odd bit planes.
 #pragma unroll
     for (int n = 0; n < SETS; n++) {
         int dots[2][4];
@@ -287,8 +305,9 @@ __device__ __forceinline__ void each_vote(const Signs& signs, u32 weights, u32 s
 }
 
 #if SAMPLING
-// Return the size of key `own_key()`: its vote, converted to the scale that all heads share, maximum over the
-// heads. Noise is not yet added.
+// Return the logarithm of the estimated attention weight of key number `own_key()`, before the random noise is
+// added (the code calls it `size`). For each query head, the key's vote (approximate score) is converted to a
+// scale that all heads share. The result is the maximum over the heads.
 template <class Place>
 __device__ __forceinline__ float size_of(const Signs& signs, u32 weights, u32 shifts, const Group& group,
                                          const int (&offsets)[SETS][2], Place factors) {
@@ -303,8 +322,9 @@ __device__ __forceinline__ float size_of(const Signs& signs, u32 weights, u32 sh
 }
 #endif
 
-// Return the group's vote for key `own_key()` or, if candidates are sampled, the priority of this key. id: its
-// token id.
+// Return the approximate score (vote) of the calling thread's key, number `own_key()`. Each query head of the
+// group has its own score of the key, and the maximum is returned. If candidates are sampled at random, return
+// the key's priority instead, which includes random noise. id: position of the key's token.
 template <class Place>
 __device__ __forceinline__ int vote_of(const Signs& signs, u32 weights, u32 shifts, const Group& group,
                                        const int (&offsets)[SETS][2], Place factors, u32 id) {
@@ -320,9 +340,9 @@ __device__ __forceinline__ int vote_of(const Signs& signs, u32 weights, u32 shif
 #endif
 }
 
-// Divide the warps of the scan among groups of heads. A team is the warps that process one group at the same
-// time; with fewer warps than groups, each team is one warp. `first_of` returns the first warp of a team,
-// `warps_of` the number of its warps.
+// Divide the warps of the kernel `scan` into teams. A team is a set of adjacent warps that process the same group
+// (the query heads of one KV head). If there are fewer warps than groups, each team is one warp and processes
+// several groups. `first_of` returns the index of a team's first warp. `warps_of` returns how many warps it has.
 __device__ __forceinline__ u32 first_of(u32 team, u32 teams, u32 warps) {
     return (team * warps + teams - 1) / teams;
 }

@@ -1,16 +1,16 @@
 // Multiply matrices of bytes with a warpgroup (wgmma): four warps multiply the sign bits of 64 keys, in
 // registers, by rounded queries in shared memory.
 //
-// Needs compute capability 9.0 and code compiled for sm_90a. Each warp has 16 rows of the left matrix, with the
-// fragments of `mma_bytes`. The right matrix is K-major without swizzle: 16 bytes of a column are contiguous,
-// and columns are next to each other; the next 16 bytes of all columns follow `PIECE` bytes later.
+// Needs compute capability 9.0 and code compiled for sm_90a. Each warp has 16 rows of the left-hand matrix,
+// with the fragments of `mma_bytes`. The right-hand matrix is K-major without swizzle: 16 bytes of a column are
+// contiguous, and the next column follows; the next 16 bytes of all columns are `PIECE` bytes later.
 #pragma once
 #include "common/byte_votes.cuh"
 
 constexpr int CHUNK = COLUMNS_OF % 64 == 0 ? 64 : COLUMNS_OF % 32 == 0 ? 32 : 16;  // columns of one product
 
-// Call `warpgroup_begin` before a sequence of `multiply_bytes` (it orders register accesses), and
-// `warpgroup_commit` after it.
+// Call `warpgroup_begin` before a group of `multiply_bytes` calls (it orders register accesses), and
+// `warpgroup_commit` after the group.
 __device__ __forceinline__ void warpgroup_begin() {
 #ifndef EMULATED
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -21,8 +21,8 @@ __device__ __forceinline__ void warpgroup_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 #endif
 }
-// Wait until at most COUNT of the last committed sequences of products are unfinished. The sums of the finished
-// ones may then be read.
+// Wait until at most COUNT of the most recently committed groups of products (wgmma commit groups) are
+// unfinished. The sums of all earlier groups may then be read.
 template <int COUNT>
 __device__ __forceinline__ void warpgroup_wait(int (&sums)[CHUNK / 8][1][4]) {
 #ifndef EMULATED
@@ -40,8 +40,8 @@ __device__ __forceinline__ void show_to_warpgroup() {
 }
 
 // Multiply sign bits by rounded queries: sums = a b if `first`, else sums += a b. `a` is this warp's fragment
-// of the left matrix; `b` is the shared-memory address of the first of CHUNK columns of the right matrix. All
-// four warps of a warpgroup call this function.
+// of the left-hand matrix. `b` is the shared-memory address of the first of CHUNK columns of the right-hand
+// matrix. All four warps of a warpgroup call this function.
 __device__ __forceinline__ void multiply_bytes(int (&sums)[CHUNK / 8][1][4], const u32 (&a)[4], Shared b, bool first) {
 #ifdef EMULATED
     int lane = threadIdx.x % 32;
@@ -51,8 +51,8 @@ __device__ __forceinline__ void multiply_bytes(int (&sums)[CHUNK / 8][1][4], con
         mma_bytes(sums[n][0], a[0], a[1], a[2], a[3], load_from<u32>(at), load_from<u32>(at + PIECE));
     }
 #else
-    // wgmma matrix descriptor, in units of 16 bytes: address of the first column, offset of the next 16 bytes
-    // of a column, offset of the next 8 columns
+    // The matrix descriptor of wgmma consists of three numbers, in units of 16 bytes: the address of the first
+    // column, the distance to the next 16 bytes of a column, and the distance to the next 8 columns.
     u64 right = u64(b >> 4 & 0x3fff) | u64(PIECE >> 4) << 16 | u64(128 >> 4) << 32;
 #define FOUR(n) "+r"(sums[n][0][0]), "+r"(sums[n][0][1]), "+r"(sums[n][0][2]), "+r"(sums[n][0][3])
 #define FACTORS_GIVEN "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(right), "r"(int(!first))

@@ -1,5 +1,6 @@
-// Compute the scale of a head's log weights, a power of two, from the largest upper byte of these 16-bit
-// weights. Reference: kvindex.ops.codes.weight_scale.
+// Compute the weight scale of a head: a power of two that is larger than the weights of all its keys. A weight
+// is stored as a logarithm, an integer of 16 bits. `largest` is the largest upper byte of these integers.
+// Reference implementation: kvindex.ops.codes.weight_scale.
 #pragma once
 #include "common/common.cuh"
 
