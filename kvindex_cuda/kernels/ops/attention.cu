@@ -2,9 +2,10 @@
 // values are separate tensors with any strides. (A fused decode step uses step/attend.cu instead.) Reference:
 // kvindex.ops.attention.attend.
 //
-// A team of LANES lanes processes one row at a time, for up to 8 heads of a group. Each lane loads up to 16
-// bytes per access. Each team keeps a running softmax (Milakov and Gimelshein, 2018). The results of teams, of
-// warps and of thread blocks are merged in turn; the last thread block of a group merges the splits.
+// A team of LANES neighboring lanes processes one row at a time, for up to 8 heads of a group. Each lane loads
+// up to 16 bytes per access. Each team keeps a running softmax (Milakov and Gimelshein, 2018). The results of
+// teams, of warps and of thread blocks are merged in this order; the last thread block of a group to finish
+// merges the splits.
 //
 // Grid: (BG, splits, heads / HEADS rounded up), 256 threads.
 // Reads (D + DV) elements per row for each tile of HEADS heads, and 4 bytes of bias per row and head; writes 4

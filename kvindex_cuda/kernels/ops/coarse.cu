@@ -1,12 +1,13 @@
-// Coarse stage of a search by table lookups (ParisKV paper, B.2.1): count keys per centroid, compute tables for
-// tiered votes and for sign votes, and look up the votes of all keys. Reference: the functions with the same
-// names in kvindex/ops/coarse.py. All sums are exact (integers, or float64 without rounding), so the results
-// equal the reference bit by bit.
+// Coarse stage of a search by table lookups (ParisKV paper, B.2.1): count keys per centroid, compute lookup
+// tables for two kinds of approximate scores (tiered votes and sign votes), and compute the votes of all keys.
+// Reference: the functions with the same names in kvindex/ops/coarse.py. All sums are exact (integers, or
+// float64 without rounding), so the results equal the reference bit by bit.
 //
-// A subspace is 8 coordinates; a key's sign pattern in it is one of 256 centroids. `votes` looks up one table
-// entry per key and subspace, in shared memory. One 32-bit word packs the entries of several heads, so that one
-// lookup and one addition serve all of them: four heads if no sum exceeds 255 (tiered votes with M <= 42), two
-// if no sum exceeds 32767 (sign votes), else one. Each thread block determines this from the table.
+// A subspace is 8 coordinates; a key's sign pattern in it is one of 256 centroids. The kernel `votes` looks up
+// one table entry per key and subspace, in shared memory. One 32-bit word packs the entries of several heads,
+// so that one lookup and one addition serve all of them. The number of heads is four if no sum exceeds 255
+// (tiered votes with M <= 42), two if no sum exceeds 32767 (sign votes), else one. Each thread block determines
+// this number from the table.
 // Reads M bytes (signs) and 4 or 4 M bytes (factors) per key and KV head for every four query heads; writes 4
 // bytes per key and query head.
 // Limited by shared memory: M lookups per key and four heads in random banks, about 6 cycles for the 32 lanes
@@ -23,7 +24,7 @@ constexpr int SPAN = M < 32 ? M : 32;    // subspaces that a thread block counts
 constexpr int KEYS = M <= 16 ? 4 : 2;    // keys that a thread processes at a time
 constexpr int WORDS = (M + 3) / 4;
 
-// Load PIECE bytes into words. The first byte is the lowest byte of words[0].
+// Load PIECE bytes of a key's sign bits into `words`. The first byte becomes the lowest byte of words[0].
 __device__ __forceinline__ void piece_of(u32 (&words)[4], const u8* from) {
     if constexpr (PIECE == 16) {
         uint4 all = *reinterpret_cast<const uint4*>(from);
@@ -82,16 +83,16 @@ struct TierArguments {
     const float* queries;   // [BG, heads, D]
     const i64* counts;      // [BG, M, 256]
     const i64* limits;      // [B, tiers]: number of keys that bounds each tier
-    u8* points;             // [BG, heads, M, 256]: points of each centroid
+    u8* points;             // [BG, heads, M, 256]: score of each centroid
     i64 heads, kv_heads, tiers;
 };
 
-// Compute the points that tiered votes give to each centroid. Centroids that are most similar to the query get
-// the most points: a centroid's points are the number of tiers whose limit exceeds the number of keys in better
-// centroids.
+// Compute the score ("points") of each centroid for tiered votes. Centroids that are more similar to the query
+// get higher scores. For each centroid, the kernel counts the keys that belong to more similar centroids. Each
+// tier has a limit for this count. The score is the number of tiers whose limit exceeds the count.
 // Grid: (query heads · M), 256 threads, one per centroid.
-// Reads 2 KB of counts and 32 bytes of the query; writes 256 bytes. To count the keys in better centroids, a
-// thread block compares all 2^16 pairs of centroids.
+// Reads 2 KB of counts and 32 bytes of the query; writes 256 bytes. To count the keys in more similar
+// centroids, a thread block compares all 2^16 pairs of centroids.
 extern "C" __global__ void __launch_bounds__(256)
 tier_table(const __grid_constant__ TierArguments args) {
     __shared__ double similarity[256];
@@ -135,10 +136,10 @@ __device__ __forceinline__ int rounded_of(float x, double peak, i64 largest) {
     return peak > 0 ? int(rint(double(x) * (double(largest) / peak))) : 0;
 }
 
-// Compute the table for sign votes: Σ_j s_j r_j for each sign pattern s of a subspace, where r is the query
-// rounded to integers.
-// Grid: (query heads, M), 256 threads.
-// Reads 4 D bytes, writes 512 bytes.
+// Compute the lookup table from which approximate scores of keys (sign votes) are added up. For a subspace of
+// 8 coordinates, it contains Σ_j s_j r_j for each of the 256 sign patterns s, where r is the query rounded to
+// integers.
+// Grid: (query heads, M subspaces), 256 threads. Each thread block reads 4 D bytes and writes 512 bytes.
 extern "C" __global__ void __launch_bounds__(256)
 dot_table(const float* queries, short* table, i64 largest) {
     const float* query = queries + i64(blockIdx.x) * D;
@@ -163,7 +164,7 @@ struct OffsetArguments {
 };
 
 // Convert the product of each query with the center of each segment (256 keys) to an integer in the unit of
-// votes.
+// votes (approximate scores of keys).
 // Grid: (query heads, splits), 256 threads.
 // Reads and writes 4 bytes per segment.
 extern "C" __global__ void __launch_bounds__(256)
@@ -179,7 +180,7 @@ dot_offsets(const __grid_constant__ OffsetArguments args) {
 
 // ---- votes ----
 
-// Load four entries of a table, from entry i on.
+// Load four entries of a lookup table, from entry i on.
 __device__ __forceinline__ void entries_of(int (&found)[4], const void* table, i64 i) {
 #if WIDE
     uint2 all = *reinterpret_cast<const uint2*>(static_cast<const u16*>(table) + i);
@@ -193,9 +194,9 @@ __device__ __forceinline__ void entries_of(int (&found)[4], const void* table, i
 }
 
 #if FACTORS != 2
-// Return an upper bound of |votes| before factors, over all possible keys: the sum over subspaces of the
-// largest absolute table entry, for the head where this sum is largest. All threads of a block call this
-// function.
+// Return an upper bound of the absolute votes (approximate scores) that any key can get, before votes are
+// multiplied by the keys' factors. For each head, it adds up the largest absolute table entries of all
+// subspaces. The result is the largest of these sums. All threads of a block call this function.
 static __device__ int bound_of(const void* table, i64 first, int heads) {
     __shared__ int peaks[4 * M];
     int lane = threadIdx.x % 32;
@@ -221,8 +222,9 @@ static __device__ int bound_of(const void* table, i64 first, int heads) {
 }
 #endif
 
-// Extract the entry of head p from a word that packs P heads, or from a sum of such words. With P = 4, the
-// entries are unsigned bytes. With P = 2, the word is high · 2^16 + low, both signed.
+// Extract the table entry of head p from a word that packs the entries of P heads, or from a sum of such words.
+// With P = 4, the entries are unsigned bytes. With P = 2, the word is high · 2^16 + low, where `high` and `low`
+// are signed.
 template <int P>
 __device__ __forceinline__ u32 part_of(u32 word, int p) {
     if constexpr (P == 4) return word >> 8 * p & 255;
@@ -239,7 +241,8 @@ struct Votes {
     i64 bg, first, stop, n, heads, segments, every;
 };
 
-// Compute the votes of this thread block's keys for P · TABLES heads; a word of the table packs P heads.
+// Compute the votes (approximate scores) of this thread block's keys for P · TABLES query heads. There are
+// TABLES lookup tables in shared memory. Each word of a table packs the entries of P heads.
 template <int P>
 __device__ __forceinline__ void votes_of(const Votes& of, i64 head, u32* words) {
     constexpr int HEADS = P * TABLES;
@@ -332,7 +335,8 @@ struct VoteArguments {
     i64 n, heads, kv_heads, segments, every;
 };
 
-// Compute the votes of all keys for all heads.
+// Compute the votes of all keys for all heads. A vote is an approximate score, the sum of one table entry per
+// subspace.
 // Grid: (BG, splits), 256 threads. Dynamic shared memory: TABLES · M · 1024 bytes.
 extern "C" __global__ void __launch_bounds__(256, 3)
 votes(const __grid_constant__ VoteArguments args) {

@@ -20,8 +20,9 @@ struct EncodeArguments {
 };
 
 // Encode rotated keys. A thread encodes 8 coordinates: one byte of signs, and one byte of each magnitude plane.
-// Coordinates of several threads may share a weight; each thread then computes it with the same sum in the same
-// order.
+// The coordinates of several threads may belong to one subvector, which has one weight. Then each of these threads
+// computes the norm of the subvector. They all add the same numbers in the same order, so that their results are
+// equal. The first of these threads writes the weight.
 // Grid: any number of thread blocks, THREADS threads. A thread block encodes THREADS / M vectors at a time.
 // Reads 4 D + 4 bytes per vector; writes (1 + bits) D / 8 bytes per vector and 4 bytes per weight.
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -82,7 +83,7 @@ struct LogArguments {
     i64 count, bits;
 };
 
-// Convert weights to log codes.
+// Convert weights to log codes: integers that encode the logarithm of a weight.
 // Grid: one thread per weight. Reads 4 bytes and writes 4 bytes per weight.
 extern "C" __global__ void __launch_bounds__(THREADS)
 log_codes(const __grid_constant__ LogArguments args) {
@@ -100,7 +101,7 @@ struct WeightArguments {
     i64 count, bits;
 };
 
-// Convert log codes to weights.
+// Convert log codes, which are integers that encode the logarithm of a weight, to weights.
 // Grid: one thread per weight. Reads 4 bytes and writes 4 bytes per weight.
 extern "C" __global__ void __launch_bounds__(THREADS)
 log_weights(const __grid_constant__ WeightArguments args) {

@@ -30,7 +30,7 @@ struct RowArguments {
     i64 total;               // number of units in all gathered rows
 };
 
-// Gather rows from a tensor. If an id is not in the tensor, its row is zeros.
+// Gather rows from a tensor. If an id is outside the tensor, its row is zeros.
 extern "C" __global__ void __launch_bounds__(256)
 gather_rows(const __grid_constant__ RowArguments args) {
     for (i64 i = i64(blockIdx.x) * 256 + threadIdx.x; i < args.total; i += i64(gridDim.x) * 256) {
@@ -53,7 +53,8 @@ struct BlockArguments {
     i64 total;               // number of units in all gathered rows
 };
 
-// Gather rows from blocks of TOKENS rows. If an id is below 0, or n or larger, its row is zeros.
+// Gather the rows of the tokens `ids` from blocks of TOKENS rows each. The valid ids are 0 to n − 1. For any
+// other id, write zeros.
 extern "C" __global__ void __launch_bounds__(256)
 gather_blocks(const __grid_constant__ BlockArguments args) {
     for (i64 i = i64(blockIdx.x) * 256 + threadIdx.x; i < args.total; i += i64(gridDim.x) * 256) {

@@ -1,6 +1,6 @@
-// Combine the attention of several ranks (GPUs), each over other rows: `pack_message` packs the result of one
-// rank into a message, and `merge_messages` merges the messages of all ranks (Milakov and Gimelshein, 2018).
-// Reference: kvindex.ops.messages.pack and merge_messages.
+// Combine the attention outputs of several ranks (GPUs), which have attended to different rows. The kernel
+// `pack_message` packs the result of one rank into a message, and `merge_messages` merges the messages of all
+// ranks (Milakov and Gimelshein, 2018). Reference: kvindex.ops.messages.pack and merge_messages.
 //
 // Grid: (B G), 256 threads; a thread block processes the heads of one group of one sequence. `pack_message`
 // reads and writes GROUP DV elements and GROUP + 1 words. `merge_messages` reads these from each rank and

@@ -42,8 +42,8 @@ __device__ __forceinline__ void bytes_of(u32 (&words)[WORDS], const u8* from) {
     }
 }
 
-// The code of a key: sign bits and magnitude bits, 32 coordinates per word. `coordinate` decodes the coordinate
-// at bit b of word w.
+// The code of a key: sign bits and magnitude bits, 32 coordinates per word. The function `coordinate` decodes
+// the coordinate at bit b of word w.
 struct Key {
     u32 sign[WORDS], plane[BITS > 0 ? BITS : 1][WORDS];
 
@@ -61,8 +61,8 @@ struct Key {
     }
 };
 
-// Copy the queries of up to HEADS heads to shared memory, as [D][HEADS] with zeros for missing heads, and also
-// the levels. Return the number of heads.
+// Copy the queries of up to HEADS heads to shared memory, as [D][HEADS] with zeros for missing heads. Also copy
+// the levels, the LEVELS values that the magnitude of a coordinate can have. Return the number of heads.
 static __device__ int fill(float* queries, float* levels, const float* given, const float* sizes,
                            i64 heads) {
     i64 head = i64(blockIdx.z) * HEADS;
@@ -126,11 +126,14 @@ struct ErrorArguments {
     float spread;            // τ / (BLOCK − 1)
 };
 
-// Compute the standard deviation σ of each estimate:
-//     σ² = Σ_b ‖k_b‖² · max(0, ‖q_b‖² − ⟨v_b, q_b⟩² / ‖v_b‖²) · τ / (BLOCK − 1),
-// where b counts blocks of BLOCK coordinates with one weight, ‖k_b‖² = w_b² ‖v_b‖² / (1 + τ), w_b is the
-// weight, v_b are the decoded coordinates, and τ is the mean squared tangent of the angle between v_b and the
-// key (docs/symbols.md).
+// Compute the standard deviation σ of each estimated inner product of a query with a key:
+//     σ² = Σ_b ‖k_b‖² · max(0, ‖q_b‖² − ⟨v_b, q_b⟩² / ‖v_b‖²) · τ / (BLOCK − 1), with
+//     ‖k_b‖² = w_b² ‖v_b‖² / (1 + τ).
+// Query and key are divided into blocks of BLOCK coordinates, which b numbers:
+//   q_b: coordinates of the query in block b.
+//   v_b: decoded coordinates of the key in block b, without their weight.
+//   w_b: stored weight of block b.
+//   τ: mean squared tangent of the angle between v_b and the key's block b (docs/symbols.md).
 extern "C" __global__ void __launch_bounds__(256)
 errors(const __grid_constant__ ErrorArguments args) {
     const void* weights = args.weights;

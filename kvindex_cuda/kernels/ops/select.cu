@@ -1,9 +1,10 @@
 // Select the largest entries of each matrix row by a radix select, with several thread blocks per matrix row
-// and 11 bits per pass. Reference: kvindex.ops.select.top_k, candidates and compact. Sequences of kernels:
+// and 11 bits per pass. Reference: kvindex.ops.select.top_k, candidates and compact. The kernels run in one of
+// these sequences, each with its result:
 //
 //     range -> digit, up to 6 times -> collect -> sort      the k best, in order
 //                                   -> mark -> place        ids that at least one head of the group selects
-//                                 flags -> place            ids of True entries
+//                                 flags -> place            positions of the True entries of a mask
 //
 // A word is (score in integer order) << bits | (2^bits − 1 − position). All words differ, so of equal scores
 // the lower position is selected, and the result is unique. `range` finds the bits in which the scores of a
@@ -17,15 +18,17 @@
 // Compile-time constants: VOTES (1: scores are int32 of keys with a valid flag, and limits differ; 0: float32).
 #include "common/common.cuh"
 
-// State of the radix select of a matrix row. It finds the bits of `least`, the smallest selected word, from the
-// highest to the lowest. The lowest `low` bits are still unknown. Of the words that agree with `least` in the
-// known bits, the `rank` largest are selected; 0 if nothing is selected.
+// State of the radix select of one matrix row. Each entry of the matrix row is represented by an integer, its
+// word, and the entries with the largest words are selected. The radix select finds the smallest of the selected
+// words, `least`, from its highest bits to its lowest. The lowest `low` bits of `least` are not known yet. Of
+// the words whose higher bits equal those of `least`, the `rank` largest are selected. `rank` is 0 if no entry
+// is selected.
 struct Row {
     u64 least;
     int rank, low;
 };
 
-// The scores of a matrix row.
+// One matrix row of scores. The kernel selects the largest of these scores.
 struct Entries {
     const void* scores;
     const u8* valid;  // valid flags of the row's sequence, or null
@@ -133,7 +136,7 @@ digit(const __grid_constant__ DigitArguments args) {
     if (threadIdx.x == 0) {
         at.rank -= cut.above;
         at.least |= u64(cut.bin) << shift;
-        // if all words in the bin are selected, no further pass is needed
+        // if all words in the histogram bin are selected, no further pass is needed
         at.low = __ldcg(histogram + cut.bin) == at.rank ? 0 : shift;
         args.state[row] = at;
         args.tickets[row] = 0;
@@ -150,7 +153,8 @@ struct CollectArguments {
     i64 n, bits, k;
 };
 
-// Write the selected words (score and position) of each matrix row to `words`, in any order.
+// Write the selected words of each matrix row to `words`, in any order. (A word packs a score and its
+// position.)
 extern "C" __global__ void __launch_bounds__(256)
 collect(const __grid_constant__ CollectArguments args) {
     i64 row = blockIdx.x;
@@ -174,8 +178,9 @@ struct SortArguments {
     i64 width, size, k, n, bits;
 };
 
-// Sort the selected words of each matrix row in descending order, and convert them to scores and positions.
-// Grid: rows, `size` / 2 threads, where `size` is a power of two and at least `width`.
+// Sort the selected words of each matrix row in descending order, and convert them to scores and positions. (A
+// word packs the score and the position of one entry.)
+// Grid: (rows), `size` / 2 threads, where `size` is a power of two and at least `width`.
 // Reads 8 bytes per word and 4 bytes per score; writes 12 bytes per word.
 extern "C" __global__ void __launch_bounds__(SORTED / 2)
 sort(const __grid_constant__ SortArguments args) {
@@ -215,7 +220,7 @@ struct MarkArguments {
     i64 valid_batch, n, heads, kv_heads, bits;
 };
 
-// Write one bit per key: 1 if at least one head of the group selects the key.
+// Write one bit per key: 1 if at least one query head of the group selects the key.
 // Grid: (BG, tiles), 256 threads. Reads 4 bytes per key and head, writes one bit per key.
 extern "C" __global__ void __launch_bounds__(256)
 mark(const __grid_constant__ MarkArguments args) {

@@ -2,8 +2,8 @@
 // multiplies by a matrix R. (append/encode.cu does both in one kernel.) Reference:
 // kvindex.ops.transform.normalize and rotate.
 //
-// Vectors are numbered in the order of the flattened outer three dimensions, which may have any strides.
-// Compile-time constants: DTYPE (of the vectors).
+// The vectors are the last dimension of a tensor with four dimensions. They are numbered in row-major order; the
+// outer three dimensions may have any strides. Compile-time constants: DTYPE (of the vectors).
 #include "common/common.cuh"
 
 // Return the offset of vector number i in a tensor [.., second, third, D] with strides s1, s2 and s3.
