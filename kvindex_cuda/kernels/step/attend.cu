@@ -4,14 +4,16 @@
 // number (CODEC).
 // Reference: attend in kvindex/pariskv/decode_step.py, kvindex/ops/attention.py.
 //
-// A team of LANES lanes reads one row at a time, in chunks of 8 elements per lane, and keeps a running softmax.
-// The last thread block of a group merges the results of all splits.
+// A team of LANES neighboring lanes reads one row at a time, in chunks of 8 elements per lane, and keeps a
+// running softmax. The rows of a group are divided among several thread blocks (splits). The last thread block
+// of a group to finish merges the results of all splits.
 // Rows are copied asynchronously into a ring buffer in shared memory: per team, DEPTH resident rows or two
 // selected rows are in flight. (Registers would not do, because moving a register waits for the load that fills
 // it.)
 // Resident rows (sink and window) are read first, while select_rows.cu still runs.
 // With few KV heads, the query heads of a KV head are divided into PARTS parts of GROUP heads, each with its
-// own thread blocks. Every part reads all rows, usually from L2. Only part 0 inserts rows into the row cache.
+// own thread blocks. Every part reads all rows, usually from L2. Only part 0 inserts rows into the row cache (a
+// cache in device memory for rows that are stored on the host).
 // With a CODEC, the key in a row is relative to a center that all rows of a KV head share. The product of query
 // and center is computed once and added to the logits.
 //
@@ -48,7 +50,8 @@ constexpr int KEYS = (D / 8 + LANES - 1) / LANES, VALUES = (DV / 8 + LANES - 1) 
 constexpr int PARTIAL = DV + 2;              // floats of a split's result per head: maximum, sum, output
 constexpr int PIECES = DTYPE == 0 ? 2 : 1;   // loads of 16 bytes per chunk
 constexpr int ROW = (KEYS + VALUES) * PIECES * 512;  // bytes of a slot in a warp's ring buffer: one row of each team
-// rows in the ring buffer of each team: AHEAD, but 2 if rows are wide, to stay below 96 KB
+// Number of rows in the ring buffer of each team of lanes: AHEAD. For wide rows it is 2, so that all ring
+// buffers of a thread block together take less than 96 KB of shared memory.
 constexpr int DEPTH = (KEYS + VALUES) * PIECES > 6 ? 2 : AHEAD;
 constexpr bool SLOTS = PAGED == 2;
 static_assert(!SLOTS || GIVEN != 1, "ids are those of tokens");
@@ -60,13 +63,14 @@ struct Running {  // the running softmax of a team; each lane stores its part of
     float peak[GROUP], total[GROUP], sum[VALUES][GROUP][8];
 };
 
-// One lane's part of a row as it is stored: KEYS chunks of the key, then VALUES chunks of the value. A chunk is
-// 8 elements or, with a CODEC, 8 bytes and a scale.
+// The part of a row (key and value of a token) that one lane reads, in its stored format: KEYS chunks of the key,
+// then VALUES chunks of the value. A chunk is 8 elements. If rows are quantized (CODEC), it is 8 bytes and a scale.
 typedef uint4 Words[KEYS + VALUES][PIECES];
 
-// Call use(chunk, value, j) for each chunk of a row that this lane reads.
+// A team of lanes reads a row (key and value of a token), which is divided into chunks. Call the function
+// use(chunk, value, j) for each chunk that this lane reads.
 //   chunk: number of the chunk in the row.
-//   value: whether the chunk belongs to the value (else to the key).
+//   value: true if the chunk belongs to the row's value, false if it belongs to the key.
 //   j: number of the chunk in this lane's `Words`.
 template <class Use>
 __device__ __forceinline__ void each_chunk(Use use) {
@@ -78,10 +82,10 @@ __device__ __forceinline__ void each_chunk(Use use) {
     }
 }
 
-// A row that is being loaded.
-//   weight: what is added to the logit of each head; lane h % LANES of the team has that of head h.
-//   slot: the cache slot to write the row to, or one of the constants below.
-//   before: if CACHED, the slot's time stamp before this step (only in the first lane of the team).
+// A row (key and value of a token) that a team of LANES lanes is loading.
+//   weight: numbers to add to the row's logits, one per query head; the number for head h is in lane h % LANES.
+//   slot: the slot of the row cache to write the row to, or one of the constants below.
+//   before: if `slot` is CACHED, the slot's time stamp before this step (only in the first lane of the team).
 constexpr int NOWHERE = -1, CACHED = -2, MISSING = -3;
 struct Pending {
     float weight[(GROUP + LANES - 1) / LANES];
@@ -99,8 +103,8 @@ __device__ __forceinline__ void write_row(const Words& words, char* place) {
         for (int i = 0; i < PIECES; i++) reinterpret_cast<uint4*>(place)[chunk * PIECES + i] = words[j][i];
     });
 }
-// Start copying this lane's chunks of a row to the ring buffer. coded: the row is stored with one byte per
-// number.
+// Start copying this lane's chunks of a row to the ring buffer in shared memory. coded: true if the row is
+// stored with one byte per number.
 __device__ __forceinline__ void copy_row(Shared to, const char* row, bool coded) {
     each_chunk([&](int chunk, bool value, int j) {
         Shared place = to + j * PIECES * 512;
@@ -138,9 +142,11 @@ __device__ __forceinline__ void unpack(float (&x)[8], const uint4 (&words)[PIECE
     }
 }
 
-// Add one row per team to the running softmax of all heads, if `in` is true. All lanes call this function.
+// Add one row (key and value of a token) to the running softmax of all query heads. Each team of lanes adds its
+// own row, and adds nothing if `in` is false. All lanes of the warp call this function.
 //   queries: float4 [2, GROUP, D / 8]: first the lower four, then the upper four of every eight coordinates.
-//   centered: [GROUP], products of query and center, added to the logits of rows stored with a CODEC.
+//   centered: [GROUP], the inner product of each query with the center (mean key). If a CODEC compresses the
+//     rows, their keys are stored relative to the center, so these products are added to the logits.
 __device__ __forceinline__ void add_row(Running& run, const Words& words, const Pending& row, bool in, bool coded,
                                         const float4* queries, const float* centered, float scale, float softcap) {
     float logit[GROUP] = {}, x[8];
@@ -195,10 +201,10 @@ __device__ __forceinline__ void add_row(Running& run, const Words& words, const 
     }
 }
 
-// Merge the running softmax of all teams in a thread block, AT_ONCE heads per round. All threads call this
-// function.
-//   merged: float32 [WORKERS, AT_ONCE, PARTIAL] in shared memory.
-//   peaks: float32 [GROUP, WORKERS] in shared memory.
+// Merge the running softmax of all teams in a thread block, where a team is the LANES lanes that read a row
+// together. Each round merges AT_ONCE heads. All threads call this function.
+//   merged: float32 [WORKERS, AT_ONCE, PARTIAL] in shared memory, for WORKERS teams and PARTIAL = DV + 2.
+//   peaks: float32 [GROUP, WORKERS] in shared memory: the largest logit of each head and team.
 //   partial: float32 [GROUP, PARTIAL], receives the result if `wanted` is true.
 __device__ __forceinline__ void merge_teams(const Running& run, float* merged, float (&peaks)[GROUP][WORKERS],
                                             float* partial, bool wanted) {
@@ -257,9 +263,10 @@ struct Arguments {
     const i64* resident_count;  // [1], or RAGGED: [B]: number of resident rows
     const i64* length;          // [B]: number of tokens that are searched; only if PAGED
     const int* segments;        // [B, row]: number of each block among all pages; only if PAGED is 2
-    // The row cache (row_cache.py) has `cached` slots per KV head of a sequence, 0 without a cache. If PAGED is
-    // 2, all sequences share one cache per KV head: the first dimension of cache, tags and stamps is then the
-    // number of KV heads, and `clocks` has one element.
+    // The row cache (row_cache.py) is a cache in device memory for rows that are stored on the host. It has
+    // `cached` slots per KV head of a sequence, 0 without a cache. With PAGED = 2 (pages in host memory), all
+    // sequences share one cache per KV head. The first dimension of `cache`, `tags` and `stamps` is then the
+    // number of KV heads, and `clocks`, which counts decode steps, has one element.
     char* cache;                // [BG, cached, row_bytes]: rows in the stored format
     int* tags;                  // [BG, cached], aligned to 16 bytes: the row in each slot
     int* stamps;                // [BG, cached], aligned to 16 bytes: the step that last used each slot
@@ -337,11 +344,12 @@ attend(const __grid_constant__ Arguments args) {
 
     partial += i64(part) * splits * GROUP * PARTIAL;
 #if PAGED
-    // Resident row i is token i if i < sinks (the sink), else token later + i (the window).
+    // Sink and window are numbered together: the rows 0 to sinks - 1 are the sink, and the rows from `sinks` on are
+    // the window. Row i of the sink belongs to token i. Row i of the window belongs to token i + later.
     int later = int(args.length[batch]), sinks = later ? int(args.sink) : 0;
     later -= sinks;
 #endif
-    // phase 0 reads resident rows while select_rows.cu still runs; phase 1 reads selected rows
+    // phase 0 reads the rows of sink and window while select_rows.cu still runs; phase 1 reads selected rows
 #pragma unroll 1
     for (int phase = 0; phase < 2; phase++) {
         if (phase) {
@@ -351,7 +359,8 @@ attend(const __grid_constant__ Arguments args) {
                 after_previous();
             let_next_begin();
         }
-        // Load the ids of this team's first four rows before the number of rows is known.
+        // Load the ids of the first four rows of this team of lanes before the number of rows is known, to hide
+        // the latency.
         auto selected = [&](int i) {
 #if PAGED == 2
             if (!phase) return i < sinks ? i : later + i;
@@ -420,8 +429,10 @@ attend(const __grid_constant__ Arguments args) {
             find(row, i, n, id, slot);
             async_commit();
         };
-        // While a row is being copied: if it comes from the cache, check that its slot was not replaced in this
-        // step. If it comes from the host, choose a cache slot for it.
+        // Call this function while a row is being copied to shared memory. If the row is copied from a slot
+        // of the row cache, another row may overwrite this slot in the same decode step. The function detects
+        // this, and then copies the row from the host instead. If the row is copied from the host anyway, the
+        // function chooses a cache slot for it.
         auto settle = [&](Pending& row, int i, int n) {
             bool looks = i < rows_here && row.slot != NOWHERE;
             if (!__any_sync(ALL, looks)) return;
@@ -447,7 +458,8 @@ attend(const __grid_constant__ Arguments args) {
         begin(after, own + step, 1, second, second_tag);
         for (int n = 2; n < ahead; n++) begin(after, own + n * step, n, 0, 0);
         u32 visible = ALL;
-        // All teams of a warp iterate as often as the first team, which has the most rows.
+        // A warp is divided into teams of lanes, each of which processes one row at a time. All teams iterate as
+        // often as the first team, which has the most rows.
         int longest = rows_here - own + lane / LANES * (splits * 8);
         for (int i = own, n = 0; n * step < longest; i += step, n++) {
             if (!PAGED && !phase && n % LANES == 0) {
@@ -472,8 +484,9 @@ attend(const __grid_constant__ Arguments args) {
             add_row(run, words, one, in && visible >> n % LANES & 1, ROWS_CODED && phase, queries,
                     ROWS_CODED ? centered + phase * GROUP : nullptr, args.scale, args.softcap);
         }
-        // The merge after phase 0 only warms up the instruction cache: its result is not used, and it runs
-        // while other thread blocks still select rows.
+        // A thread block reads the rows of sink and window in phase 0, and the selected rows in phase 1. The result
+        // of the merge in phase 0 is not used. The merge runs there only to load its instructions into the
+        // instruction cache, while other thread blocks still select rows.
         if (phase || args.signaled) merge_teams(run, merged, peaks, partial + split * (GROUP * PARTIAL), phase);
     }
 
@@ -492,7 +505,8 @@ attend(const __grid_constant__ Arguments args) {
         return s < splits ? __ldcg(reinterpret_cast<const float2*>(partial + (i64(s) * GROUP + h) * PARTIAL) + pair)
                           : float2{NEVER, 0};
     };
-    // Load two elements of each split's output per thread. Meanwhile, one warp per head computes the weights of
+    // Several thread blocks, the splits, have each attended to a part of the rows. To merge their outputs, each
+    // thread loads two elements of the output of each split. Meanwhile, one warp per head computes the weights of
     // the splits, one lane per split.
     float2 parts[MOST_SPLITS];
     auto prefetch = [&](int i) {

@@ -1,17 +1,17 @@
 // Attention over latents (multi-head latent attention in the absorbed form; DeepSeek-V2, section 2.1). A latent
-// is a key whose first DV coordinates are also its value. Each is read once for all query heads, up to 128. Two
-// kernels, attend_latents and merge_latents. Reference: kvindex/ops/attention.py.
+// is a key whose first DV coordinates are also its value. Each latent is read once for all query heads, up to
+// 128. This file has two kernels, attend_latents and merge_latents. Reference: kvindex/ops/attention.py.
 //
-// attend_latents: a thread block copies ROWS latents at a time to shared memory, first resident rows (sink and
-// window), then selected rows. It serves PART query heads: all of them if the rows are on the host, else few
-// enough that every multiprocessor gets a thread block.
+// attend_latents: a thread block copies ROWS latents at a time to shared memory, first the resident rows (sink
+// and window), then selected rows. It processes PART query heads. PART is the number of all heads if the rows
+// are on the host. Otherwise it is small enough that every multiprocessor gets a thread block.
 // Logits: tensor cores multiply 16 heads by 8 rows; the coordinates are divided among warps.
 // Output: tensor cores multiply the attention weights of 16 heads by 8 columns of values. The 32-bit words of
 // two rows are recombined into pairs for this, so nothing is transposed. PITCH puts these words in different
 // banks.
 // Attention weights are rounded to DTYPE for the second product, as in FlashAttention (Dao, 2023); sums are
 // float32.
-// The work on resident rows, except for writing to global memory, overlaps with the previous kernel, which
+// The work on sink and window, except for writing to global memory, overlaps with the previous kernel, which
 // selects rows.
 // float32 does not use tensor cores: a thread computes one head and row, then one head and four columns.
 //
@@ -23,8 +23,9 @@
 //   RAGGED (1: each sequence has its own count of resident rows)
 #include "common/row_codes.cuh"
 
-// Each warp computes the logits of 16 heads over one slice of the coordinates. SLICES is the number of slices
-// with which the eight warps serve all PART heads.
+// Each warp computes the logits of 16 heads over one slice of the coordinates. The eight warps must process all
+// PART heads, so the coordinates are divided into SLICES = 8 / (PART / 16) slices. (float32 does not use tensor
+// cores, and needs no slices.)
 constexpr int SLICES = DTYPE == 0 ? 1 : 128 / PART;
 constexpr int STEPS = ((D + 31) / 32 + SLICES - 1) / SLICES;  // steps of 32 coordinates per slice
 constexpr int SIZE = DTYPE == 0 ? 4 : 2;
@@ -36,10 +37,11 @@ static_assert(ROWS == 16, "a lane of sixteen for each row");
 static_assert(PART == 16 || PART == 32 || PART == 64 || PART == 128, "warps come out even");
 static_assert(D % 8 == 0 && DV % 8 == 0 && DV < D, "rows are read in pieces of 16 bytes");
 
-// Copy a latent to shared memory, or write zeros if `row` is 0.
-//   coded: it is stored with one byte per number: DV bytes, D - DV bytes, and a scale for each of the two
-//     groups.
-//   anything: any readable address.
+// Copy a latent (a key of D numbers, of which the first DV are also its value) to shared memory, or write zeros
+// if the address `row` is 0.
+//   coded: true if each number is stored as one byte: DV bytes, then D - DV bytes, then one scale for each of
+//     these two groups.
+//   anything: any readable address, used if `row` is 0.
 __device__ __forceinline__ void bring(char* to, u64 row, bool coded, const void* anything) {
     int lane = threadIdx.x % 32;
     const char* from = row ? reinterpret_cast<const char*>(row) : static_cast<const char*>(anything);
@@ -61,16 +63,18 @@ __device__ __forceinline__ void bring(char* to, u64 row, bool coded, const void*
     }
 }
 
-// Return the position at which the attention weight of a row is stored. In this order, lane t of four lanes
-// reads the weights of rows t, t + 4, t + 8 and t + 12 with one access.
+// Return the position in shared memory at which the attention weight of a row (0 to 15) is stored. Lane t of four
+// lanes (0 to 3) needs the weights of rows t, t + 4, t + 8 and t + 12. These four weights are stored side by side,
+// so that one access reads them all.
 __device__ __forceinline__ int place_of(int row) { return row % 4 * 4 + row / 4; }
 
-// The queries of 16 heads for a warp's slice of the coordinates, as tensor core fragments.
+// Queries of 16 heads as tensor core fragments. The coordinates are divided among the warps: each warp stores only
+// the coordinates that it multiplies.
 struct Queries {
     uint4 words[STEPS][2];
 };
-// Load this warp's fragments of the queries. queries: DTYPE [GROUP, D], aligned to 16 bytes. first: first head
-// of the thread block.
+// Load this warp's fragments of the queries. queries: DTYPE [GROUP, D], aligned to 16 bytes. first: number of
+// the first head of the thread block.
 __device__ __forceinline__ void load(Queries& part, const void* queries, int first) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
@@ -82,8 +86,9 @@ __device__ __forceinline__ void load(Queries& part, const void* queries, int fir
     }
 }
 
-// Multiply the queries with the keys of ROWS rows. logits, float32 [SLICES, PART, LOGITS], receives a partial
-// sum for each slice of the coordinates.
+// Compute the inner products of PART queries with the keys of ROWS rows (keys and values of tokens). The
+// coordinates are divided into SLICES slices. Write the partial sums over each slice to `logits`, float32
+// [SLICES, PART, LOGITS].
 __device__ __forceinline__ void multiply_keys(float* logits, const Queries& part, const void* queries, int first,
                                               const char* rows) {
 #if DTYPE == 0
@@ -122,7 +127,8 @@ __device__ __forceinline__ void multiply_keys(float* logits, const Queries& part
 #endif
 }
 
-// partial = partial · shrink + sum for four columns of a head, or partial = sum if `first`.
+// Add `sum` to four columns of a head's attention output, which are at `partial`. Before, multiply `partial` by
+// `shrink`. If `first` is true, `partial` has no value yet, and is set to `sum`.
 __device__ __forceinline__ void add_to(float* partial, float4 sum, bool first, float shrink) {
     float4* at = reinterpret_cast<float4*>(partial);
     if (!first) {
@@ -132,8 +138,8 @@ __device__ __forceinline__ void add_to(float* partial, float4 sum, bool first, f
     *at = sum;
 }
 
-// Multiply the attention weights of ROWS rows by their values, and add the products to partial, float32 [PART,
-// DV], for `heads` heads. If `first`, partial is overwritten.
+// Multiply the attention weights of ROWS rows by their values, and add the products to `partial`, float32
+// [PART, DV], for `heads` heads. If `first` is true, overwrite `partial` instead.
 __device__ __forceinline__ void multiply_values(float* partial, int heads, const float* logits, const u16* shares,
                                                 const char* rows, const float* shrinks, bool first) {
 #if DTYPE == 0
@@ -184,8 +190,9 @@ struct AttendArguments {
     const void* resident;       // DTYPE [BG, room, D + DV]
     const u8* resident_mask;    // [B, room]: 1 where a resident row is valid
     const i64* resident_count;  // [1], or RAGGED: [B]: number of resident rows
-    // Numbers that are added to the logits of selected rows; −inf hides a row, and null means zeros. The number
-    // for row i and head h of group bg is at bg · weights_group + h · weights_head + i.
+    // Log weights, which are added to the logits of the selected rows: −inf hides a row, and a null pointer means
+    // zeros. The log weight of row i for head h of KV head number bg is at bg · weights_group + h · weights_head +
+    // i.
     const float* weights;
     float* partial;             // [BG, splits, GROUP, DV]
     float2* sums;               // [BG, splits, GROUP]: maximum and sum, −inf and 0 if no row is visible
@@ -193,11 +200,13 @@ struct AttendArguments {
     float scale, softcap;
 };
 
-// Compute the attention of PART heads over a split of the rows. A tile is ROWS rows; split s takes tiles s, s +
-// splits, ….
-// Grid: (splits, GROUP / PART, BG), 256 threads.
-// Reads each row GROUP / PART times and the queries once per split; writes 4 DV + 8 bytes per head and split.
-// Dynamic shared memory: ROWS PITCH + 4 SLICES PART LOGITS + 2 PART ROWS bytes.
+// Compute attention over the latents (rows). Each thread block computes it for PART query heads, over a subset of
+// the rows (a split). The rows are divided into tiles of ROWS rows; split s processes the tiles s, s + splits, ….
+// Grid: (splits, GROUP / PART, BG), 256 threads. GROUP is the number of query heads per KV head, and BG is the
+// batch size times the number of KV heads.
+// Reads each row GROUP / PART times, and the queries once per split. Writes 4 DV + 8 bytes per head and split,
+// where DV is the dimension of a value.
+// Dynamic shared memory: ROWS · PITCH + 4 · SLICES · PART · LOGITS + 2 · PART · ROWS bytes.
 extern "C" __global__ void __launch_bounds__(256, 1)
 attend_latents(const __grid_constant__ AttendArguments args) {
     DYNAMIC_SHARED(memory);
@@ -302,8 +311,8 @@ struct MergeArguments {
     i64 splits;
 };
 
-// Merge the attention results of all splits.
-// Grid: (GROUP, DV / 128, BG), 128 threads. A warp takes a quarter of the splits, and a lane takes four
+// Merge the attention results of all splits, which are subsets of the rows.
+// Grid: (GROUP, DV / 128, BG), 128 threads. A warp processes a quarter of the splits, and a lane processes four
 // columns.
 // Reads 4 DV + 8 bytes of each split that has rows.
 extern "C" __global__ void __launch_bounds__(128)

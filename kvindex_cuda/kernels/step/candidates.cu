@@ -1,9 +1,10 @@
-// Select the candidates from the tiered votes of vote.cu: for each query head the C keys with the most votes,
-// and for a group of heads the union of these. Of keys with equal votes, those with lower ids are selected.
+// Select the candidate keys by their tiered votes (approximate scores of keys), which vote.cu has computed. Each
+// query head selects the C keys with the most votes. If keys have equal votes, those with lower token ids are
+// selected. The candidates of a KV head are all keys that at least one of its query heads has selected.
 // Reference: tiered_votes.candidates in kvindex/pariskv, kvindex.ops.select.candidates.
 //
-// The head's histogram of votes gives a cut: all keys with more votes are selected, and as many of the first
-// keys with exactly this number of votes as are needed.
+// The head's histogram of votes gives a threshold. All keys with more votes are selected, and of the keys with
+// exactly this number of votes, as many of the first ones as are needed.
 //
 // Grid: (splits, BG), 256 threads. Reads 4 bytes per key and four heads, writes 8 bytes per candidate.
 // Limited by memory.
@@ -63,7 +64,7 @@ candidates(const __grid_constant__ Arguments args) {
         }
         cut = -warp_max(-cut), rank = warp_max(rank);
         if (lane == 0) cuts[h] = cut, ranks[h] = rank;
-        int sum = 0;  // keys at the cut in the preceding chunks of tokens
+        int sum = 0;  // keys at the threshold in the preceding chunks of tokens
 #pragma unroll
         for (int from = 0; from < PIECES; from += 32) {
             int p = from + lane, own = 0;

@@ -1,14 +1,16 @@
-// Select the candidates of a group with many query heads, and estimate their products with the queries (ParisKV
-// paper, B.2.2, equation 10). Two kernels, take_candidates and estimate_latents. Reference: ranked and rerank
-// in kvindex/pariskv/decode_step.py, kvindex.ops.rerank.estimate.
+// Select the candidates of a group with many query heads, and estimate the products of their keys with the
+// queries (ParisKV paper, B.2.2, equation 10). This file has two kernels, take_candidates and estimate_latents.
+// Reference: ranked and rerank in kvindex/pariskv/decode_step.py, kvindex.ops.rerank.estimate.
 //
-// take_candidates: select the C entries with the highest votes from the list of vote_latents.cu; of equal
-// votes, those with lower ids. If the list has fewer than C entries or has overflowed, select from all votes
-// instead. With SAMPLING, candidates are the keys that pass the threshold of kvindex.ops.priority.
+// take_candidates: select the C entries with the highest approximate scores (votes) from the list of
+// vote_latents.cu; of equal votes, those with lower token ids. If the list has fewer than C entries or has
+// overflowed, select from all votes instead. With SAMPLING, candidates are the keys that pass the threshold of
+// kvindex.ops.priority.
 // estimate_latents: multiply 16 candidates at a time with two tiles of heads on tensor cores. Each warp
-// multiplies 128 coordinates, with its part of the queries in registers, loaded before the candidates are
-// known. Most of the time is spent waiting for codes. The partial sums of the warps are added in shared memory.
-// Sums of exponentials are integers, so they do not depend on the order of the candidates.
+// multiplies 128 coordinates. It loads the queries' numbers for these coordinates into registers before the
+// candidates are known. Most of the time is spent waiting for codes. The partial sums of the warps are
+// added in shared memory. Sums of exponentials are integers, so they do not depend on the order of the
+// candidates.
 //
 // Compile-time constants: D, BITS (of a magnitude), GROUP (heads of a tile), TILES, CENTERED (1: blocks of
 // codes have centers), SOFTCAP, SAMPLING (1: candidates are sampled), RAGGED (1: each sequence has its own
@@ -45,9 +47,9 @@ struct TakeArguments {
     i64 room, capacity;
 };
 
-// Collect the candidates.
-// Grid: (B), THREADS threads. Reads the 8 bytes of each entry in the list twice; writes 8 bytes per candidate.
-// Limited by latency: two passes over a few entries per thread.
+// The kernel take_candidates selects the candidates of each sequence from a list of keys with high coarse scores.
+// Grid: (B), THREADS threads. Reads each entry of the list (8 bytes) twice; writes 8 bytes per candidate.
+// Limited by latency, because each thread processes only a few entries.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 take_candidates(const __grid_constant__ TakeArguments args) {
     __shared__ u64 edge[EDGE], least;
@@ -64,7 +66,7 @@ take_candidates(const __grid_constant__ TakeArguments args) {
     bool whole = counted <= args.wanted[b];            // all valid keys are candidates
     int asked = target + (SAMPLING && !whole);            // with SAMPLING, the priority of one more key is the threshold
     bool listed = n >= asked && n <= args.capacity;    // the list contains all entries needed
-    bool few = listed && n <= HELD * THREADS;          // the list fits into registers while the cut is found
+    bool few = listed && n <= HELD * THREADS;          // the list fits into registers while the threshold is found
     u64 held[HELD];
 #pragma unroll
     for (int i = 0; i < HELD; i++) {
@@ -170,8 +172,9 @@ struct EstimateArguments {
     float scale, softcap;
 };
 
-// Return log Σ exp(logit) of a head, from the integer sums in its buckets (attention_weights.cuh). Every lane
-// of the warp gets the result.
+// Return log Σ exp(logit) of a head, where the sum is over all candidates. The sum is stored as several
+// integers (buckets), one for each range of logits (attention_weights.cuh). Every lane of the warp gets the
+// result.
 __device__ __forceinline__ float log_sum(const u64* buckets) {
     constexpr int OWN = BUCKETS / 32;
     int lane = threadIdx.x % 32, top = -1;
@@ -191,8 +194,9 @@ __device__ __forceinline__ float log_sum(const u64* buckets) {
     return (log2f(warp_sum(sum)) + octaves) * (1 / LOG2E);
 }
 
-// One lane's codes of 16 candidates: a word of sign bits and a word of each magnitude plane, for candidates
-// lane / 4 (index 0) and lane / 4 + 8 (index 1).
+// A warp loads the codes of 16 candidate keys. Each lane loads a part of the codes of two candidates: numbers
+// lane / 4 (index 0 of both arrays) and lane / 4 + 8 (index 1). The part is 32 sign bits, and 32 bits of each
+// magnitude plane. Plane p contains bit p of the magnitude of each coordinate.
 struct Part {
     u32 signs[2], planes[2][BITS > 0 ? BITS : 1];
 };
@@ -207,8 +211,9 @@ __device__ __forceinline__ void load(Part& part, int half, const char* place, in
             has ? __ldg(reinterpret_cast<const u32*>(place + magnitudes) + key * (BITS * WORDS) + p * WORDS + w) : 0;
 }
 
-// The queries of PAIR tiles of heads for a warp's 128 coordinates, as fragments for the 8 products. Each has
-// two words of the rounded values, then two words of the remainders (operands.cuh).
+// Fragments of queries for tensor cores. A warp multiplies 128 coordinates of the keys with the queries of PAIR
+// tiles of heads, and needs 8 products for each tile. steps[tile][i] is the fragment for product i. It has two
+// words of rounded values, then two words of remainders (the rounding errors; operands.cuh).
 struct Operands {
     uint4 steps[PAIR][8];  // the last two are unused if the operands are FOLDED
 };
@@ -227,8 +232,10 @@ __device__ __forceinline__ void load(Operands& right, const uint2* operands) {
     }
 }
 
-// Multiply the decoded codes of 16 candidates with the queries, over the warp's coordinates.
-// sums[tile][half][side] is the result for key `key_of(half)` and head `head_of(0, side)` of the tile.
+// Compute this warp's part of the dot products of 16 candidate keys (decoded from their codes) with the queries:
+// the sums over the 128 coordinates for which the warp is responsible. The result for candidate number
+// `key_of(half)` and head number `head_of(0, side)` of a tile is sums[tile][half][side]. `half` and `side` are 0
+// or 1 (product.cuh).
 __device__ __forceinline__ void multiply_part(float (&sums)[PAIR][ROWS][2], const Part& part, const Operands& right,
                                               const Levels& levels) {
     constexpr int CHAINS = 2;  // one sum for rounded values and one for remainders; if FOLDED puts both in one product,
@@ -246,8 +253,9 @@ __device__ __forceinline__ void multiply_part(float (&sums)[PAIR][ROWS][2], cons
             if (!FOLDED) mma_halves(c[p][1], upper[0], lower[0], upper[1], lower[1], step.z, step.w);
         }
     }
-    // With up to four heads (FOLDED), columns 0 to 3 of the product belong to the rounded queries, and columns
-    // 4 to 7 to the remainders. Lanes exchange these results and add them up.
+    // With up to four heads (FOLDED), one tensor core product has two kinds of columns: 0 to 3 are products
+    // with the rounded queries, and 4 to 7 are products with the remainders (the rounding errors of the
+    // queries). Lanes exchange these results and add them up.
     bool later = threadIdx.x % 4 >= 2;
 #pragma unroll
     for (int p = 0; p < PAIR; p++)
@@ -263,10 +271,11 @@ __device__ __forceinline__ void multiply_part(float (&sums)[PAIR][ROWS][2], cons
         }
 }
 
-// Estimate the products of all candidates with all queries.
+// Estimate the inner products of all candidate keys with all queries.
 // Grid: (splits, TILES / PAIR, B), ESTIMATORS threads.
 // Reads the signs, magnitudes and log weight of each candidate TILES / PAIR times: once from memory, then from
-// L2. Each thread block also reads the operands of PAIR tiles. Writes 4 HEADS bytes per candidate.
+// L2. Each thread block also reads the prepared queries of PAIR tiles of heads. Writes 4 HEADS bytes per
+// candidate.
 extern "C" __global__ void __launch_bounds__(ESTIMATORS, 320 / ESTIMATORS)
 estimate_latents(const __grid_constant__ EstimateArguments args) {
     __shared__ u16 halves[LEVELS];
@@ -274,7 +283,8 @@ estimate_latents(const __grid_constant__ EstimateArguments args) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, tile = blockIdx.y * PAIR;
     i64 b = blockIdx.z, of = b * TILES + tile;
     for (int i = threadIdx.x; i < LEVELS; i += ESTIMATORS) halves[i] = to_float16(args.levels[i]);
-    // Safe to read now: prepare_latents.cu had ended when this kernel started.
+    // prepare_latents.cu writes the operands (queries as tensor core fragments). They may be read here without
+    // waiting, because the kernel in prepare_latents.cu had ended when this kernel started.
     Operands right;
     load(right, args.operands + of * OPERANDS);
     float down[TASKS][2];

@@ -1,5 +1,5 @@
 // Prepare the queries of up to 128 heads that share a KV head (latent attention), and multiply them with the
-// centers of all blocks of codes (ParisKV paper, A.1 and B.2.1). Reference: prepare_query in
+// centers (mean keys) of all blocks of codes (ParisKV paper, A.1 and B.2.1). Reference: prepare_query in
 // kvindex/pariskv/decode_step.py, kvindex/pariskv/sign_regression.py.
 //
 // Heads are processed in TILES tiles of GROUP heads. As in prepare_query.cu, queries are rotated and rounded to
@@ -7,8 +7,8 @@
 // fitted by regression.
 // Some thread blocks rotate all heads of a tile (one warp per head) and multiply them by SIXTEENS · 16 columns
 // of A, which they load first. Other thread blocks multiply the centers by the original queries, 8 blocks of
-// codes per warp, and prefetch the signs and weights of these blocks into L2. The last thread block of a tile
-// rounds the queries.
+// codes per warp, and prefetch the signs and weights of these blocks into L2. The thread block of a tile that
+// finishes last rounds the queries.
 //
 // Grid: (TILES · (columns / SIXTEENS / 16 + spread) + 1, B), 256 threads.
 // Reads 2 D² bytes, and 2 D bytes per block of codes, once from memory and once per tile from L2; writes 5 D +
@@ -20,7 +20,8 @@
 #include "common/prepare.cuh"
 #include "common/byte_votes.cuh"
 
-// Float16 numbers from one operand row to the next in shared memory; neighboring rows start in different banks.
+// Stride of operand rows in shared memory, in float16 numbers. It lets neighboring rows start in different
+// banks.
 constexpr int PITCH = (EIGHTS | 1) * 32;
 constexpr int COLUMN_TILES = REGRESSION ? (D + 15) / 16 : 1;
 constexpr int COLUMN_BLOCKS = (COLUMN_TILES + SIXTEENS - 1) / SIXTEENS;
@@ -57,7 +58,8 @@ struct Arguments {
     double gain;                // the same in units of 2^-16 octaves
 };
 
-// Multiply the centers of blocks of codes with the queries of one tile of heads.
+// Multiply block centers with the queries of one tile of heads. Each block of 256 keys has a center, which is
+// the mean of its keys and is stored with its codes.
 __device__ __forceinline__ void multiply_centers(const Arguments& args, i64 b, int tile, int part) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     Group group;
@@ -71,8 +73,8 @@ __device__ __forceinline__ void multiply_centers(const Arguments& args, i64 b, i
         if (block) load(mean, block + CENTER);
         float dots[SETS][2];
         products_of(dots, mean, group);
-        // Prefetch the codes that vote_latents.cu will read, if L2 has room for them. These threads are
-        // otherwise idle.
+        // Prefetch the codes that vote_latents.cu will read, if L2 has room for them. The threads that do this
+        // are otherwise idle.
         if (block && tile == 0 && lane % 4 == 0 && blocks * gridDim.y <= 1024)
             to_l2(block, CENTER), to_l2(args.valid + (b * args.row + s) * 8);
 #pragma unroll
@@ -102,8 +104,8 @@ prepare_latents(const __grid_constant__ Arguments args) {
     for (int i = threadIdx.x; i < PER_LANE * 32; i += 256) signs_of[i] = i < D ? args.rotation[i] : 0.0f;
     if (threadIdx.x < ODD) waves[threadIdx.x] = args.rotation[D + threadIdx.x];
 #if REGRESSION
-    // Load this warp's columns of the regression matrix A while the previous kernel still runs; no concurrent
-    // kernel writes A. Of every 32 entries of a column, a lane loads 8.
+    // Load this warp's columns of the regression matrix A while the previous kernel still runs. This is safe
+    // because no concurrent kernel writes A. Of every 32 entries of a column, a lane loads 8.
     uint4 held[SIXTEENS][STEPS][2];
 #pragma unroll
     for (int c = 0; c < SIXTEENS; c++)
@@ -161,9 +163,10 @@ prepare_latents(const __grid_constant__ Arguments args) {
         __syncthreads();
         if (part == COLUMN_BLOCKS - 1 && threadIdx.x < GROUP) args.ups[of * GROUP + threadIdx.x] = ups[threadIdx.x];
 #if REGRESSION
-        // Multiply 16 columns of the regression matrix A with the rotated queries of four heads at a time.
-        // Queries are split into rounded values and remainders: columns 0 to 3 of the result are products with
-        // the former, columns 4 to 7 with the latter.
+        // Multiply 16 columns of the regression matrix A with the rotated queries, for four heads at a time. A
+        // query is stored as two vectors: its rounded coordinates, and the remainders (rounding errors).
+        // Columns 0 to 3 of the result are the products with the rounded coordinates, one column per head, and
+        // columns 4 to 7 are the products with the remainders.
         float sums[SETS][SIXTEENS][4] = {};
 #pragma unroll
         for (int k = 0; k < STEPS; k++)
@@ -229,8 +232,9 @@ prepare_latents(const __grid_constant__ Arguments args) {
         if (scale > 0 && weight_scale > 0) unit = scale * up * (args.factor_max / (args.level * weight_scale));
         if (lane == 0) args.sums[of * SETS * 4 + h] = sum, args.units[of * SETS * 4 + h] = unit;
 #if SAMPLING
-        // Compute the offset that puts this head's votes on a scale that all heads share, from up to CENTERS
-        // centers that are evenly spread over the blocks (kvindex.ops.priority.totals).
+        // Compute an offset for this head, which is added to its scaled votes (approximate scores of keys) to
+        // make them comparable with those of other heads. It is computed from at most CENTERS block centers,
+        // evenly spread over the blocks (kvindex.ops.priority.totals).
         i64 blocks = (args.length[RAGGED * b] + TOKENS - 1) / TOKENS;
         int centers = CENTERED ? int(min(blocks, i64(CENTERS))) : 0;
         float products[CENTERS / 32], largest = NEVER, exponentials = 0;

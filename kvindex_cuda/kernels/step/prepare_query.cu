@@ -1,23 +1,24 @@
-// First kernel of a decode step: prepare the queries of a group (the query heads that share a KV head), and
-// find a vote threshold for the scan that more than C keys almost certainly reach, where C is the number of
-// candidates. Reference: prepare_query in kvindex/pariskv/decode_step.py, and thresholds_of in
-// kvindex/pariskv/sign_votes.py. ParisKV paper: A.1, B.2.1.
+// First kernel of a decode step. It prepares the queries of a group (the query heads that share a KV head). It
+// also finds the threshold with which scan.cu lists keys: the approximate scores (votes) of more than C keys
+// almost certainly reach it, where C is the number of candidates. Reference: prepare_query in
+// kvindex/pariskv/decode_step.py, and thresholds_of in kvindex/pariskv/sign_votes.py. ParisKV paper: A.1,
+// B.2.1.
 //
 // Queries: a warp rotates the query of a head and rounds it to integers, r = round(R q · largest / max|R q|)
 // (kvindex.ops.coarse.rounded). It writes r as bit planes for scan.cu, and R q as float16 numbers for
 // rerank.cu. Every thread block of a group does this for itself.
 // Threshold: the thread blocks compute the votes of a sample of the keys, 32 keys from each of SAMPLED / 32
 // blocks of codes, evenly spread over the tokens. The codes are requested before the queries are rotated. The
-// last thread block finds the threshold (about 2 C keys reach it if C is 2% of all keys).
+// thread block that finishes last finds the threshold (about 2 C keys reach it if C is 2% of all keys).
 //
 // With SAMPLING, candidates are sampled at random. Every thread block then also computes a scale that all heads
 // share, from up to CENTERS block centers (kvindex.ops.priority.totals), and the seed of the noise. The
 // threshold and the bounds of the histogram's bins are then multiples of STEP.
 // With REGRESSION, r is computed from Aᵀ R q, where A is a matrix fitted by regression
 // (kvindex/pariskv/sign_regression.py). Each warp multiplies 16 columns of A, which it loads first, with all
-// heads. This reads 2 D² more bytes per group, from L2 for each of its thread blocks: 32 KiB at D = 128. The
-// read takes about 0.3 µs and overlaps with the first reads; exchange, product and one more barrier are
-// predicted to add 0.3 µs.
+// heads. Each thread block of a group therefore reads 2 D² more bytes, from L2: 32 KiB at D = 128. The read
+// takes about 0.3 µs and overlaps with the first reads. The product, the exchange of its results and one more
+// barrier are predicted to add 0.3 µs.
 // In a caller's CUDA graph, the newest token's key and value arrive with the queries. The last thread block of
 // each group then appends them to the resident rows, so that stage_token.cu need not be launched.
 //
@@ -25,8 +26,9 @@
 // Reads (D/8 + 1) SAMPLED + 2 D SAMPLED / 32 bytes of codes per group.
 // Writes D PLANES / 8 bytes per head for the scan and 4 D bytes per head for the rerank, and clears the step's
 // counters.
-// Limited by latency: three dependent reads (length, table, codes; the queries at the same time), the votes,
-// and the search for the threshold in the last thread block.
+// Limited by latency: three dependent reads (the number of tokens, the table of blocks, the codes), which
+// overlap with the read of the queries; then the votes, and the search for the threshold in the last thread
+// block.
 // This file is longer than most because it is one kernel, whose parts pass values in registers.
 // Compile-time constants: D, GROUP (query heads per KV head), DTYPE, CENTERED (1: blocks of codes have
 // centers), PLANES (bit planes of r), SAMPLING, REGRESSION, RAGGED (1: each sequence has its own length).
@@ -119,7 +121,9 @@ prepare_query(const __grid_constant__ Arguments args) {
     queries = static_cast<const char*>(queries) + bg * (GROUP * D * (DTYPE == 0 ? 4 : 2));
 
     auto place = [&](int i) { return blocks * i / (SAMPLED / 32); };
-    // With fewer blocks of codes than the sample needs, take other keys of the same block.
+    // The sample of keys consists of runs of 32 consecutive keys. A block of the index has 256 keys, so run
+    // number i is one eighth of a block. Return which eighth it is (0 to 7). If the index has fewer blocks than
+    // the sample has runs, several runs are in the same block. Then consecutive runs are different eighths.
     auto part = [&](int i) { return blocks < SAMPLED / 32 ? i * 3 % 8 : int(u32(i) * 2654435761u >> 29); };
     auto draw = [&](Sampled& sampled, int i, i64 address) {
         i64 s = place(i);
@@ -140,8 +144,8 @@ prepare_query(const __grid_constant__ Arguments args) {
     if (threadIdx.x < SETS * 4) scales_of[threadIdx.x] = {0, threadIdx.x < GROUP ? 0.0f : NEVER};
 #endif
 #if REGRESSION
-    // Load this warp's columns of the regression matrix A while the previous kernel still runs; no concurrent
-    // kernel writes A. Of every 32 entries of a column, a lane loads 8.
+    // Load this warp's columns of the regression matrix A while the previous kernel still runs. This is safe
+    // because no concurrent kernel writes A. Of every 32 entries of a column, a lane loads 8.
     auto entries = [&](int tile, int s, int half) -> uint4 {
         int j = tile * 16 + half * 8 + lane / 4, i = s * 32 + lane % 4 * 8;
         return j < D && i < D ? *reinterpret_cast<const uint4*>(args.regression + (bg * D + j) * D + i) : uint4{0, 0, 0, 0};
@@ -166,8 +170,10 @@ prepare_query(const __grid_constant__ Arguments args) {
         read_query(plain, warp);
         load_queries(group, queries);
     };
-    // In a caller's CUDA graph, the previous kernel computes the query but writes no codes, so codes may be
-    // read before it ends. Otherwise the queries are known already, and are loaded first.
+    // `early` is true if this kernel runs in a CUDA graph that the caller has captured. In such a graph, the
+    // previous kernel computes the queries but writes no codes. So this kernel can load codes before the previous
+    // kernel has ended, and waits for it only before it loads the queries. If `early` is false, this kernel waits
+    // before it loads anything.
     bool early = !RAGGED && args.token_keys;
     if (!early) begin();
 #if SAMPLING
@@ -181,7 +187,8 @@ prepare_query(const __grid_constant__ Arguments args) {
     bool any = tokens > 0 && first < SAMPLED / 32;
     i64 sampled_block = any ? args.codes[batch * args.row + place(first)] : 0;
 #if SAMPLING
-    // Multiply centers with the queries: CENTERS / 8 centers per warp, one per four lanes at a time.
+    // Read the addresses of the block centers that will be multiplied by the queries. There are up to
+    // CENTERS centers, CENTERS / 8 per warp. A warp processes 8 centers at a time, with four lanes each.
     constexpr int EACH_CENTERS = CENTERS / 64;
     int centers = CENTERED ? int(blocks < CENTERS ? blocks : CENTERS) : 0;
     i64 center_blocks[EACH_CENTERS] = {};
@@ -210,8 +217,9 @@ prepare_query(const __grid_constant__ Arguments args) {
     bool stages = early && blockIdx.x == gridDim.x - 1;
     if (stages && threadIdx.x == 0) resident = __ldcg(args.resident_count);
 
-    // Round a head's query to integers, and write each bit to its bit plane. If two warps share a head, the one
-    // with `hand` 0 takes the even words and the one with `hand` 1 the odd words.
+    // Round the coordinates of the query of head `h` to integers, and store them as bit planes: plane p contains
+    // digit p (to base -2) of each coordinate. If two warps share a head, the warp with `hand` = 0 processes the
+    // even words of a plane, and the warp with `hand` = 1 processes the odd words.
     auto round_head = [&](const float (&x)[PER_LANE], int h, float peak, float up, int hand) {
         float scale = peak > 0 ? float(args.query_max) / peak : 0.0f;
         int sum = 0;
@@ -269,9 +277,9 @@ prepare_query(const __grid_constant__ Arguments args) {
     }
 #if REGRESSION
     auto voting = reinterpret_cast<float(*)[D]>(histogram);
-    // Multiply 16 columns of the regression matrix A with the rotated queries of four heads. Queries are split
-    // into rounded values and remainders: columns 0 to 3 of the result are products with the former, columns 4
-    // to 7 with the latter.
+    // Multiply 16 columns of the regression matrix A with the rotated queries of four heads. The queries are
+    // stored as rounded values and remainders (rounding errors). Columns 0 to 3 of the result are products with
+    // the rounded values, columns 4 to 7 with the remainders.
     auto multiply = [&](int tile, int n) {
         float products[2][4] = {};
 #pragma unroll
@@ -321,8 +329,8 @@ prepare_query(const __grid_constant__ Arguments args) {
     }
 #endif
     __syncthreads();
-    // All threads of this block have read `resident_count`. The thread block of the last group to arrive
-    // increments it.
+    // All threads of this thread block have read `resident_count`, the number of rows of sink and window. When
+    // the thread blocks of all groups have arrived here, the last one increments this number.
     if (stages && threadIdx.x == 0 && atomicAdd(args.ticket, 1) == int(gridDim.y) - 1) {
         *args.ticket = 0;
         if (resident < args.room) *args.resident_count = resident + 1;
@@ -381,8 +389,9 @@ prepare_query(const __grid_constant__ Arguments args) {
     }
     bool last = last_block(args.tickets + bg, gridDim.x);
 
-    // Write what rerank.cu and attend.cu need. One thread block of the group does this, after its part of the
-    // sample, so that this is not on the critical path.
+    // Write the data that the kernels in rerank.cu and attend.cu read. For each group (the query heads of a KV
+    // head), only the last thread block does this. It computes its votes first, so that these writes do not delay
+    // the thread block that reads all votes.
     if (blockIdx.x == gridDim.x - 1) {
         if (stages && resident < args.room) {
             i64 wide = D + args.value_dim, to = (bg * args.room + resident) * wide;

@@ -1,11 +1,12 @@
-// Prepare the queries for tiered votes (ParisKV paper, A.1 and B.2.1): rotate each query, and compute a table
-// with the points of each centroid. A centroid is one of the 256 sign patterns of 8 coordinates (a subspace).
-// Reference: tiered_votes.query_table in kvindex/pariskv, kvindex.ops.coarse.tier_table.
+// Prepare the queries for tiered votes, which are approximate scores of keys (ParisKV paper, A.1 and B.2.1):
+// rotate each query, and compute a table of the scores ("points") of all centroids. A centroid is one of the
+// 256 sign patterns of 8 coordinates (a subspace); a key belongs to one centroid per subspace. Reference:
+// tiered_votes.query_table in kvindex/pariskv, kvindex.ops.coarse.tier_table.
 //
 // The rotated query is R q. The kernel writes R q · up as two float16 numbers, the rounded value and the
-// remainder, for the tensor cores in rerank_blocks.cu. `up` is a power of two that follows from ‖q‖ alone, so
-// that thread blocks need not wait for each other.
-// The points of a centroid depend on how many keys have a centroid that is more similar to the query. The
+// remainder (the rounding error), for the tensor cores in rerank_blocks.cu. `up` is a power of two that follows
+// from ‖q‖ alone, so that thread blocks need not wait for each other.
+// The score of a centroid depends on how many keys belong to a centroid that is more similar to the query. The
 // kernel counts these keys by comparing all pairs of centroids.
 //
 // Grid: (M, GROUP, BG), 256 threads: a thread block processes one subspace of one head.
@@ -25,8 +26,9 @@ constexpr int SETS = (GROUP + 3) / 4;   // sets of 4 query heads
 constexpr float SMALLEST = 1.1754943508222875e-38f;
 constexpr double LARGEST = 1.8e16;      // √4096 times check.LARGEST, the largest allowed norm
 
-// Return the position of coordinate j of head h in the operands for rerank_blocks.cu. part: 0 for the rounded
-// value, 1 for the remainder. Even and odd subspaces are in different columns.
+// Return where in the array `operands` this kernel writes coordinate j of query head h. rerank_blocks.cu reads the
+// array as operands of matrix products. Even and odd subspaces are in different columns of a matrix.
+//   part: 0 for the rounded value of the coordinate, 1 for the remainder (the rounding error).
 __device__ __forceinline__ int place_of(int h, int j, int part) {
     int b = j / 8, lane = (h % 4 + 4 * (b % 2)) * 4 + j % 8 / 2;
     return ((h / 4 * STEPS + b / 2) * 32 + lane) * 4 + part * 2 + j % 2;
@@ -46,7 +48,7 @@ struct Arguments {
     const i64* tiers;        // [B, TIERS]: number of keys that bounds each tier
     u16* operands;           // [BG, SIZE]: the launcher has zeroed the places that this kernel does not write
     float* ups;              // [BG, GROUP]: `up` of each head, a power of two
-    u8* table;               // [BG, SETS, M, 256, 4]: points, with those of four heads next to each other
+    u8* table;               // [BG, SETS, M, 256, 4]: scores of centroids, those of four heads next to each other
     int* cleared;            // [words]: counters that are set to 0
     int* wrong;              // [1]: set to 1 if a query is out of range, or null
     i64 words, kv_heads;
@@ -90,7 +92,8 @@ query_table(const __grid_constant__ Arguments args) {
     __syncthreads();
 
     float norm = float(fmin(length, double(LONGEST)));
-    // `up` is a power of two such that every coordinate times `up` is below 2^14.
+    // `up` is a power of two such that every coordinate of the rotated query, multiplied by `up`, is below
+    // 2^14.
     int exponent = min(max(int(__float_as_uint(fmaxf(norm, SMALLEST)) >> 23), 20), 230);
     float up = __uint_as_float(u32(254 + 13 - exponent) << 23);
     if (b == 0 && threadIdx.x == 0) args.ups[bg * GROUP + h] = up;

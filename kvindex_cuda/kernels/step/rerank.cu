@@ -1,7 +1,7 @@
 // Rerank: estimate the product of query and key for each candidate, from codes of a few bits per coordinate and
 // one 16-bit log weight per key (ParisKV paper, B.2.2, equation 10). Candidates are the C keys with the highest
-// votes in the list of scan.cu. Reference: rerank in kvindex/pariskv/decode_step.py,
-// kvindex.ops.rerank.estimate.
+// approximate scores (votes) in the list that scan.cu has written. Reference: rerank in
+// kvindex/pariskv/decode_step.py, kvindex.ops.rerank.estimate.
 //
 // A warp multiplies 16 candidates with all heads of its group on tensor cores (product.cuh). The entries of the
 // list are dealt to warps in turn, so that warps get about equally many candidates. A warp reads up to 32 HANDS
@@ -12,9 +12,10 @@
 // With SAMPLING, candidates are sampled at random: all keys that pass the threshold of kvindex.ops.priority. In
 // sums, each candidate has a weight for the keys that it stands for.
 //
-// Limited by the latency of scattered reads: counts, list and histogram, which are requested together;
-// addresses of blocks, while the cut is found; codes. Requesting the codes of all entries early, candidates or
-// not, took 2 to 4 µs longer, because the codes of non-candidates also come from memory.
+// Limited by the latency of scattered reads: first counts, list and histogram, which are requested together;
+// then addresses of blocks, while the threshold for candidates is computed; then codes. Requesting the codes of
+// all list entries early, candidates or not, took 2 to 4 µs longer, because the codes of non-candidates also
+// come from memory.
 // Compile-time constants: D, BITS (of a magnitude), GROUP (query heads per KV head), CENTERED, SOFTCAP, RAGGED
 // (1: each sequence has its own length), and DTYPE, PLANES and SAMPLING of votes.cuh.
 #include "common/exact.cuh"
@@ -25,9 +26,11 @@ constexpr int ONCE = 16;  // candidates that a warp multiplies at a time
 constexpr int HANDS = OPERANDS <= 1024 ? 8 : 4;
 constexpr int QUEUE = 32 * HANDS;  // candidates that a warp collects before it multiplies
 
-// A candidate in a warp's queue. `block` is the address of its KV head's part of the block of codes. `slot` is
-// the candidate's priority if SAMPLING. Otherwise it is −1, or a position among the entries in the cut's bin,
-// the histogram bin that contains the C-th best entry.
+// A candidate key that waits in a warp's queue until the warp estimates its inner products with the queries.
+// `block` is the address of the codes of the key's block and KV head. If SAMPLING, `slot` is the candidate's
+// random priority. Otherwise, `slot` is −1 if the key's coarse score is certainly among the C highest. If this
+// is not certain, because the score is in the same histogram bin as the C-th highest one, `slot` is the position
+// of the candidate in `edge`, the list of these undecided candidates.
 struct __align__(16) Candidate {
     u64 block;
     int id, slot;
@@ -69,14 +72,16 @@ struct Work {
     }
 };
 
-// One lane's codes of at most `ONCE` candidates, which are multiplied together.
+// One lane's part of the codes of up to `ONCE` candidates. A warp multiplies these candidates by the queries at
+// the same time.
 struct Batch {
     Tile tile;
     float products[COLUMNS][ROWS][2];
 };
 
-// Start loading the codes of the next candidates: at most `ONCE` of the `many` candidates that begin at queue
-// position `here`.
+// Start loading the codes of the next candidates in the warp's queue, at most `ONCE` of them. `here` points to
+// the first of these candidates. `many` is the number of candidates that are left in the queue, including this
+// first one.
 __device__ __forceinline__ void begin(Batch& next, const Candidate* here, int many, const Work& work) {
     int lane = threadIdx.x % 32;
 #pragma unroll
@@ -98,8 +103,9 @@ __device__ __forceinline__ void begin(Batch& next, const Candidate* here, int ma
         }
 }
 
-// Multiply the loaded candidates with the queries, store the estimates, and add their exponentials to the sums.
-// first: number of the candidate at queue position `here` among all candidates of the group.
+// Multiply the candidates whose codes are loaded with the queries, store the estimated products, and add the
+// exponentials of the logits to `sums`. `here` points to the first of these candidates in the warp's queue.
+// first: number of that candidate among all candidates of the group.
 __device__ __forceinline__ void finish(const Batch& now, const Candidate* here, int many, int first,
                                        Exponentials (&sums)[COLUMNS][2], const Work& work) {
 #pragma unroll
@@ -134,10 +140,12 @@ __device__ __forceinline__ void finish(const Batch& now, const Candidate* here, 
     }
 }
 
-// Estimate all candidates of this warp, up to `ONCE` at a time. AHEAD: load the next ones while some are
-// multiplied.
-//   gather(): fills the queue and returns the number of candidates in it, 0 at the end.
-//   write(first): stores the entries of these candidates in `candidates`, from index `first` on.
+// Estimate the scores of all candidates of this warp, up to `ONCE` candidates at a time. If AHEAD is true, the
+// codes of the next candidates are loaded while those of the current candidates are multiplied.
+//   gather(): a function that writes the next candidates into the warp's queue and returns their number, or 0 if
+//     no candidates are left.
+//   write(first): a function that copies the list entries of the candidates in the queue to the array
+//     `candidates`, from index `first` on.
 template <bool AHEAD, class Gather, class Keep>
 __device__ __forceinline__ void estimate(const Work& work, Gather gather, Keep write) {
     Exponentials sums[COLUMNS][2];
@@ -173,9 +181,9 @@ __device__ __forceinline__ void estimate(const Work& work, Gather gather, Keep w
 __device__ __forceinline__ u32 lower_lanes() { return (1u << threadIdx.x % 32) - 1; }
 
 #if SAMPLING
-// Return the two thresholds of kvindex.ops.priority. Keys whose priority is at least the second threshold are
-// candidates. A key whose size (priority without noise) is at least the first threshold is a candidate with
-// certainty.
+// Return two thresholds of priority sampling (kvindex.ops.priority). The priority of a key is its estimated
+// log weight plus random noise. A key is a candidate if its priority is at least the second threshold. If its
+// priority without noise is at least the first threshold, the key is a candidate whatever its noise is.
 __device__ __noinline__ int2 thresholds_alone(const Voters& voters, int target, bool all) {
     if (all) return {LEAST, LEAST + 1};
     int beyond = vote_of(last_of_the_best(voters, target + 1)) & -STEP;
@@ -184,8 +192,10 @@ __device__ __noinline__ int2 thresholds_alone(const Voters& voters, int target, 
 }
 #endif
 
-// Find and estimate the candidates if the scan's list is not sufficient (exact.cuh): the C best keys or, with
-// SAMPLING, all keys whose entry is at least `least`.
+// Slow path, if the list that scan.cu has written is not sufficient (exact.cuh): find the candidates among all
+// keys, and estimate their inner products with the queries. The candidates are the C keys with the highest votes
+// (approximate scores). With SAMPLING, they are all keys whose entry (packed priority and token id) is at least
+// `least`.
 __device__ __noinline__ void estimate_alone(const Work& work, const Voters& voters, int target, u64 least) {
     if (!SAMPLING) least = target ? last_of_the_best(voters, target) : ~0ull;
     u32 next = (blockIdx.x * 8 + threadIdx.x / 32) * 32, hits = 0;
@@ -221,16 +231,17 @@ struct Arguments {
     const int* counts;            // written by scan.cu, as are list and histogram
     const u64* list;
     const int* histogram;
-    u64* candidates;              // [BG, capacity]: entries of the candidates and of the cut's bin, in any order
+    u64* candidates;              // [BG, capacity]: entries of the candidates and of the threshold's bin, in any order
     int* candidate_counts;        // [BG] APART: number of these entries, cleared before the launch
     float* estimates;             // [BG, capacity, GROUP]: their estimates
-    u64* buckets;                 // [BG, GROUP, BUCKETS]: sums of exponentials over the candidates above the cut's bin,
-                                  // cleared before the launch
-    u64* edge;                    // [BG, EDGE]: entries of the cut's bin
+    u64* buckets;                 // [BG, GROUP, BUCKETS]: sums of exponentials over the candidates above
+                                  // the threshold's bin, cleared before the launch
+    u64* edge;                    // [BG, EDGE]: entries of the threshold's bin
     float* edge_estimates;        // [BG, EDGE, GROUP]: their estimates
-    int* edge_counts;             // [BG] APART: number of entries in the cut's bin, cleared before the launch
-    // [BG]: the bin of the C-th best entry and the number of entries in higher bins, or −1 and 0 if all entries
-    // are candidates. With SAMPLING: the two thresholds of kvindex.ops.priority.
+    int* edge_counts;             // [BG] APART: number of entries in the threshold's bin, cleared before the launch
+    // [BG]: two numbers that determine the candidates. Without SAMPLING: the histogram bin of the C-th best
+    // entry, and the number of entries in higher bins (−1 and 0 if all entries are candidates). With SAMPLING:
+    // the two thresholds of kvindex.ops.priority.
     int2* cuts;
     const int* thresholds;        // written by prepare_query.cu
     const float2* scales;         // see votes.cuh, as for `seeds`
@@ -250,9 +261,10 @@ struct Arguments {
 };
 
 // Grid: (splits, BG), 256 threads.
-// Reads the list, and the signs, magnitudes and log weight of each candidate: 16 + 48 + 2 bytes in 4 sectors
-// for D = 128 and 3 bits. Writes 8 + 4 GROUP bytes per candidate.
-// If the list does not have all of the C best keys, the kernel computes all votes again (exact.cuh).
+// Reads the list of scan.cu, and the signs, magnitudes and log weight of each candidate: 16 + 48 + 2 bytes in 4
+// sectors for D = 128 and 3 bits. Writes 8 + 4 GROUP bytes per candidate.
+// If the list does not contain all of the C best keys, the kernel computes all votes (approximate scores) again
+// (exact.cuh).
 extern "C" __global__ void __launch_bounds__(256, D > 128 || BITS > 3 || GROUP > 8 ? 1 : 2)
 rerank(const __grid_constant__ Arguments args) {
     __shared__ u16 halves[LEVELS];
@@ -260,7 +272,8 @@ rerank(const __grid_constant__ Arguments args) {
     __shared__ Candidate queues[8][QUEUE];
     u32 bg = blockIdx.y, groups = gridDim.y, batch = bg / u32(args.kv_heads);
     int lane = threadIdx.x % 32, target = min(args.wanted[batch], args.counted[batch]);
-    // Issue all reads before waiting for any of them, because a thread block may start late.
+    // Issue all independent reads before waiting for any of them, so that their latencies overlap. This matters
+    // because a thread block may start late.
     float level = threadIdx.x < LEVELS ? args.levels[threadIdx.x] : 0.0f, up[COLUMNS][2];
     uint2 parts[OPERANDS / 256];
 #pragma unroll
@@ -295,8 +308,8 @@ rerank(const __grid_constant__ Arguments args) {
         after_previous();
     };
 
-    // Deal entries to the n = `warps` warps of the group: a warp gets every n-th of the first 32 n entries,
-    // then every n-th of the next 32 n, and so on.
+    // W warps (`warps`) share the candidate list of one KV head of a sequence. The warp with number `own`
+    // processes the entries own, own + W, own + 2 W and so on, 32 of them at a time.
     int warps = gridDim.x * 8, own = blockIdx.x * 8 + threadIdx.x / 32, next = own;
     int n = args.counts[bg * APART];
     auto place_of = [&](int i) { return next + (i * 32 + lane) * warps; };  // of the i-th batch of 32
@@ -320,8 +333,9 @@ rerank(const __grid_constant__ Arguments args) {
     if (!alone && own + 32 * warps < n) load_hands(1);
     Cut cut = {-1, 0};
 #if SAMPLING
-    // The threshold is the lower bound of the histogram bin of the (C + 1)-th best entry. An entry in the last
-    // bin, which has no upper bound, or in a first bin without a lower bound does not determine a threshold.
+    // The threshold for candidates is the lower bound of the histogram bin that contains the (C + 1)-th best
+    // entry. The last bin has no upper bound, and the first bin may have no lower bound. If the entry is in such
+    // a bin, the slow path must find the threshold.
     bool all = args.counted[batch] <= args.wanted[batch];
     if (!all && n > target) {
         cut = cut_of(bins, target + 1);

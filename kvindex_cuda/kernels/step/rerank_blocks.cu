@@ -4,9 +4,9 @@
 //
 // As in rerank.cu, codes are decoded to float16 in registers and multiplied on tensor cores, with two float16
 // numbers per query coordinate. Because each subspace has its own weight, its sum is needed separately. One
-// product of 16 coordinates covers two subspaces: four columns (one per head) have the query's coordinates of
-// the even subspace, the other four columns those of the odd subspace, and all other operands are zeros. A lane
-// gets the sums of one subspace and multiplies them by its weight.
+// product of 16 coordinates covers two subspaces. Four of its columns (one per head) have the query's
+// coordinates of the even subspace, the other four columns have those of the odd subspace, and all other
+// operands are zeros. A lane gets the sums of one subspace and multiplies them by the weight of this subspace.
 //
 // Grid: (splits, BG), 256 threads; a warp processes 16 candidates at a time.
 // Reads the signs, magnitudes and weights of each candidate (with D = 128 and 3 bits: 16 + 48 + 32 bytes, in 4
@@ -23,8 +23,8 @@ constexpr int STEPS = (M + 1) / 2;
 constexpr int SETS = (GROUP + 3) / 4;                  // sets of 4 query heads
 constexpr int SPAN = STEPS;                            // words of a key's weights, two bfloat16 numbers each
 
-// The code of one key. Four neighboring lanes load all of it; lane t of four uses coordinates 2 t and 2 t + 1
-// of each subspace.
+// The code of one key. Four neighboring lanes process a key together, and each of them loads the whole code.
+// Lane t of the four (0 to 3) uses coordinates 2 t and 2 t + 1 of each subspace of 8 coordinates.
 struct Key {
     u32 signs[WORDS], planes[BITS > 0 ? BITS : 1][WORDS], weights[SPAN];
 };
@@ -49,14 +49,16 @@ __device__ __forceinline__ void load(Key& found, const char* block, i64 weights,
         fetch(found.planes[p], reinterpret_cast<const u32*>(block + magnitudes) + (key * BITS + p) * WORDS);
 }
 
-// From each byte, extract bits 2 t and 2 t + 1, where t = lane % 4, into the lowest bits of the byte's two
-// nibbles.
+// From each byte of a word, extract bits 2 t and 2 t + 1, where t = lane % 4. They become the lowest bits of
+// the byte's two nibbles.
 __device__ __forceinline__ u32 nibbles(u32 word) {
     word >>= threadIdx.x % 4 * 2;
     return (word & 0x01010101) | (word << 3 & 0x10101010);
 }
 
-// Decode this lane's two coordinates of subspace 4 w + i into pairs[i], for i = 0 to 3.
+// Decode two coordinates in each of the four subspaces whose bits are in word number `w` of a key's codes.
+// pairs[i] becomes the coordinates 2 t and 2 t + 1 of subspace 4 * w + i, as two float16 numbers, where
+// t = lane % 4.
 __device__ __forceinline__ void decode(u32 (&pairs)[4], const Key& key, int w, const Levels& levels) {
     u32 indices = 0, signs = nibbles(~key.signs[w]), two[2];
     if (BITS == 3) {

@@ -1,14 +1,16 @@
-// Find a vote threshold that more than C keys almost certainly reach, from the votes of a sample of the keys,
-// for a group with many query heads (latent attention). C is the number of candidates. Reference: thresholds_of
-// in kvindex/pariskv/sign_votes.py.
+// Find a threshold for the approximate scores (votes) of keys, for a group with many query heads (latent
+// attention). More than C keys almost certainly reach the threshold, where C is the number of candidates. It is
+// computed from the votes of a sample of the keys. Reference: thresholds_of in kvindex/pariskv/sign_votes.py.
 //
 // The sample has 32 keys from each of SAMPLED / 32 blocks of codes, evenly spread. Their codes are requested
-// while prepare_latents.cu still runs. Each warp computes the votes for sets of 8 heads; with few heads, only
-// of half the keys. The last thread block finds the threshold (threshold.cuh).
+// while prepare_latents.cu still runs. Each warp computes the votes of these keys for sets of 8 heads; if there
+// are few heads, each warp processes only half of the keys. The thread block that finishes last finds the
+// threshold (threshold.cuh).
 //
 // Grid: (SAMPLED / 32, B), 256 threads. Reads (D/8 + 1) SAMPLED bytes of codes, and from L2 D bytes per head
 // and thread block.
-// Limited by latency: reading the rounded queries, their product, and the search in the last thread block.
+// Limited by latency: reading the rounded queries, their product with the codes, and the search for the
+// threshold in the last thread block.
 // Compile-time constants: D, GROUP (heads of a tile), TILES, DTYPE (of queries), CENTERED (1: blocks have
 // centers), PLANES, SAMPLING (1: candidates are sampled), RAGGED (1: each sequence has its own length).
 #include "common/byte_votes.cuh"
@@ -49,7 +51,10 @@ sample_latents(const __grid_constant__ Arguments args) {
     i64 b = blockIdx.y, tokens = args.length[RAGGED * b], blocks = (tokens + TOKENS - 1) / TOKENS;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4, i = blockIdx.x;
     i64 s = blocks * i / (SAMPLED / 32);
-    // With fewer blocks of codes than the sample needs, take other keys of the same block.
+    // The sample consists of groups of 32 consecutive keys. Each group is one eighth of a block, which has the
+    // codes of 256 keys. Choose the number of the eighth (0 to 7) for group i. If the index has fewer blocks
+    // than the sample has groups, several groups are in the same block, and neighboring groups take different
+    // eighths.
     int part = blocks < SAMPLED / 32 ? i * 3 % 8 : int(u32(i) * 2654435761u >> 29);
     float share = float(args.wanted[b]), all = float(args.counted[b]);
     u32 weights = 0, valid = 0;

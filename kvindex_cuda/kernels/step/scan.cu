@@ -6,22 +6,23 @@
 // sequence has its own length).
 #include "common/votes.cuh"
 
-// bytes in shared memory for the signs, weights and center of a block of 256 keys
+// bytes of shared memory for the codes of a block of 256 keys (signs, weights and center)
 constexpr int STAGE = (SCANNED + 127) / 128 * 128;
-// groups of 32 keys whose votes a warp computes before it appends any of them to the list
+// number of groups of 32 keys that a warp processes at a time: it first computes the votes (approximate scores)
+// of all these keys, and then appends those that reach the threshold to the list
 constexpr int AT_ONCE = GROUP <= 4 && D <= 128 ? 4 : SAMPLING ? 1 : 2;
 // not unrolled with more heads, to save registers
 constexpr int UNROLLED = GROUP <= 4 ? 8 / AT_ONCE : 1;
 constexpr int DEPTH = AT_ONCE + 5;                       // entries that each lane buffers
 
 // Bytes of shared memory per thread block. Two thread blocks should use at most 196 KB together, so that enough
-// L1 remains for this kernel and for the rerank, which starts on the same multiprocessors. With more, the
-// rerank took 6 µs longer at 1M tokens.
+// L1 remains for this kernel and for the rerank kernel, which starts on the same multiprocessors. With more
+// shared memory, the rerank took 6 µs longer at 1M tokens.
 constexpr int SHARED = WARPS * (STAGES * (STAGE + 8) + DEPTH * 256) + 4 * 256 + 2 * BINS;
 static_assert(D > 128 || 2 * (SHARED + 1024) <= 196 * 1024, "takes from L1");
 
-// If a vote reaches the threshold, append it and the token id at `tail`. Predicated instructions avoid
-// divergence.
+// If a key's vote (approximate score) reaches the threshold, append the vote and the token id to this lane's
+// buffer at `tail`. Predicated instructions avoid divergence.
 __device__ __forceinline__ void append(Shared& tail, int vote, int threshold, u32 id) {
 #ifdef EMULATED
     if (vote >= threshold) store_pair(tail, id, u32(vote)), tail += 256;
@@ -30,8 +31,11 @@ __device__ __forceinline__ void append(Shared& tail, int vote, int threshold, u3
                  "@is add.u32 %0, %0, 256;\n\t}" : "+r"(tail) : "r"(vote), "r"(threshold), "r"(id));
 #endif
 }
-// With SAMPLING: if the upper bound of a key's priority (noise.cuh) reaches the threshold, append the key's
-// size and token id at `tail`.
+// Variant of `append` that is used if candidates are sampled at random (SAMPLING). Then each key has a priority
+// that includes random noise, and the keys with the highest priorities become candidates. The argument `bound` is
+// an upper bound of a key's priority (`bound_of` in noise.cuh). The argument `size` is the logarithm of the key's
+// estimated attention weight. If `bound` reaches the threshold, append the token id and `size` to this lane's
+// buffer at `tail`.
 __device__ __forceinline__ void append(Shared& tail, float bound, float threshold, float size, u32 id) {
 #ifdef EMULATED
     if (bound >= threshold) store_pair(tail, id, __float_as_uint(size)), tail += 256;
@@ -66,14 +70,14 @@ struct Arguments {
     i64 row, head_bytes, capacity, groups, kv_heads;
 };
 
-// Grid: any number of thread blocks of 8 warps. Each warp processes blocks of 256 keys, one after another. It
-// copies the next two to shared memory asynchronously. The first two copies begin while prepare_query.cu still
-// runs.
-// Reads D/8 + 1 bytes per key and 2 D bytes per block, once. For each key that reaches the threshold (about 2 C
-// keys), writes 8 bytes and increments a bin of the histogram. Each lane buffers its own entries, so that lanes
-// need not communicate.
-// The histogram of a thread block's first group is in shared memory; incrementing global memory for each key
-// took 8 to 9 of 53 µs at 1M tokens.
+// Grid: any number of thread blocks of WARPS warps. Each warp processes blocks of 256 keys, one after another.
+// It copies the codes of the next two blocks of keys to shared memory asynchronously. The first two copies begin
+// while the previous kernel, prepare_query.cu, still runs.
+// The kernel reads D/8 + 1 bytes for each key and 2 D bytes for each block of 256 keys, once. For each key that
+// reaches the threshold, it writes 8 bytes and increments a bin of the histogram. If C candidates are needed,
+// about 2 C keys reach the threshold. Each lane buffers its own list entries, so lanes need not communicate.
+// The histogram of a thread block's first group is in shared memory. When it was in global memory, incrementing
+// it for each key took 8 to 9 of 53 µs at 1M tokens.
 // Limited by memory at 1M tokens: the copies alone take 39 µs, the whole kernel 43 to 45 µs.
 // Dynamic shared memory: WARPS STAGES STAGE bytes.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, D <= 128 ? 2 : 1)
@@ -89,8 +93,9 @@ scan(const __grid_constant__ Arguments args) {
     int factor = threadIdx.x < 256 ? args.factors[threadIdx.x] : 0;
     i64 tokens = __ldcg(args.length);  // if RAGGED, `tokens` and `blocks` change with the group
     u32 blocks = u32((tokens + TOKENS - 1) / TOKENS), warps = gridDim.x * WARPS;
-    // Divide the warps into teams, one team per group of heads if there are enough warps. Of n warps in a team,
-    // each takes every n-th block of keys, because keys with high votes tend to be in neighboring blocks.
+    // Divide the warps into teams, one team per group of query heads if there are enough warps. Of n warps in a
+    // team, each takes every n-th block of keys. Keys with high votes (approximate scores) tend to be in
+    // neighboring blocks, so this spreads them over the warps.
     u32 teams = min(u32(args.groups), warps), team = (blockIdx.x * WARPS + warp) * teams / warps;
     u32 low = first_of(team, teams, warps), members = warps_of(team, teams, warps);
     u32 own = blockIdx.x * WARPS + warp - low, home = blockIdx.x * WARPS * teams / warps;
@@ -183,7 +188,7 @@ scan(const __grid_constant__ Arguments args) {
 #endif
         int all = warp_sum(mine);
         int start = lane == 0 ? atomicAdd(args.counts + bg * APART, all) : 0;
-        // base and shift are loaded again each time, to save registers
+        // load `base` and `shift` here, at each use, instead of keeping them in registers
         int base = args.bases[bg], shift = args.shifts[bg];
         bool at_home = bg == home && binned + all <= BINNED / WARPS;
         if (at_home) binned += all;
@@ -265,8 +270,8 @@ scan(const __grid_constant__ Arguments args) {
         }
     }
     __syncthreads();
-    // Add the counts of two bins to the histogram in global memory with one 64-bit atomic addition. A bin never
-    // exceeds 32 bits, so there is no carry between the halves.
+    // Add the counts of two histogram bins to global memory with one 64-bit atomic addition. A count always
+    // fits into 32 bits, so there is no carry from the lower half to the upper half.
     u64* pairs = reinterpret_cast<u64*>(args.histogram + home * BINS);
     for (int i = threadIdx.x; i < BINS / 2; i += WARPS * 32)
         if (u32 two = bins[i]) atomicAdd(pairs + i, u64(two & 65535) | u64(two >> 16) << 32);

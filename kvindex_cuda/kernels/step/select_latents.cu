@@ -1,9 +1,9 @@
 // Select the k candidates with the highest attention weights, combined over the many query heads of a group
 // (latent attention). Reference: select_rows in kvindex/pariskv/decode_step.py, kvindex.ops.group.agree.
 //
-// A warp computes the combined weight of one candidate at a time, with the heads divided among its lanes. The
-// last thread block selects: it makes a histogram, finds the bin that contains the k-th best candidate, and
-// sorts that bin.
+// Each warp computes the combined attention weight of one candidate at a time, with the heads divided among its
+// lanes. The thread block that finishes last selects the k candidates: it makes a histogram of the weights,
+// finds the bin that contains the k-th best candidate, and sorts the candidates in this bin.
 // With SAMPLING, rows are sampled at random (kvindex/ops/priority.py): candidates are ranked by the root mean
 // square of the heads' attention weights, multiplied by noise. The (k + 1)-th candidate is the threshold, and
 // each selected row gets a weight for the rows that it stands for.
@@ -36,10 +36,10 @@ struct Arguments {
     int* found;                   // [B]: number of selected rows
     i64* found_sum;               // [B]: increased by `found`, or null
     i64 k, capacity;
-    float scale, softcap, temper;
+    float scale, softcap, temper;  // temper: factor for the logarithms of weights
 };
 
-// Grid: (splits, B), THREADS threads. Reads 8 + 4 HEADS bytes per candidate, writes 8 bytes per candidate.
+// Grid: (thread blocks per sequence, B), THREADS threads. Reads 8 + 4 HEADS bytes per candidate, writes 8 bytes per candidate.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 select_latents(const __grid_constant__ Arguments args) {
     __shared__ float totals[HEADS];
@@ -111,7 +111,7 @@ select_latents(const __grid_constant__ Arguments args) {
         return 0.0f;
 #endif
     };
-    u64 held[HELD];  // loaded while the cut is found
+    u64 held[HELD];  // loaded while the threshold is found
     float held_weights[HELD];
 #pragma unroll
     for (int j = 0; j < HELD; j++) {
@@ -129,7 +129,8 @@ select_latents(const __grid_constant__ Arguments args) {
         (slot < SORTED ? selected_weights + slot : args.weights + b * args.k + slot)[0] = weight;
 #endif
     };
-    // With SAMPLING, find k + 1 rows. The last one gives the threshold and is not selected.
+    // If SAMPLING, the k + 1 rows with the best scores are found, but the last of them is not selected. Its score
+    // becomes the threshold of the sampling.
     auto take = [&](u64 word, float weight, bool last) {
 #if SAMPLING
         if (last) threshold = value_of(word);
@@ -178,8 +179,9 @@ select_latents(const __grid_constant__ Arguments args) {
     __syncthreads();
     int rows = taken, sorted = min(rows, SORTED);
 #if SAMPLING
-    // The log weight of a row is `temper` · max(−log π₁, −log π₂). π₁ is the probability with which the key
-    // became a candidate, π₂ the probability with which the candidate was selected.
+    // Log weight of a sampled row: `temper` · max(−log π₁, −log π₂). Here π₁ is the probability with which the
+    // key became a candidate, and π₂ the probability with which the candidate was selected. The factor `temper`
+    // is 1 for unbiased weights, and smaller for tempered sampling.
     float* weights = args.weights + b * args.k;
     auto weigh = [&](float& weight, int id, float score) {
         weight = fmaxf(weight, threshold - (score - noise_of(id, seed) * NATS)) * args.temper;
@@ -192,8 +194,8 @@ select_latents(const __grid_constant__ Arguments args) {
         args.found[b] = rows;
         if (args.found_sum) args.found_sum[b] += rows;
     }
-    // Sort the selected rows by id, so that attention always adds them up in the same order. Four lanes per row
-    // count the rows with lower ids.
+    // Sort the selected rows by token id, so that attention always adds them up in the same order. Four lanes
+    // per row count the rows with lower ids.
     for (int at = threadIdx.x; at < (sorted + 7) / 8 * 32; at += THREADS) {
         int i = at / 4, id = selected[i], place = 0;
 #pragma unroll 4

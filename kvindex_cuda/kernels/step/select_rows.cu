@@ -1,8 +1,8 @@
 // Select the k candidates with the highest attention weights, combined over the query heads of a group, for
 // attention to read. Reference: select_rows in kvindex/pariskv/decode_step.py, kvindex.ops.group.agree.
 //
-// 1. Find the candidates, the C entries with the highest votes. All entries in higher histogram bins than the
-// C-th best entry are candidates. Entries in the same bin (the cut's bin) are sorted.
+// 1. Find the candidates, the C entries with the highest approximate scores (votes). All entries in higher
+// histogram bins than the C-th best entry are candidates. Entries in the same bin as that entry are sorted.
 // 2. For each head, compute log Σ exp of the estimated logits of all candidates. A logit minus this number is
 // the logarithm of the candidate's estimated attention weight.
 // 3. Combine the heads, make a histogram of the combined weights, find the bin that contains the k-th best
@@ -42,16 +42,18 @@ __device__ __forceinline__ void load_sums(u64 (&sums)[OWN], const u64* buckets) 
     for (int i = 0; i < OWN; i++) sums[i] = __ldcg(buckets + threadIdx.x % 32 * OWN + i);
 }
 
-// Return log Σ exp(logit) over all candidates of a head, in every lane. The sum is that of the head's buckets
-// (integer sums, attention_weights.cuh) and of the candidates in the cut's bin. each(use) calls use(logit) for
-// this lane's candidates in that bin.
+// Return log Σ exp(logit) over all C candidates of a head, in every lane. The candidates are in two groups. The
+// second group are the candidates in the histogram bin that contains the C-th best coarse score. The first
+// group are the candidates in higher bins: rerank.cu has already added up their exponentials in the buckets
+// `mine` (attention_weights.cuh). The argument `each` is a function that iterates over the second group:
+// each(use) calls use(logit) for each candidate of the lane.
 template <class Each>
 __device__ __forceinline__ float log_sum(const u64 (&mine)[OWN], Each each) {
     int lane = threadIdx.x % 32, top = -1;
 #pragma unroll
     for (int i = 0; i < OWN; i++)
         if (mine[i]) top = lane * OWN + i;
-    float peak = NEVER;  // the largest logit in the cut's bin, in octaves
+    float peak = NEVER;  // the largest logit in the threshold's bin, in octaves
     each([&](float logit) { peak = fmaxf(peak, logit * LOG2E); });
     top = warp_max(top);
     peak = warp_max(peak);
@@ -66,8 +68,9 @@ __device__ __forceinline__ float log_sum(const u64 (&mine)[OWN], Each each) {
     return (log2f(sum) + octaves) * (1 / LOG2E);
 }
 
-// A candidate's score for the whole group. `value` is the estimate if there is one head, else the logarithm of
-// the combined attention weight (kvindex/ops/group.py). `bin` is the histogram bin of the attention weight.
+// A candidate's score for all query heads that share a KV head (a group). If the group has one head and rows are
+// not sampled, `value` is the estimated inner product. Otherwise it is the logarithm of the combined attention
+// weight (kvindex/ops/group.py). `bin` is the histogram bin of the attention weight.
 struct GroupScore {
     float value;
     int bin;
@@ -104,9 +107,9 @@ constexpr bool EARLY = GROUP <= 4;  // true if registers store all estimates fro
 constexpr int SOME = EARLY ? ENTRIES : GROUP <= 8 ? 4 : 1;  // entries whose estimates are loaded at a time
 static_assert(GROUP <= THREADS / 32, "a warp for each head");
 
-// For each of `many` entries, call use(i, n), where n is the number of better entries, that is, the entry's
-// rank. Eight threads count for one entry, and one of them calls `use`. All threads of the block call this
-// function.
+// For each of `many` entries, call use(i, n), where i is the number of the entry and n is the number of better
+// entries (its rank). Eight threads count for one entry, and one of them calls `use`. All threads of the block
+// call this function.
 template <class Use>
 __device__ __forceinline__ void in_order(const u64* entries, int many, Use use) {
     for (int at = threadIdx.x; at < (many + 3) / 4 * 32; at += THREADS) {
@@ -156,10 +159,11 @@ struct Arguments {
     float scale, softcap, temper;  // temper: factor for the logarithms of weights
 };
 
-// Grid: (BG, splits), THREADS threads, with splits · THREADS · ENTRIES of at least the capacity. Thread blocks
-// without entries end immediately.
-// Reads 8 + 4 GROUP bytes per entry, written by rerank.cu or rerank_blocks.cu. If a group has several thread
-// blocks, each passes the k best of its entries to the last one, which selects.
+// Grid: (BG, splits), THREADS threads; splits · THREADS · ENTRIES must be at least `capacity`, the largest
+// number of list entries that a group can have. Thread blocks without list entries end immediately.
+// The kernel reads 8 + 4 GROUP bytes for each list entry. rerank.cu or rerank_blocks.cu has written these
+// entries. If a group has several thread blocks, each passes its k best candidates to the thread block that
+// finishes last. This thread block selects the k best candidates of the group.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 select_rows(const __grid_constant__ Arguments args) {
     const float* estimates = args.estimates;
@@ -173,13 +177,14 @@ select_rows(const __grid_constant__ Arguments args) {
     __shared__ float totals[GROUP];
     __shared__ __align__(16) int histogram[BINS];
     __shared__ u64 edge[EDGE];
-    __shared__ int order[EDGE];  // order of the entries in the cut's bin, best first; also used for digits
+    __shared__ int order[EDGE];  // order of the entries in the threshold's bin, best first; also used for digits
     __shared__ __align__(16) int selected[ROWS];
     __shared__ float selected_scores[ROWS];
     __shared__ u64 least;
     __shared__ int edges, taken;
 #if SAMPLING
-    // selected_weights: log weights of the rows as candidates. threshold: score that selected rows exceed.
+    // Shared memory for random sampling. `selected_weights`: log weights of the selected rows, from the earlier
+    // phase in which the rows were sampled as candidates. `threshold`: all selected rows have higher scores.
     __shared__ float selected_weights[ROWS], threshold;
     float* edge_weights = reinterpret_cast<float*>(order);
     if (threadIdx.x == 0) threshold = NEVER;
@@ -201,8 +206,10 @@ select_rows(const __grid_constant__ Arguments args) {
     let_next_begin();
     if (args.signalers) await(args.signals + (gridDim.x + bg) * APART, int(args.signalers));
     int first = blockIdx.y * (THREADS * ENTRIES) + threadIdx.x;
-    // Issue all independent reads first. The first thread block does not wait for the counts `n` and `many`; it
-    // ignores what it has read beyond these counts.
+    // Issue all independent reads first, so that their latencies overlap. Several thread blocks share the
+    // candidates of one KV head. The first of them starts to read the list of candidates before it knows the
+    // length `n` of the list. It reads as many entries as it can process, and later ignores the entries beyond
+    // `n`. `many` is the number of entries in the histogram bin of the last candidate.
     int n = args.candidate_counts[bg * APART], many = args.edge_counts[bg * APART], listed = args.counts[bg * APART];
     int2 cut_at = args.cuts[bg];
     int known = blockIdx.y ? n : int(min(args.capacity, i64(THREADS * ENTRIES)));
@@ -226,8 +233,8 @@ select_rows(const __grid_constant__ Arguments args) {
     if (int(blockIdx.y) >= blocks) return after_previous();
     if (!SAMPLING && listed > target) cutoff.bin = cut_at.x, rank -= cut_at.y;
 
-    // Sort the entries in the cut's bin (the bin of the C-th best entry) to find the last candidate, and add up
-    // the exponentials of all candidates.
+    // The C entries with the best coarse scores are the candidates. Find the last of them: sort only those
+    // entries that are in the same histogram bin. Also add up the exponentials of the logits of all C candidates.
     auto edge_logit = [&](float estimate) { return capped(estimate, args.scale, args.softcap); };
     if (many <= 32) {  // the usual case: one warp per head
         if (warp < GROUP) {
@@ -290,7 +297,8 @@ select_rows(const __grid_constant__ Arguments args) {
     }
     __syncthreads();
 
-    // Replace each entry by its combined score and token id, or by 0 if the entry is not a candidate.
+    // Process the entries of the list. If an entry is a candidate, replace it by its token id and the score that
+    // combines all query heads of the group. Otherwise, replace it by 0.
     u64 lowest = least;
     u32 bins[ENTRIES / 2] = {};  // bins of two entries per word
     auto set_bin = [&](int i, int bin) { bins[i / 2] |= u32(bin) << i % 2 * 16; };
@@ -376,7 +384,8 @@ select_rows(const __grid_constant__ Arguments args) {
         __syncthreads();
         cut = cut_of<true, THREADS>(histogram, asked);
     }
-    // Call use(word, bin, weight) for each entry of this thread whose histogram bin satisfies `inside`.
+    // For each entry of this thread, call use(word, bin, weight) if inside(bin) is true. `bin` is the entry's
+    // bin in the histogram.
     auto every = [&](auto inside, auto use) {
         u32 some = 0;
 #pragma unroll
@@ -429,7 +438,8 @@ select_rows(const __grid_constant__ Arguments args) {
     });
     __syncthreads();
     rank = asked - cut.above;
-    // With SAMPLING, find k + 1 rows. The last one gives the threshold and is not selected.
+    // With SAMPLING, find the k + 1 rows with the highest priorities. The first k are selected. The priority of the
+    // last one is the threshold, from which the sampling probabilities are computed.
     auto take = [&](u64 word, float weight, bool last) {
 #if SAMPLING
         if (last) threshold = value_of(word);
@@ -454,8 +464,9 @@ select_rows(const __grid_constant__ Arguments args) {
     }
     __syncthreads();
 #if SAMPLING
-    // The log weight of a row is `temper` · max(−log π₁, −log π₂). π₁ is the probability with which the key
-    // became a candidate, π₂ the probability with which the candidate was selected.
+    // Log weight of a sampled row: `temper` · max(−log π₁, −log π₂). Here π₁ is the probability with which the
+    // key became a candidate, and π₂ the probability with which the candidate was selected. The factor `temper`
+    // is 1 for unbiased weights, and smaller for tempered sampling.
     auto weigh = [&](float& weight, int id, float score) {
         weight = fmaxf(weight, threshold - (score - noise_of(id, seed) * NATS)) * args.temper;
     };
@@ -470,8 +481,8 @@ select_rows(const __grid_constant__ Arguments args) {
         args.found[bg] = rows;
         if (args.found_sum) args.found_sum[bg] += rows;
     }
-    // Sort the selected rows by id, so that attend.cu always adds them up in the same order. Four lanes per row
-    // count the rows with lower ids.
+    // Sort the selected rows by token id, so that attend.cu always adds them up in the same order. Four lanes
+    // per row count the rows with lower ids.
     int sorted = min(rows, ROWS);
     for (int at = threadIdx.x; at < (sorted + 7) / 8 * 32; at += THREADS) {
         int i = at / 4, id = selected[i], place = 0;

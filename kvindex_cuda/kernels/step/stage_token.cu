@@ -35,7 +35,8 @@ struct Arguments {
     i64 room, place, ragged;
 };
 
-// Strides of the first two dimensions of each tensor, in elements. The last dimension is contiguous.
+// Arguments named after a tensor and a dimension are strides in elements: keys_batch is the stride of the batch
+// dimension of `keys`, and keys_head that of its head dimension. The last dimension of each tensor is contiguous.
 extern "C" __global__ void __launch_bounds__(THREADS)
 stage_token(const __grid_constant__ Arguments args) {
     const Bits* __restrict__ keys = args.keys;

@@ -1,11 +1,11 @@
-// Compute the tiered votes of all keys with a lookup table per query (ParisKV paper, B.2.1), and make a
-// histogram of the votes for each head. Reference: tiered_votes.vote in kvindex/pariskv,
+// Compute the tiered votes (approximate scores) of all keys with a lookup table per query (ParisKV paper,
+// B.2.1), and make a histogram of the votes for each head. Reference: tiered_votes.vote in kvindex/pariskv,
 // kvindex.ops.coarse.votes.
 //
-// The table is in shared memory. A word packs the bytes of four heads, so that one lookup and one addition
-// serve four heads. There is a histogram of all keys and one of each chunk of tokens; with the latter,
-// candidates.cu finds the keys with the lowest ids among equal votes. All numbers are integers, so the result
-// equals the reference exactly, given the same table.
+// The table is in shared memory. Each word packs the bytes of four heads, so that one lookup and one addition
+// serve four heads. There is one histogram of all keys, and one for each chunk of tokens. With the latter,
+// candidates.cu finds the keys with the lowest token ids among equal votes. All numbers are integers, so the
+// result equals the reference exactly, given the same table.
 //
 // Grid: (splits, BG), 256 threads. Reads D / 8 bytes per key, writes 4 bytes per key and four heads, and the
 // histograms.
@@ -31,7 +31,7 @@ struct Arguments {
     i64 row, head_bytes, capacity, kv_heads;
 };
 
-// Keys past the capacity are ignored.
+// Compute votes only for the first `capacity` keys of a sequence, because the output has no room for more.
 extern "C" __global__ void __launch_bounds__(256, 4)
 vote(const __grid_constant__ Arguments args) {
     const i64* table = args.codes;

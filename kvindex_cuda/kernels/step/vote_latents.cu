@@ -1,12 +1,12 @@
-// Compute the votes of all keys for a group with many query heads (latent attention), and list the keys that
-// reach a threshold (ParisKV paper, B.2.1). Reference: scan in kvindex/pariskv/decode_step.py,
-// kvindex/pariskv/sign_votes.py.
+// Compute the approximate scores (votes) of all keys for a group with many query heads (latent attention), and
+// list the keys whose vote reaches a threshold (ParisKV paper, B.2.1). Reference: scan in
+// kvindex/pariskv/decode_step.py, kvindex/pariskv/sign_votes.py.
 //
 // Tensor cores multiply the sign bits of 16 keys, as bytes of 0 or 1, with the rounded queries of 8 heads
-// (byte_votes.cuh). A thread block stores all rounded queries in shared memory, and processes one block of 256
-// keys after another; the next ones are copied asynchronously. Each warp expands the signs of 32 keys to bytes
-// once for all heads. (scan.cu multiplies bits instead, which takes more instructions per head, and has
-// registers for at most 16 heads.)
+// (byte_votes.cuh). A thread block stores all rounded queries in shared memory. It processes one block of 256
+// keys after another, while the following ones are copied asynchronously. Each warp expands the signs of 32
+// keys to bytes once for all heads. (scan.cu multiplies bits instead, which takes more instructions per head,
+// and has registers for at most 16 heads.)
 // With WARPGROUPS, four warps multiply 16 keys each with up to 64 heads in one instruction, and convert
 // products to votes while other heads are multiplied.
 // The kernel computes the votes of up to AT_ONCE blocks of keys before it waits for the threshold, so that
@@ -27,7 +27,7 @@
 #include "common/byte_votes.cuh"
 #endif
 
-// bytes in shared memory for the signs and weights of a block of 256 keys
+// bytes of shared memory for the signs and weights of a block of 256 keys
 constexpr int STAGE = (CENTER + 127) / 128 * 128;
 constexpr int AT_ONCE = 8;  // blocks of keys that are processed before waiting for the threshold
 
@@ -53,10 +53,10 @@ struct Arguments {
     i64 row, room, capacity;
 };
 
-// Compute each key's maximum vote over all heads, for a warp's 32 keys.
+// Compute the maximum vote (approximate score) of each of a warp's 32 keys over all heads.
 //   signs: address of the sign bits of the first key.
 //   integers: rounded queries of all heads, in shared memory.
-//   sums, offsets, scales: one number per head.
+//   sums, offsets, scales: one number per head (see `vote` in byte_votes.cuh).
 __device__ __forceinline__ void vote_on(Vote (&best)[4], const char* signs, const char* integers, const int (&factor)[4],
                                         const int* sums, const int* offsets, const float2* scales) {
     int lane = threadIdx.x % 32, t = lane % 4;
@@ -209,7 +209,8 @@ vote_latents(const __grid_constant__ Arguments args) {
 #endif
             }
             held[at][threadIdx.x] = vote;
-            // votes may be written before the previous kernel has ended, because it does not read them
+            // The votes (approximate scores of keys) may be written before the previous kernel has ended,
+            // because that kernel does not read them.
             if (id < args.room) args.votes[b * args.room + id] = vote;
         }
         wait_for_threshold();
