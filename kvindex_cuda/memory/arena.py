@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 class Arena:
-    """Allocates the buffers of decode steps such that all steps use the same memory.
+    """Allocates the buffers of several decode steps such that all of them use the same memory.
 
-    Call `begin` before the buffers of each step are allocated. The n-th buffer of a step reuses the
-    memory of the n-th buffer of earlier steps if that is large enough. Otherwise it gets new
-    memory, and earlier steps keep theirs. So allocate the buffers of the largest step first.
+    Call `begin` before allocating the buffers of each decode step. The n-th buffer of a step reuses
+    the memory of the n-th buffer of earlier steps if that memory is large enough. Otherwise it gets
+    new memory, and earlier steps keep theirs. So allocate the buffers of the largest step first.
 
-    `zeros` clears memory only when it is first allocated: a later step finds in a reused buffer
-    what an earlier step has written.
+    `zeros` clears memory only when it is first allocated. In reused memory, a later decode step
+    finds what an earlier one has written.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -25,7 +25,8 @@ class Arena:
         self._buffers: list[Tensor] = []
 
     def begin(self) -> Arena:
-        """Begin the buffers of another step: the next tensor is its first buffer."""
+        """Start allocating the buffers of another decode step: the next tensor returned becomes
+        that step's first buffer."""
         self._next = 0
         return self
 
@@ -35,7 +36,7 @@ class Arena:
         return self._tensor(shape, dtype, zeros=True)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the next buffer of this step, uninitialized."""
+        """Return the next buffer of this step. Its contents are undefined."""
         return self._tensor(shape, dtype, zeros=False)
 
     def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype, *, zeros: bool) -> Tensor:

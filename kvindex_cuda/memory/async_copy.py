@@ -37,7 +37,7 @@ class PinnedSlab:
         return host_view(self.host_address, nbytes)
 
     def settle(self) -> None:
-        """Wait for kernels and copies that may use the slab."""
+        """Wait until all kernels and copies that may use this pinned memory have finished."""
         cupy = checked(self.device)
         with cupy.cuda.Device(self.device):
             cupy.cuda.runtime.deviceSynchronize()
@@ -51,8 +51,11 @@ class PinnedSlab:
 
 
 class PinnedAllocator:
-    """Allocates slabs (ranges of memory) with `cudaHostAlloc`. The constructor raises ValueError
-    for a device other than a CUDA device, and the errors of `launch.checked`."""
+    """Allocates slabs (ranges of pinned host memory) with `cudaHostAlloc`.
+
+    The constructor raises ValueError unless the device is a CUDA device. It also raises the errors
+    of `launch.checked`.
+    """
 
     on_host = True
 
@@ -65,7 +68,7 @@ class PinnedAllocator:
         checked(self._device)
 
     def allocate(self, nbytes: int) -> PinnedSlab:
-        """Return a slab of `nbytes` bytes. Raises MemoryError if the memory cannot be pinned."""
+        """Return `nbytes` bytes of pinned host memory. Raises MemoryError if this fails."""
         cupy = checked(self._device)
         runtime = cupy.cuda.runtime
         with cupy.cuda.Device(self._device):
@@ -123,8 +126,8 @@ class Offload:
         return self._done
 
     def wait(self, done: torch.cuda.Event | None) -> None:
-        """Make the current stream wait for the copies that belong to an event of `copy`, and for
-        all earlier copies."""
+        """Make the current stream wait for a group of copies, given by the event that `copy`
+        returned, and for all earlier copies."""
         if done is None:
             return
         stream = raw_stream(self._device.index)

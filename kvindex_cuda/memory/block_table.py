@@ -17,8 +17,8 @@ from kvindex_cuda.memory.layout import BLOCK
 class BlockTable:
     """The blocks `[G, 256, row_bytes]` of each sequence, in the order of their tokens.
 
-    A fork is a copy that shares full blocks. `addresses` and `on_device` stay the same tensors
-    until `B` changes, or until a write to a block that a fork shares.
+    A fork is a copy of the table that uses the same full blocks. `addresses` and `on_device` stay
+    the same tensors until `B` changes, or until a write to a block that a fork also uses.
 
     Attributes:
         addresses: Addresses of blocks on the compute device, int64 `[B, S]`, where `S` is the
@@ -56,8 +56,9 @@ class BlockTable:
     def room(self, batch: int, length: int, count: int) -> None:
         """Allocate blocks for `count` tokens after the first `length` tokens of `batch` sequences.
 
-        Raises ValueError if a sequence would exceed `max_tokens` or the batch size differs, and the
-        errors of `Pool.take`. After an error, the table is unchanged.
+        Raises ValueError if a sequence would exceed `max_tokens`, or if the store contains tokens
+        of a different number of sequences. Also raises the errors of `Pool.take`. After an error,
+        the table is unchanged.
         """
         if length + count > self._max_tokens:
             raise ValueError(
@@ -114,17 +115,20 @@ class BlockTable:
         return twin
 
     def has_shared_blocks(self, length: int) -> bool:
-        """Return True if an append after the first `length` tokens would write to a block that a
-        fork shares."""
+        """Return True if appended tokens would overwrite a block that a fork also uses.
+
+        The tokens are appended after the first `length` tokens.
+        """
         rows = self._numbers[:, length // BLOCK :].tolist()  # avoids a torch operation
         return any(self._pool.shared([number for row in rows for number in row]))
 
     def owned(self, length: int) -> BlockTable:
-        """Return a copy of this table in which no fork shares the blocks after the first `length`
-        tokens.
+        """Return a copy of this table, for appends after the first `length` tokens.
 
-        The block of token `length` is copied in each sequence, so writes to it must have finished.
-        Raises the errors of `Pool.take`.
+        An append must not write to a block that a fork also uses. In the copy, such blocks are
+        replaced by new blocks, which belong only to the copy. If the last block with tokens is only
+        partly filled, its contents are copied, so earlier writes to it must have finished. Raises
+        the errors of `Pool.take`.
         """
         slot = length // BLOCK
         own, shared = copy(self), self._pool.shared(self._numbers[:, slot:].flatten().tolist())
@@ -181,13 +185,18 @@ class BlockTable:
         return rows
 
     def pieces(self, parts: Iterable[Tensor], start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the copies that write new rows from token `start` on, as pairs (destination in
-        blocks, source in the new rows).
+        """Yield the copies that are necessary to write new rows to the blocks, from token `start`
+        on.
 
-        Both are views uint8 `[h, w]` with contiguous matrix rows: either `h` is 1 and they are
-        adjacent blocks, or they are rows of one block and `h` is the number of KV heads.
-        parts: New rows in order: whole blocks `[B, S, G, 256, row_bytes]`, and rows before and
-            after these `[B, G, n, row_bytes]`.
+        A copy is a pair of views, the destination in the blocks and the source in `parts`. There
+        are two kinds of copies. If whole blocks are next to each other in memory, one copy writes
+        them, and its views are uint8 `[1, w]`. Otherwise a copy writes some tokens of one block,
+        and its views are uint8 `[h, w]`, with one matrix row for each of the `h` KV heads. The
+        numbers of a matrix row are contiguous in memory.
+
+        parts: The new rows, in order of their tokens. A part with whole blocks is
+            `[B, S, G, 256, row_bytes]`. The parts before and after the whole blocks are
+            `[B, G, n, row_bytes]`.
         """
         for part in parts:
             if part.ndim == 5:
@@ -232,8 +241,9 @@ class BlockTable:
         return view
 
     def _empty(self, batch: int) -> tuple[Tensor, Tensor]:
-        """Return the addresses and block numbers of `batch` sequences without blocks: zeros, and
-        int64 `[B, 0]` on the CPU."""
+        """Return the two tables of `batch` sequences that have no blocks yet: the addresses of
+        blocks, which are all zeros, and the numbers of blocks, an empty int64 tensor `[B, 0]` on
+        the CPU."""
         shape = (batch, -(-self._max_tokens // BLOCK))
         addresses = torch.zeros(shape, dtype=torch.int64, device=self._device)
         return addresses, torch.zeros((batch, 0), dtype=torch.int64)
@@ -244,8 +254,8 @@ class BlockTable:
         return torch.zeros(self.addresses.shape, dtype=torch.uint8, device=self._device)
 
     def _name(self, row: int, start: int, blocks: list[int]) -> None:
-        """Write the addresses of a sequence's blocks to the table, from block number `start` on.
-        Does not wait for the device."""
+        """Write the addresses of `blocks` to the address table of sequence `row`, from block number
+        `start` on. Does not wait for the device."""
         size = self._pool.block_bytes
         for at, length in runs(blocks, self._pool.slab_blocks):
             first, places = (

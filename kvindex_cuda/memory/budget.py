@@ -52,8 +52,11 @@ class Budget:
 
 @lru_cache(maxsize=1)
 def shared_budget() -> Budget:
-    """Return the budget that the process shares: 90% of the host memory that was available at the
-    first call. There is no limit if the available memory is unknown."""
+    """Return the budget that all stores of the process share.
+
+    Its limit is 90% of the host memory that was available at the first call of this function. There
+    is no limit if the available memory is unknown.
+    """
     available = available_bytes()
     return Budget(None if available is None else int(FRACTION * available))
 

@@ -38,7 +38,8 @@ class Fill:
             int64 `[B, S]`.
         late: True if `write` must be called only when the codes are appended. Until then, searches
             read the last, partly filled block, which the kernel overwrites.
-        beyond: Number of tokens that follow the new ones in a last, partly filled block.
+        beyond: Number of tokens after the `count` new ones that must also fit into memory. They are
+            in a last, partly filled block, and are not appended.
     """
 
     batch: int
@@ -52,9 +53,10 @@ class CodeBlocks(Restorable):
     """Codes of a ParisKV index, in blocks of 256 tokens that kernels read.
 
     The class has the interface of `kvindex.storage.columns.BlockColumns`; reading a column copies
-    it out of the blocks. `table` contains the addresses of blocks, int64 `[B, S]`, and 0 where
-    there is no block. It stays the same tensor until `B` changes, or until a write to a block that
-    a deep copy shares. Appends beyond `max_tokens` raise ValueError.
+    it out of the blocks. `table` contains the address of each block, int64 `[B, S]`, and 0 where no
+    block exists. Kernels read this table. A new table replaces it in two cases: if the batch size
+    `B` changes, and if this object is about to write to a block that a copy made by
+    `copy.deepcopy` also uses. Appends beyond `max_tokens` raise ValueError.
 
     unit: Number of tokens that are added or removed at a time, 1 or 256.
     centered: Whether blocks have centers (mean keys).
@@ -84,7 +86,8 @@ class CodeBlocks(Restorable):
         self._blocks = 0  # blocks of each sequence
         self._length = 0
         self._written: Fill | None = None  # codes that are written, but not yet appended
-        # number of blocks at the beginning that deep copies share; a rollback does not change it
+        # After a deep copy, the original and the copy use the same memory for the first blocks of
+        # each sequence. `_shared` is the number of these blocks. A rollback does not change it.
         self._shared, self._sharing = [0], Sharing()
         self.table = torch.zeros((0, self._most), dtype=torch.int64, device=self._device)
 
@@ -99,7 +102,8 @@ class CodeBlocks(Restorable):
         return name in tuple(self)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a copy of a column by its name, `[B, G, N, ...]`."""
+        """Return a copy of a column for all tokens, `[B, G, N, ...]`. A column is one field of
+        the codes, for example `signs`."""
         rows = []
         for held in self._held:
             runs = [self._column(name, run) for run in held]
@@ -108,7 +112,8 @@ class CodeBlocks(Restorable):
         return torch.stack(rows)
 
     def every(self, name: str, tokens: int, stride: int) -> Tensor:
-        """Return a copy of every `stride`-th entry of a column, for the first `tokens` tokens.
+        """Return a copy of every `stride`-th entry of a column (one field of the codes, for example
+        `signs`), for the first `tokens` tokens.
 
         Args:
             name: Name of the column.
@@ -132,8 +137,8 @@ class CodeBlocks(Restorable):
 
     @property
     def written(self) -> int:
-        """Number of tokens that `every` may read: appended tokens, and tokens whose codes are
-        written but not yet appended."""
+        """Number of tokens whose codes can be read with `every`. These are the appended tokens, and
+        tokens of an unfinished append whose codes have already been written."""
         return self._length + (0 if self._written is None else self._written.count)
 
     def _column(self, name: str, run: Run) -> Tensor:
@@ -200,8 +205,10 @@ class CodeBlocks(Restorable):
         self._free, self._held, self._blocks = free, rows, need
 
     def _own(self, first: int) -> None:
-        """Replace the blocks from block `first` on if a deep copy shares any of them. The table
-        becomes a new tensor, and a rollback can return to the old one."""
+        """Replace the blocks from block `first` on if a copy of this object also uses any of them.
+
+        The table becomes a new tensor, and a rollback can return to the old one.
+        """
         if first < self._shared[0] and not self._sharing.claim(self, first, first):
             before = self._held, self._blocks, self.table, self._shared
             try:
@@ -229,8 +236,12 @@ class CodeBlocks(Restorable):
             self._slabs[target.slab][target.first].copy_(block)
 
     def write(self, new: Mapping[str, Tensor] | Fill) -> None:
-        """Launch the kernel of `new`, which writes codes, unless this must wait for `append`
-        (`Fill.late`). Call this between `reserve` and `append`."""
+        """Write new codes to memory before they are appended.
+
+        If `new` is a `Fill`, this launches the kernel that writes the codes. There are two
+        exceptions, in which only `append` writes the codes: `Fill.late` is true, or `new` contains
+        tensors. Call `write` between `reserve` and `append`.
+        """
         if isinstance(new, Fill) and new.count and not new.late:
             self._fill(new)
         else:
@@ -242,7 +253,8 @@ class CodeBlocks(Restorable):
             self._written = new
 
     def append(self, new: Mapping[str, Tensor] | Fill) -> None:
-        """Append codes of new tokens: columns `[B, G, N, ...]` by name, or a `Fill`."""
+        """Append the codes of new tokens. `new` contains the codes themselves, tensors `[B, G, N,
+        ...]` by name, or it is a `Fill`, which describes a kernel that writes them."""
         if not new:
             return
         self.reserve(new)
@@ -298,7 +310,7 @@ class CodeBlocks(Restorable):
         return CodeBlocks(self.layout, self._heads, self._device, most, **same)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CodeBlocks:
-        """Return a copy that shares all full blocks with this object."""
+        """Return a copy. Full blocks never change, so the copy uses the same memory for them."""
         full = self._length // BLOCK
         twin = self._shallow()
         twin._held, twin._free = [_first(held, full) for held in self._held], []
@@ -317,7 +329,7 @@ class CodeBlocks(Restorable):
         return twin
 
     def nbytes(self) -> int:
-        """Return the bytes of the stored codes and centers, without the open block."""
+        """Return the size in bytes of the codes and centers of all full blocks."""
         used = self._length * self.layout.key_bytes
         if self._centered:
             used += self._length // BLOCK * 2 * self.layout.head_dim
@@ -358,8 +370,10 @@ class CodeBlocks(Restorable):
                 given = given[run.blocks :]
 
     def _runs(self, row: int, block: int, count: int) -> Iterator[Run]:
-        """Yield runs (ranges of adjacent blocks) with the blocks `block` to `block + count - 1` of
-        a sequence."""
+        """Find where `count` blocks of a sequence are stored, from block number `block` on.
+
+        Yield one run for each range of blocks that are adjacent in memory.
+        """
         for run in self._held[row]:
             some = min(run.blocks - block, count)
             if some > 0:
@@ -373,8 +387,8 @@ class CodeBlocks(Restorable):
         return self.layout.views(self._slabs[run.slab][run.first : run.first + run.blocks])
 
     def _name(self, row: int, block: int, run: Run) -> None:
-        """Write the addresses of adjacent blocks to the table, from block number `block` on. Does
-        not wait for the device."""
+        """Write the addresses of the blocks in `run` to the address table of sequence `row`, from
+        block number `block` on. Does not wait for the device."""
         size = self._block_bytes
         first = self._slabs[run.slab].data_ptr() + run.first * size
         names = self.table[row, block : block + run.blocks]
@@ -420,7 +434,7 @@ def _taken(free: list[Run], count: int) -> Iterator[Run]:
 
 
 def _shape(new: Mapping[str, Tensor] | Fill) -> tuple[int, int]:
-    """Return the number of sequences and the number of tokens per sequence in `new`."""
+    """Return the number of sequences in `new`, and the number of tokens of each sequence."""
     if isinstance(new, Fill):
         return new.batch, new.count
     return new["signs"].shape[0], new["signs"].shape[2]

@@ -14,10 +14,10 @@ from kvindex_cuda.memory.slab_pool import Pool, Tier
 class CountedPool(Pool):
     """A `Pool` whose blocks may belong to several stores, for example stores with a common prefix.
 
-    A store is a member of the pool, with a ledger: a list of all blocks that it has used. A block
-    in the ledger belongs to the member until the member leaves, so that a rollback to a checkpoint
-    still finds the block. The pool closes when the last member leaves. Members may be used by
-    different threads.
+    Each store that uses the pool passes it a list of all blocks that the store has used (`ledger`
+    in the code). These blocks belong to the store until it leaves the pool, even if it no longer
+    needs some of them. So a rollback to a checkpoint still finds its blocks. The pool closes when
+    the last store leaves. Different threads may use the stores.
 
     device: The device whose kernels read the blocks.
     """
@@ -40,15 +40,18 @@ class CountedPool(Pool):
         )  # reentrant: a garbage-collected member calls `leave`
 
     def join(self, ledger: list[int]) -> None:
-        """Add a member with the given ledger. Blocks in the ledger may already belong to other
-        members."""
+        """Add a store that uses this pool. `ledger` is the list of all blocks that the store has
+        used; some of them may already belong to other stores."""
         with self._lock:
             self._more.update(ledger)
             self._ledgers[id(ledger)] = ledger
 
     def leave(self, ledger: list[int]) -> None:
-        """Remove the member with the given ledger. This never waits, so that a finalizer may call
-        it at any time."""
+        """Remove a store from this pool.
+
+        `ledger` is the list of blocks that the store passed to `join`. This method never waits for
+        a lock or the device, so a finalizer may call it at any time.
+        """
         if self._ledgers.pop(id(ledger), None) is None:
             return
         self._left.append(ledger)
@@ -56,7 +59,7 @@ class CountedPool(Pool):
             self.close()
 
     def shared(self, blocks: Sequence[int]) -> list[bool]:
-        """Return for each block whether it belongs to more than one member."""
+        """Return for each block whether it belongs to more than one store."""
         with self._lock:
             self._count()
             return [self._more[block] > 0 for block in blocks]
@@ -64,8 +67,8 @@ class CountedPool(Pool):
     def take(self, count: int) -> list[int]:
         """Return the numbers of `count` free blocks, ascending.
 
-        Blocks of members that have left are reused before memory is allocated. Raises the errors of
-        `Pool.take`.
+        Blocks of stores that have left the pool are reused before memory is allocated. Raises the
+        errors of `Pool.take`.
         """
         with self._lock:
             self._count()
@@ -77,25 +80,26 @@ class CountedPool(Pool):
             return super().take(count)
 
     def give(self, blocks: list[int]) -> None:
-        """Give up a member's blocks. A block that also belongs to another member stays in use."""
+        """Give up a store's blocks. A block that also belongs to another store stays in use."""
         with self._lock:
             super().give(self._released(blocks))
 
     def ahead(self) -> None:
-        """Start allocating a slab in the background if few blocks are free (`Pool.ahead`). Blocks
-        of members that have left count as free."""
+        """Start allocating a slab (a range of memory) in the background if few blocks are free
+        (`Pool.ahead`). Blocks of stores that have left the pool count as free."""
         with self._lock:
             self._count()
             if len(self._free) + len(self._unread) < self.slab_blocks:
                 super().ahead()
 
     def _count(self) -> None:
-        """Free the blocks of members that have left since the last call."""
+        """Free the blocks of stores that have left the pool since the last call."""
         while self._left:
             self._unread += self._released(self._left.popleft())
 
     def _released(self, blocks: list[int]) -> list[int]:
-        """Remove one member from each block, and return the blocks that have no member left."""
+        """Decrease the number of users of each block by one. Return the blocks that no store uses
+        any more."""
         shared = [block for block in blocks if self._more[block] > 0]
         self._more.subtract(shared)
         self._more = +self._more  # drops entries of 0

@@ -1,4 +1,7 @@
-"""Limits the GPU memory that rows take in a store that can also place rows on the host."""
+"""Limit the GPU memory for rows (keys and values of tokens).
+
+The limit applies to a store that can place rows in GPU memory or in host memory.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,12 @@ to 20% of the memory that was free. The rest is left for the model."""
 
 
 class DeviceBudget(Budget):
-    """Limits the GPU memory of rows: it may be at most a fraction of the sum of this memory and the
-    free memory of the device.
+    """Limits the GPU memory that rows (keys and values) use. Rows may use at most a fraction of the
+    memory that is available to them: the memory that they already use, plus the free memory of the
+    device.
 
     The free memory is read each time memory is requested. So memory for the model, for codes or for
-    another process reduces the limit; rows that are already stored keep their memory. The rows of
+    another process reduces the limit. Rows that are already stored keep their memory. The rows of
     all stores on a device are counted together, while each store has its own `fraction`, in (0, 1].
 
     free: A function that returns the free bytes of a device.
@@ -62,7 +66,8 @@ class DeviceBudget(Budget):
 
 @lru_cache
 def rows_of(device: torch.device) -> Budget:
-    """Return the counter of the bytes that rows take on a device, which all stores share."""
+    """Return the object that counts the bytes of all rows on a device. All stores on the device
+    share this counter."""
     return Budget()
 
 

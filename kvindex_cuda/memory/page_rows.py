@@ -151,9 +151,12 @@ def _counted(pieces: int) -> int:
 
 
 def _pieces(pages: Pages, keys: Tensor, values: Tensor) -> dict[str, int]:
-    """Return the kernels' arguments about keys and values, in units of 16 bytes: sizes of a key and
-    of a row, and strides. Raises ValueError for a dtype, shape or stride that the kernels do not
-    support."""
+    """Return sizes and strides of `keys` and `values` as arguments for the kernels, by name.
+
+    All of them are in units of 16 bytes: the sizes of a key and of a row (key and value), and the
+    strides between tokens and between KV heads. Raises ValueError for a dtype, shape or stride that
+    the kernels do not support.
+    """
     rows = pages.rows[0]
     size = rows.element_size()
     given: dict[str, int] = {}

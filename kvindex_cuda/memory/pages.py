@@ -32,7 +32,8 @@ class Pages:
     have the same strides.
 
     Args:
-        codes: Codes of each layer, uint8 `[pages, G, parts, bytes]`, in records of 256 tokens.
+        codes: Codes of each layer, uint8 `[pages, G, parts, bytes]`. A page has `parts` records for
+            each KV head, and a record contains the codes of 256 tokens.
         rows: Rows of each layer, `[pages, G, tokens, 2 D]`, the key before the value. Each row must
             be contiguous; other strides are arbitrary.
         places: Addresses by which kernels access the rows of each layer, if rows are in pinned host
@@ -51,8 +52,8 @@ class Pages:
             found = {(part.shape, part.stride(), part.dtype, part.device) for part in parts}
             if len(found) != 1:
                 raise ValueError(
-                    f"{name}: got {len(found)} different combinations of shape, strides, dtype and "
-                    "device; all layers must have the same"
+                    f"{name}: got tensors with {len(found)} different combinations of shape, "
+                    "strides, dtype and device; the tensors of all layers must agree in these"
                 )
         codes, rows = self.codes[0], self.rows[0]
         tokens = rows.shape[2]
@@ -97,7 +98,8 @@ class Pages:
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """Strides of codes and rows in bytes, keyed by the names of the kernels' parameters."""
+        """Strides in bytes of the tensors of codes and of rows (keys and values), as arguments of
+        kernels: a dictionary from the name of a parameter to its value."""
         codes, rows = self.codes[0], self.rows[0]
         size, part = rows.element_size(), codes.stride(2) if codes.shape[2] > 1 else 0
         return dict(

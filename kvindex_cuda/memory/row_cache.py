@@ -29,9 +29,10 @@ class RowCache:
         groups: Number of groups: sequences times KV heads.
         row_bytes: Bytes of a row.
         device: Device of the cache.
-        capacity: Slots per group, a power of two and at least 4. Raises ValueError otherwise.
-        clock: A counter of decode steps, int32 `[1]`, that several caches share and their owner
-            increments (`steps.paged`). By default each group counts its own steps.
+        capacity: Maximum number of rows per group, a power of two and at least 4. Other values
+            raise ValueError.
+        clock: A counter of decode steps, int32 `[1]`, for several caches together. Their owner
+            increments it (`steps.paged`). By default, each group counts its own decode steps.
 
     Attributes:
         tags: Token id in each slot, int32 `[groups, capacity]`, -1 for none.
@@ -67,8 +68,8 @@ class RowCache:
         self.data = torch.empty((groups, capacity, row_bytes), dtype=torch.uint8, device=device)
 
     def forget(self, groups: slice = slice(None)) -> None:
-        """Remove all rows of some groups, because their token ids may now belong to other rows.
-        Does not wait for the device."""
+        """Empty the row caches of some groups (KV heads of sequences). This is necessary if the
+        keys and values of cached tokens may have changed. The call does not wait for the device."""
         self.tags[groups].fill_(-1)
 
     def hit_rate(self) -> float:

@@ -42,18 +42,19 @@ class SlabCache:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of all unused slabs in the cache."""
+        """Total size in bytes of the unused slabs (ranges of pinned memory) in the cache."""
         return self._kept
 
     def keep(self, slab: _Lent) -> None:
-        """Add a slab that is no longer used to the cache."""
+        """Put an unused slab (a range of pinned memory) into the cache."""
         with self._lock:
             self._slabs[slab.device_address] = slab
             self._kept += slab.nbytes
 
     def take(self, allocator: Allocator, nbytes: int) -> _Lent | None:
-        """Take the newest slab of `nbytes` bytes that this allocator made from the cache. Return
-        None if there is none."""
+        """Return a slab of `nbytes` bytes from the cache and remove it from there. The slab must
+        have been allocated by `allocator`; of several such slabs, take the newest. Return None if
+        there is none."""
         with self._lock:
             for slab in reversed(list(self._slabs.values())):
                 if slab.nbytes == nbytes and slab.owner.allocator is allocator:
@@ -65,11 +66,11 @@ class SlabCache:
         return self._slabs.pop(slab.device_address)
 
     def expect(self, owner: CachingAllocator, nbytes: int, count: int) -> None:
-        """Announce that `count` more slabs will be requested. A negative `count` withdraws earlier
-        announcements.
+        """Announce that `owner` will soon need `count` more slabs (ranges of pinned memory) of
+        `nbytes` bytes. A negative `count` withdraws earlier announcements.
 
-        A background thread pins the slabs that the cache lacks, as long as the budget has room and
-        the machine has memory. This method never fails.
+        A background thread then pins the missing slabs in advance. It stops when the budget is
+        used up or when an allocation fails. This method never fails.
         """
         with self._lock:
             before = self._expected.get((owner, nbytes), 0)
@@ -95,8 +96,8 @@ class SlabCache:
             self.keep(_Lent(slab, nbytes, owner))
 
     def _missing(self) -> tuple[CachingAllocator, int] | None:
-        """Return the allocator and size of the next slab that the background thread should pin, or
-        None if there is none."""
+        """Return the allocator and the size of the next slab that the background thread should pin,
+        or None if no more are needed or allowed."""
         with self._lock:
             limit = self._budget.limit_bytes
             room = None if limit is None else limit - self._kept - self._budget.used_bytes
@@ -108,7 +109,8 @@ class SlabCache:
         return None
 
     def make_room(self) -> None:
-        """Free unused slabs, oldest first, until the budget has room for the other slabs."""
+        """Free unused slabs, oldest first, until unused slabs and slabs in use together fit into
+        the budget."""
         limit = self._budget.limit_bytes
         if limit is not None:
             self.release(max(0, limit - self._budget.used_bytes))
@@ -139,7 +141,8 @@ class CachingAllocator:
         return self.allocator.on_host
 
     def expect(self, nbytes: int, count: int) -> None:
-        """Announce that `count` more slabs of `nbytes` bytes will be requested. Does not wait."""
+        """Announce that the caller will soon need `count` more slabs (ranges of pinned memory) of
+        `nbytes` bytes. Does not wait."""
         self.cache.expect(self, nbytes, count)
 
     def allocate(self, nbytes: int) -> Slab:
@@ -180,7 +183,7 @@ class _Lent:
         return self.slab.device_address
 
     def settle(self) -> None:
-        """Wait for kernels and copies that may use the slab."""
+        """Wait until all kernels and copies that may use the slab have finished."""
         self.slab.settle()
 
     def free(self) -> None:

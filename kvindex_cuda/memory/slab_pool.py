@@ -35,11 +35,11 @@ class Slab(Protocol):
         ...
 
     def settle(self) -> None:
-        """Wait for kernels and copies that may use the slab."""
+        """Wait until all kernels and copies that may use the slab have finished."""
         ...
 
     def free(self) -> None:
-        """Wait for kernels and copies that may use the slab, and free it. It must not be used
+        """Wait for all kernels and copies that may use the slab, then free it. It must not be used
         afterwards."""
         ...
 
@@ -62,8 +62,8 @@ class Foresees(Protocol):
     """An `Allocator` that can allocate slabs in advance, before they are requested."""
 
     def expect(self, nbytes: int, count: int) -> None:
-        """Announce that `count` more slabs of `nbytes` bytes will be requested. A negative `count`
-        withdraws earlier announcements. Does not wait."""
+        """Announce that the caller will soon need `count` more slabs (ranges of memory) of `nbytes`
+        bytes. A negative `count` withdraws earlier announcements. Does not wait."""
         ...
 
 
@@ -88,8 +88,10 @@ class DeviceSlab:
             torch.cuda.synchronize(self.memory.device)
 
     def free(self) -> None:
-        """Wait for all work on the device. Torch can reuse the memory once the last view of it is
-        deleted."""
+        """Release the slab: wait for all work on the device.
+
+        Torch can reuse the memory once the last tensor that refers to it is deleted.
+        """
         self.settle()
 
 
@@ -183,8 +185,8 @@ class Pool:
         slabs if needed.
 
         Raises MemoryError if the budget is exceeded, and MemoryError or RuntimeError if memory
-        cannot be pinned, also if this happened on the background thread. Then no block is taken,
-        and new memory is freed.
+        cannot be pinned, also if this happened on the background thread. After an error, no block
+        is taken, and new memory is freed.
         """
         self._adopt()
         if len(self._free) < count:
@@ -200,11 +202,11 @@ class Pool:
         self._free = sorted(self._free + blocks)
 
     def ahead(self) -> None:
-        """Start to allocate a slab on a background thread if there are fewer free blocks than in
-        one slab and the budget has room.
+        """Start to allocate the next slab on a background thread, before it is needed.
 
-        This never fails. It does nothing if all slabs are in device memory, which need not be
-        pinned.
+        The method does this only if the free blocks are fewer than the blocks of one slab, and if
+        the memory budget allows another slab. It does nothing in a pool that uses only device
+        memory, because only host memory needs to be pinned. It never raises an error.
         """
         if self._worker is not None and self._worker.is_alive():
             return
@@ -238,7 +240,7 @@ class Pool:
             allocator.expect(self._slab_bytes, slabs)
 
     def settle(self) -> None:
-        """Wait until the background thread has allocated the slab that it is working on."""
+        """Wait until the background thread has finished the allocation of its current slab."""
         if self._worker is not None:
             self._worker.join()
 
@@ -273,13 +275,14 @@ class Pool:
         self._adopt()
 
     def _with_room(self, *tiers: Tier) -> Tier | None:
-        """Return the first tier whose budget has room for a slab, and take the slab's bytes from
-        this budget. Return None if no budget has room."""
+        """Return the first tier (kind of memory) whose budget has room for a slab, and take the
+        slab's bytes from this budget. Return None if no budget has room."""
         return next((tier for tier in tiers if tier.budget.try_take(self._slab_bytes)), None)
 
     def _allocated(self, tier: Tier) -> _Held:
-        """Allocate a slab in a tier from whose budget its bytes are already taken. If that fails,
-        allocate in the last tier."""
+        """Allocate a slab from a tier (a kind of memory). The caller has already taken the bytes of
+        the slab from the budget of this tier. If the allocation fails, allocate from the last
+        tier."""
         try:
             held = _Held(tier.allocator.allocate(self._slab_bytes), tier)
             if self._expected:

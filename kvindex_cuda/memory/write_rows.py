@@ -32,7 +32,7 @@ def write_rows(parts: Sequence[Tensor], table: Tensor, start: int) -> None:
     Args:
         parts: Encoded rows, or keys and values, `[B, G, N, ...]`, for which `fits` returns True.
         table: Addresses of blocks `[G, 256, row_bytes]`, int64 `[B, S]`, each a multiple of 16.
-        start: Position of the first token in its sequence.
+        start: Position of the first of these tokens in its sequence.
 
     Raises:
         ValueError: Shapes do not fit, or the table has no room for the tokens.
