@@ -25,7 +25,7 @@ WIDEST = 1024
 
 
 class LatentAttention:
-    """Runs the kernels `attend_latents` and `merge_latents`, and owns the buffers between them."""
+    """Runs the kernels `attend_latents` and `merge_latents`, with buffers for partial results."""
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
@@ -142,7 +142,10 @@ class LatentAttention:
 
 
 def unserved(geometry: Geometry) -> str | None:
-    """Return why the kernels do not support latents of this geometry, or None if they do."""
+    """Return the reason why the kernels do not support latents of this geometry.
+
+    Return None if the kernels support them.
+    """
     g = geometry
     limits = [
         ("q_heads", g.group_size, g.group_size <= MOST_HEADS, f"up to {MOST_HEADS} a head"),

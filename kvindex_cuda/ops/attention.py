@@ -1,5 +1,5 @@
-"""Exact softmax attention on the device. One query per head uses a kernel of this package; prefill
-uses torch."""
+"""Exact softmax attention on the device. With one query per head, a kernel of this package computes
+it. In prefill, torch computes it."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def attend_causal(
     """Attend causally from the newest `T` tokens to all `N` rows in one call. Returns `[B, H, T,
     Dv]`.
 
-    This calls `kvindex.ops.attention.attend_causal` with the same arguments, which uses torch's
-    fused kernel.
+    This function passes its arguments to `kvindex.ops.attention.attend_causal`, because that
+    function already uses torch's fused kernel.
     """
     return reference.attend_causal(queries, keys, values, scale=scale, valid=valid)

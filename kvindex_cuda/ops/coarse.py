@@ -1,5 +1,5 @@
-"""Coarse stage of a search on the device: histogram of centroids, lookup tables and votes. All
-results equal those of `kvindex.ops.coarse` bit for bit."""
+"""Coarse stage of a search on the device: a histogram of centroids, lookup tables, and approximate
+scores of keys (votes). All results equal those of `kvindex.ops.coarse` bit for bit."""
 
 from __future__ import annotations
 
@@ -67,11 +67,13 @@ def histogram(signs: Tensor, valid: Tensor | None = None) -> Tensor:
 
 
 def tier_table(queries: Tensor, histogram: Tensor, limits: Tensor) -> Tensor:
-    """Compute the points that tiered votes give to each centroid (a sign pattern of 8 coordinates).
+    """Compute the score of each centroid (a sign pattern of 8 coordinates) for tiered votes, which
+    are approximate scores of keys.
 
     In each subspace `b`, the centroids `c` are sorted by their inner product with the query,
-    `⟨q̃_b, c⟩`, best first; of equal products, the lower centroid is first. A centroid earns one
-    point for each tier `t` if the centroids before it have fewer than `limits[t]` keys in total.
+    `⟨q̃_b, c⟩`, best first; of equal products, the lower centroid is first. The score of a centroid
+    is the number of tiers `t` for which the centroids before it have fewer than `limits[t]` keys in
+    total.
 
     Args:
         queries: Rotated, float32 `[B, G, g, D]`.
@@ -133,8 +135,8 @@ def dot_table(queries: Tensor, query_max: int) -> Tensor:
 def dot_offsets(
     offsets: Tensor, queries: Tensor, query_max: int, weight_scale: Tensor, level: float
 ) -> Tensor:
-    """Convert the products of queries and block centers to offsets, which are added to the votes of
-    a block's keys.
+    """Convert the products of queries and block centers to offsets, which are added to the votes
+    (approximate scores) of a block's keys.
 
     The vote of a key `k` estimates `⟨q, k - μ⟩`, where `μ` is the center of its block, in a unit
     that depends on the query (docs/pipeline/coarse.md). This function converts `⟨q, μ⟩` to the same
@@ -183,7 +185,8 @@ def votes(
     offsets: Tensor | None = None,
     every: int = 1,
 ) -> Tensor:
-    """Compute votes: look up the table entries of each key, and add them up over the subspaces.
+    """Compute votes, the approximate scores of keys: look up the table entries of each key, and add
+    them up over the subspaces.
 
     Args:
         signs: uint8 `[B, G, N, M]`.

@@ -18,7 +18,7 @@ FILE, THREADS = "ops/messages.cu", 256
 
 def pack(own: Attended, *, seen: bool, take: bool = False) -> Tensor:
     """Pack the attention results of a rank into one message with a kernel. Arguments and results
-    are those of `kvindex.ops.messages.pack`. If `take` is True, `found` must be contiguous."""
+    are those of `kvindex.ops.messages.pack`. If `take` is True, `own.found` must be contiguous."""
     found = of_type("found", own.found, torch.int32, torch.int64)
     if take and not found.is_contiguous():
         raise ValueError(f"found: got strides {found.stride()}, allowed is a contiguous tensor")

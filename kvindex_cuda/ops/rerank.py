@@ -25,11 +25,14 @@ shared memory."""
 def estimate(
     queries: Tensor, signs: Tensor, magnitudes: Tensor, weights: Tensor, levels: Tensor
 ) -> Tensor:
-    """Estimate inner products of keys and queries from the codes of the keys: `⟨k, q⟩ ≈ ‖q‖ Σ_b w_b
-    ⟨v_b, q̃_b⟩` (equation 10).
+    """Estimate inner products of keys and queries from the codes of the keys.
+
+    Equation 10 of ParisKV: `⟨k, q⟩ ≈ ‖q‖ Σ_b w_b ⟨v_b, q̃_b⟩`, a sum over blocks `b` of coordinates.
+    The code of a key consists of a weight `w_b` and a direction `v_b` (signs and magnitudes) for
+    each block. `q̃` is the query divided by its norm.
 
     Args:
-        queries: Rotated, with their norms, float32 `[B, G, g, D]`.
+        queries: Rotated but not normalized, float32 `[B, G, g, D]`.
         signs: Signs of `C` keys, uint8 `[B, G, C, M]`.
         magnitudes: Magnitudes of these keys, uint8 `[B, G, C, bits, M]`.
         weights: Weights of these keys, `[B, G, C, W]`, one for each block of `D / W` coordinates.
@@ -49,10 +52,11 @@ def errors(
     levels: Tensor,
     tangent: float,
 ) -> Tensor:
-    """Compute the standard deviation of each result of `estimate`, float32 `[B, G, g, C]`.
+    """Estimate the standard deviation of the error of each inner product that `estimate` returns.
 
-    The arguments are those of `estimate`, and `tangent`: the mean of `tan² θ`, where `θ` is the
-    angle between a key and its decoded code (`kvindex.ops.codes.tangent`).
+    The first five arguments are those of `estimate`. The argument `tangent` is the mean of
+    `tan² θ`, where `θ` is the angle between a key and its decoded code (`kvindex.ops.codes`).
+    Returns float32 `[B, G, g, C]`.
     """
     block = queries.shape[-1] // weights.shape[-1]
     scale = dict(share=1 + tangent, spread=tangent / (block - 1))

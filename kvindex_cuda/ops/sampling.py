@@ -15,13 +15,14 @@ MOST = 2**14
 
 
 def sample(logits: Tensor, ids: Tensor, k: int, sampled: int) -> tuple[Tensor, Tensor]:
-    """Choose the rows to read: the best `k - sampled` of `P` rows, and a random sample of `sampled`
-    others.
+    """Choose the rows to read: the best `k - sampled` of `P` rows, and `sampled` of the others,
+    sampled at random.
 
-    Sampling is systematic in the order of ids, and the probability `π` of each row is known. The
-    results equal those of `kvindex.ops.sampling.sample`, except where rounding in float64 decides:
-    a sum of probabilities very close to half an odd number, or a probability very close to the
-    middle between two float32 numbers.
+    Sampling is systematic in the order of ids: a row is selected where the running sum of the rows'
+    probabilities passes 1/2, 3/2, 5/2 and so on. The probability `π` of each row is known. The
+    results equal those of `kvindex.ops.sampling.sample`, with rare exceptions due to rounding in
+    float64. Rounding can matter if a running sum is very close to one of these numbers, or if a
+    probability is very close to the middle between two float32 numbers.
 
     Args:
         logits: float32 `[B, G, P]`, descending, `-inf` for an unused slot.

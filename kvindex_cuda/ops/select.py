@@ -83,9 +83,9 @@ def candidates(votes: Tensor, limits: Tensor, valid: Tensor | None = None) -> Te
     """Return the ids of the keys that at least one query head of a group selects, in ascending
     order.
 
-    Each head selects the `limits[b]` keys with the most votes. Of keys with equal votes, it selects
-    those with the lower ids. The host waits for the device, because the size of the result depends
-    on the data.
+    Each head selects the `limits[b]` keys with the most votes (the highest approximate scores). Of
+    keys with equal votes, it selects those with the lower ids. The host waits for the device,
+    because the size of the result depends on the data.
 
     Args:
         votes: int32 `[B, G, g, N]`.
@@ -201,7 +201,11 @@ def _cut(
 
 
 def _marks(rows: int, entries: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Allocate one bit per entry and one count per tile of entries, both as int32 tensors."""
+    """Allocate two tensors for a kernel that marks entries of a matrix.
+
+    The first tensor has one bit per entry, which is 1 if the entry is marked. The second tensor has
+    the number of marked entries of each tile (a part of a matrix row). Both tensors are int32.
+    """
     tiles = -(-entries // TILE)
     words = torch.empty((rows, tiles, TILE // 32), dtype=torch.int32, device=device)
     return words, torch.empty((rows, tiles), dtype=torch.int32, device=device)
