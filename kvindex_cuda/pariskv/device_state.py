@@ -19,8 +19,8 @@ from kvindex_cuda.memory.row_cache import RowCache
 
 @dataclass(frozen=True)
 class State:
-    """The tensors of a layer that a decode step reads. They are on the device, and their addresses
-    do not change.
+    """The tensors of a layer that the kernels of a decode step read. They are on the device, and
+    their addresses do not change.
 
     Attributes:
         codes: Addresses of blocks of codes, int64 `[B, S]`.
@@ -48,18 +48,19 @@ class State:
             it.
         regression: Matrices that decode the signs, as `step_state.State`.
         histogram: Keys per centroid, int64 `[B, G, M, 256]`, for tiered votes only.
-        tiers: Number of keys that limits each tier, int64 `[B, 6]`, for tiered votes only.
+        tiers: The limit of each tier, a number of keys, int64 `[B, 6]`, for tiered votes only.
         found_sum: int64 `[B, G]`, to which a step adds the number of rows it found, or None.
-        token: Keys `[B, G, 1, D]` and values `[B, G, 1, Dv]`, contiguous, which a step with
-            `BaseStep.stages` appends to the resident rows, or None.
-        ticket: int32 `[1]`, a counter for appending `token`, 0 between steps.
-        sink: For an engine's pages: number of first tokens of a searched sequence that are
-            resident. Resident rows are then in the blocks of `rows`. Those of the window come after
-            the `length` tokens that are searched.
-        page_head_bytes: For an engine's pages: bytes from one KV head's rows to the next head's.
-        segments: For an engine's pages on the host: numbers of the blocks of `rows` among all
-            pages, int32 `[B, S]`. Then `cache` has one group per KV head, for the rows of all
-            sequences.
+        token: Key `[B, G, 1, D]` and value `[B, G, 1, Dv]` of the newest token, contiguous, or
+            None. A step with `BaseStep.stages` appends them to the resident rows.
+        ticket: A counter for the kernel that appends `token`, int32 `[1]`, 0 between steps.
+        sink: Only if rows are in the pages of an inference engine: number of first tokens of a
+            searched sequence that are resident. Resident rows (sink and window) are then in the
+            blocks of `rows`. Those of the window come after the `length` tokens that are searched.
+        page_head_bytes: Only if rows are in an engine's pages: bytes from one KV head's rows to the
+            next head's.
+        segments: Only if rows are in an engine's pages in host memory: numbers of the blocks of
+            `rows` among all pages, int32 `[B, S]`. Then `cache` has one group per KV head, for the
+            rows of all sequences.
     """
 
     codes: Tensor
@@ -90,23 +91,23 @@ class State:
     page_head_bytes: int | None = None
     segments: Tensor | None = None
 
-    # `runtime.resolve` finds kernel arguments by name, so these properties are named like kernel
-    # parameters.
+    # The following properties have the names of kernel parameters, because `runtime.resolve` finds
+    # the arguments of a kernel by name.
 
     @property
     def row(self) -> int:
-        """Number of blocks of codes per sequence for which the table has room."""
+        """Largest number of blocks of codes per sequence that fit into the table `codes`."""
         return self.codes.shape[1]
 
     @property
     def table_row(self) -> int:
-        """Number of blocks of rows per sequence for which the table has room."""
+        """Largest number of blocks per sequence whose addresses fit into the table `rows`."""
         return self.rows.shape[1]
 
     @property
     def room(self) -> int:
-        """Number of resident rows (sink and local window) per sequence for which `resident` has
-        room."""
+        """Largest number of resident rows (rows of the sink and the local window) per sequence that
+        fit into the tensor `resident`."""
         return self.resident.shape[2]
 
     @property
@@ -116,8 +117,8 @@ class State:
 
     @property
     def sink_rows(self) -> int:
-        """Number of tokens at the beginning of each sequence that are always attended to, for an
-        engine's pages; otherwise 0."""
+        """Number of tokens at the beginning of each sequence that attention always reads (the
+        sink), if the rows are in the pages of an inference engine such as vLLM; otherwise 0."""
         return self.sink or 0
 
     @property
@@ -137,8 +138,10 @@ class State:
 
     @property
     def stamps(self) -> Tensor | None:
-        """The step that last used each slot of the row cache, or None without a cache
-        (`RowCache.stamps`)."""
+        """Time stamp of the decode step that last used each slot of the row cache.
+
+        None without a cache (`RowCache.stamps`).
+        """
         return self.cache.stamps if self.cache else None
 
     @property
@@ -154,11 +157,13 @@ class State:
 
 
 def opened(geometry: Geometry, table: Tensor, contents: Contents) -> State:
-    """Return the state of a layer without tokens. `table` has the addresses of blocks of codes,
-    int64 `[B, S]`.
+    """Return the `State` of a layer that has no tokens yet.
 
-    contents: Contents of the index. If they include a histogram (for tiered votes) or a regression
-        (which decodes signs), the state gets tensors for it.
+    Args:
+        geometry: Sizes of heads and vectors.
+        table: Addresses of blocks of codes, int64 `[B, S]`.
+        contents: Contents of the index. If they include a histogram (for tiered votes) or a
+            regression (a matrix that decodes the signs of keys), the state gets tensors for it.
     """
     histogram = contents.statistics.get("histogram")
     regression = None if contents.regression is None else contents.regression()
@@ -199,16 +204,21 @@ def put(target: Tensor, values: Sequence[int]) -> None:
 
 
 def put_valid(state: State, valid: Tensor, first: int, last: int) -> None:
-    """Copy the flags of valid tokens, bool `[B, N]`, to the state, for blocks `first` to `last -
-    1`."""
+    """Copy flags to the device that say which tokens are valid.
+
+    `valid`, bool `[B, N]`, contains the flags of all tokens. Those of the blocks `first` to
+    `last - 1` are copied.
+    """
     state.valid[:, first:last].copy_(words_of(valid[:, first * BLOCK :], last - first))
 
 
 def put_tiers(state: State, histogram: Tensor, bounds: Sequence[Sequence[int]]) -> None:
-    """Copy two inputs of tiered votes to the state: the number of keys per centroid, and the number
-    of keys that limits each tier."""
+    """Copy two inputs of tiered votes to the state: the number of keys per centroid (`histogram`),
+    and the limit of each tier, which is a number of keys (`bounds`)."""
     if state.histogram is None or state.tiers is None:
-        raise ValueError("histogram: got a tensor, but this state has no fields for tiered votes")
+        raise ValueError(
+            "histogram: got a tensor, allowed is one only if the state was created for tiered votes"
+        )
     state.histogram.copy_(histogram)
     for tier, keys in enumerate(zip(*bounds, strict=True)):
         put(state.tiers[:, tier], keys)

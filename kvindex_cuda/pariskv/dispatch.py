@@ -1,4 +1,4 @@
-"""Choose the kind of fused decode step for a ParisKV configuration, or report why none supports
+"""Choose the kind of fused decode step for a ParisKV configuration, or report why no kind supports
 it."""
 
 from __future__ import annotations
@@ -64,8 +64,10 @@ def kind_of(config: ParisKVConfig, geometry: Geometry) -> str | None:
 
 
 def _most_heads(geometry: Geometry) -> int:
-    """Return the largest number of query heads per KV head that the kinds of step other than
-    `latents` support."""
+    """Return how many query heads per KV head a fused decode step supports at most.
+
+    The step for latent attention supports more. The result does not apply to it.
+    """
     return MOST_HEADS if geometry.head_dim <= WIDEST else TILE
 
 
@@ -100,8 +102,7 @@ def refusal(config: ParisKVConfig, geometry: Geometry) -> str | None:
 
 
 def _unlike(config: ParisKVConfig, kind: str) -> list[str]:
-    """Return the names of the options whose values differ from those that a kind of step
-    requires."""
+    """Return the names of the options in `config` that do not fit the fused decode step `kind`."""
     return [name for name, value in OPTIONS[kind].items() if getattr(config, name) != value]
 
 
@@ -110,10 +111,11 @@ def _said(name: str, got: object, allowed: str) -> str:
 
 
 def unreadable(rows: object, geometry: Geometry) -> str | None:
-    """Return why kernels cannot attend to the rows of a store, or None if they can.
+    """Return the reason why kernels cannot attend to the rows of a store, or None if they can.
 
-    Kernels need pages of 256 tokens, `[G, 256, row_bytes]`, and read 8 elements of a row at a time.
-    For latents there are separate kernels (`ops.attend_latents`).
+    A row is the key and the value of a token. Kernels need pages of 256 tokens,
+    `[G, 256, row_bytes]`, and read 8 elements of a row at a time. For latents there are separate
+    kernels (`ops.attend_latents`).
     """
     if geometry.value_in_key and (why := unserved(geometry)):
         return why
@@ -137,8 +139,10 @@ def layout_of(config: ParisKVConfig, geometry: Geometry) -> Layout:
 
 
 def options_of(kind: str, config: ParisKVConfig) -> dict[str, Any]:
-    """Return the constructor arguments of a kind of decode step that follow from the index's
-    configuration."""
+    """Convert the configuration of an index to constructor arguments of its decode step class.
+
+    kind: the kind of decode step, for example "tiered_votes".
+    """
     options = dict(seed=config.seed, policy=config.group)
     if kind != "tiered_votes":
         options |= dict(query_max=config.query_max, centered=bool(config.center))
@@ -148,6 +152,9 @@ def options_of(kind: str, config: ParisKVConfig) -> dict[str, Any]:
 
 
 def room_of(kind: str, tokens: int, candidates: int) -> int:
-    """Return the argument `most` of a step: a number of tokens for tiered votes, a number of
-    candidates for the other kinds."""
+    """Return the argument `most` for the constructor of a fused decode step.
+
+    `most` determines the size of the buffers. It is a number of tokens if the step computes tiered
+    votes, and a number of candidates for all other kinds of step.
+    """
     return tokens if kind == "tiered_votes" else candidates

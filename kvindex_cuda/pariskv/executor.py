@@ -72,8 +72,10 @@ class ParisKVExecutor(AppendedCodes):
 
     @property
     def length(self) -> Tensor | None:
-        """Number of tokens on the device, int64 `[1]` at a fixed address; None before the first
-        search."""
+        """Number of tokens in the index, as a tensor on the device at a fixed address.
+
+        Int64 `[1]`, or None before the first search.
+        """
         return None if self._state is None else self._state.length
 
     @property
@@ -164,8 +166,8 @@ class ParisKVExecutor(AppendedCodes):
             self.warm_up(k, self._promised)
 
     def _room(self, k: int, tokens: int) -> int:
-        """Return for how many tokens or candidates the buffers of a step need room, for `k` rows
-        and an index of `tokens` tokens."""
+        """Return the number of tokens or candidates for which the buffers of a decode step need
+        room, if it selects `k` rows from an index of `tokens` tokens."""
         return room_of(self._kind, tokens, self._config.most_candidates(tokens, k))
 
     def search(self, queries: Tensor, k: int) -> Hits:
@@ -198,8 +200,8 @@ class ParisKVExecutor(AppendedCodes):
         """Write a token to the window, search for `k` rows, and attend to these rows, the sink and
         the window.
 
-        When several decode steps in a row have read the same tensors, the step is captured as a
-        CUDA graph, which later steps replay.
+        When several decode steps in succession have read the same tensors, the step is captured as
+        a CUDA graph, which later steps replay.
         """
         if graphs and (replay := self._replay_of(resident, k, wrong)):
             assert self._rows is not None
@@ -216,8 +218,9 @@ class ParisKVExecutor(AppendedCodes):
         return self.attend(queries, resident, k, wrong)
 
     def prepare_replay(self, resident: ResidentRows, k: int, wrong: Tensor | None) -> State:
-        """Prepare a capture or a replay on the current stream (`CapturesStep.prepare_replay`). As
-        long as this returns the same object, a captured graph may be replayed."""
+        """Prepare the capture or the replay of a CUDA graph on the current stream
+        (`CapturesStep.prepare_replay`). A captured graph may be replayed as long as this method
+        returns the same object as before the capture."""
         use = self._with_room(k)
         if self._rows is not None:
             self._rows.wait()
@@ -265,8 +268,8 @@ class ParisKVExecutor(AppendedCodes):
         return ParisKVBatch(self._geometry, self._config, self._kind, self._layout)
 
     def batch_row(self, wrong: Tensor | None) -> BatchRow:
-        """Return what a decode step for several indexes reads of this index. Valid until the index
-        changes."""
+        """Return the data about this index for a decode step that processes several indexes
+        together. The data is valid until the index changes."""
         state, rows = self._opened_state(), self._rows
         assert rows is not None
         rows.wait()
@@ -283,16 +286,16 @@ class ParisKVExecutor(AppendedCodes):
     # The state that a search reads
 
     def _replay_of(self, resident: ResidentRows, k: int, wrong: Tensor | None) -> Replay | None:
-        """Return the captured CUDA graph of this step, or None if the step must be launched
-        normally."""
+        """Return the captured CUDA graph for this decode step, or None if its kernels must be
+        launched normally."""
         device, use = self._geometry.device, self._newest(k)
         if use is None or use.outgrown or self._state is None or capturing(device):
             return None
         return self._replays.of(use.step, self._reads(use, resident, wrong))
 
     def _reads(self, use: Use, resident: ResidentRows, wrong: Tensor | None) -> State:
-        """Return the `State` that a step reads. Calls return the same object as long as its tensors
-        are the same."""
+        """Return the `State` that the kernels of a decode step read. If the tensors are those of
+        the last call, return the same object again."""
         rows = self._rows
         assert rows is not None
         center = self._centered.center if self._centered is not None else None
@@ -330,11 +333,15 @@ class ParisKVExecutor(AppendedCodes):
     def _ready(
         self, k: int, resident: ResidentRows | None = None, wrong: Tensor | None = None
     ) -> tuple[Use, State]:
-        """Return a step whose buffers are large enough, and the state that it reads. The current
-        stream waits for the previous use of the step.
+        """Prepare a decode step: provide buffers that are large enough, and the kernels' arguments.
 
-        All layers share the buffers of a step; only its results are new tensors. `resident` is
-        required for attention, not for a search.
+        Several layers share the buffers, so the current stream waits until the previous use of the
+        buffers has finished. The results of the step are written to new tensors. `resident` is
+        required for attention, but not for a search.
+
+        Returns:
+            The object with the buffers and launches of the step, and the state that the kernels
+            read.
         """
         captured, use = capturing(self._geometry.device), self._with_room(k)
         assert self._state is not None
@@ -349,7 +356,10 @@ class ParisKVExecutor(AppendedCodes):
         return use, replace(self._state, wanted=use.wanted)
 
     def _with_room(self, k: int) -> Use:
-        """Return the newest step for `k` rows or, if its buffers are too small, a new step."""
+        """Return an object whose buffers are large enough for a decode step that selects `k` rows.
+
+        This is the object that was created last for `k`, or a new one if its buffers are too small.
+        """
         use = self._newest(k)
         if use is not None and not use.outgrown:
             return use
@@ -362,8 +372,11 @@ class ParisKVExecutor(AppendedCodes):
         return self._begin(k, max(with_headroom(self._need(k)), promised))
 
     def _begin(self, k: int, most: int) -> Use:
-        """Create a step for `k` rows whose buffers have room for `most` tokens or candidates, and
-        store it as the newest step."""
+        """Create a decode step object that selects `k` rows, and store it in `_uses`.
+
+        Its buffers have room for `most` tokens if the step computes tiered votes, otherwise for
+        `most` candidates.
+        """
         self._opened_state()
         self._begin_cache()
         device, (batch, blocks) = self._geometry.device, self.codes.table.shape
@@ -376,8 +389,10 @@ class ParisKVExecutor(AppendedCodes):
         return use
 
     def _opened_state(self) -> State:
-        """Return the state that steps read, without the fields about rows. Create it if there is
-        none."""
+        """Return the `State` of the index, the tensors that the kernels of a decode step read.
+
+        Create it if there is none. The fields about rows (keys and values) are not set.
+        """
         if self._state is None:
             self._regression, self._read = None, 0  # an earlier state may be incomplete
             state = opened(self._geometry, self.codes.table, self._contents)
@@ -397,16 +412,23 @@ class ParisKVExecutor(AppendedCodes):
         return [self._config.candidates(n, k) for n in self._contents.counts.tolist()]
 
     def _need(self, k: int) -> int:
-        """Return for how many tokens or candidates the buffers of a step need room, for `k` rows
-        and the present length of the index."""
+        """Return how large the buffers of a decode step that selects `k` rows must be.
+
+        The result is for the present length of the index. It is a number of tokens or of
+        candidates (`room_of`).
+        """
         return room_of(self._kind, self._length, max(self._candidates(k)))
 
     def _newest(self, k: int) -> Use | None:
         return next((use for use in reversed(self._uses) if use.step.k == k), None)
 
     def _update(self, state: State, first: int) -> None:
-        """Update a state in place, from block `first` on. If all sequences have equally many valid
-        tokens, this takes one launch."""
+        """Update the tensors that decode steps read, in place, after tokens of the index changed.
+
+        `first` is the number of the first block of tokens that changed.
+
+        If all sequences have equally many valid tokens, this takes one kernel launch.
+        """
         contents, valid = self._contents, self._contents.valid
         start, tokens, counts = first * BLOCK, contents.length, contents.counts.tolist()
         real = valid is None or start >= contents.real_from

@@ -30,8 +30,8 @@ class AppendedCodes:
 
     @property
     def encodes(self) -> bool:
-        """True if a kernel encodes keys; otherwise the index encodes them one operation at a
-        time."""
+        """True if a kernel encodes keys. Otherwise the index encodes them with a sequence of
+        separate operations."""
         return self._encode is not None
 
     @property
@@ -42,7 +42,8 @@ class AppendedCodes:
 
     @property
     def checks_tokens(self) -> bool:
-        """See `Executor.checks_tokens`. False, because kernels set a flag instead."""
+        """False: a decode step does not check its query and key on the host. Kernels check them
+        and set a flag instead (see `Executor.checks_tokens`)."""
         return False
 
     @property
@@ -78,7 +79,7 @@ class AppendedCodes:
         return fill
 
     def encoded(self, keys: Tensor, valid: Tensor | None) -> Codes | None:
-        """Return None: kernels write codes directly to their blocks."""
+        """Return None, because kernels write codes directly to the blocks that store them."""
         return None
 
     def discard(self) -> None:

@@ -66,8 +66,8 @@ class Encoder:
         if not serves(D) or not 0 <= bits <= MOST_BITS:
             raise ValueError(
                 f"layout: got D = {D} and {bits} bits per magnitude, allowed are 0 to {MOST_BITS} "
-                f"bits, and for D a multiple of 8 up to {WIDEST} (up to {LATENT} if D divided by "
-                f"the largest power of two in it is at most {MOST_ODD})"
+                f"bits; D must be a multiple of 8, and at most {WIDEST} (at most {LATENT} if the "
+                f"largest odd divisor of D is at most {MOST_ODD})"
             )
         if isinstance(layout, SubspaceLayout):
             raise ValueError(
@@ -93,7 +93,8 @@ class Encoder:
         valid: Tensor | None = None,
         wrong: Tensor | None = None,
     ) -> None:
-        """Encode keys, and write their codes and the center of each block to the blocks of a table.
+        """Encode keys. Write their codes, and the center of each block, to the memory blocks whose
+        addresses are in `table`.
 
         A center equals that of `kvindex.ops.codes.centers` except for rounding, because the kernel
         sums in float32, 32 keys at a time. Invalid keys do not contribute to a center. An invalid
@@ -258,8 +259,8 @@ def encoder_of(
     """Return the encoder for a ParisKV index with fused kernels, or None if `encode.cu` does not
     support the index.
 
-    Codes with one weight per subspace have no encoder. They are computed one operation at a time,
-    because the index counts keys per centroid from them.
+    There is no encoder for codes with one weight per subspace. Those codes are computed one
+    operation at a time, because the index must also count the keys per centroid.
     """
     if config.block != "key" or not serves(layout.head_dim):
         return None
@@ -267,8 +268,8 @@ def encoder_of(
 
 
 def _factors(rotation: Tensor) -> tuple[Tensor, Tensor]:
-    """Take a rotation `R = (Q ⊗ H) diag(s) / √D` apart. Return its signs `s` `[D]`, and its matrix
-    `Q`, padded with zeros."""
+    """Compute the factors of a rotation `R = (Q ⊗ H) diag(s) / √D`. Return its signs `s` `[D]`, and
+    its matrix `Q`, padded with zeros."""
     D = len(rotation)
     power = D & -D
     odd = D // power
@@ -277,7 +278,8 @@ def _factors(rotation: Tensor) -> tuple[Tensor, Tensor]:
     signs = rotation[0].sign()
     if not torch.allclose(plain * signs, rotation, rtol=0, atol=1e-6):
         raise ValueError(
-            "rotation: got another matrix, allowed is a result of ops.transform.rotation"
+            "rotation: got a matrix that ops.transform.rotation cannot return, allowed is a result "
+            "of this function"
         )
     order = odd if power >= 32 else -(-D // 32) * 32 // power
     hartley = torch.zeros(order, order)
@@ -286,8 +288,11 @@ def _factors(rotation: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _flips(signs: Tensor) -> Tensor:
-    """Return the signs as bit masks for pairs of 16-bit numbers, int32 `[D / 2]`, padded to a
-    multiple of 32 coordinates."""
+    """Convert the random signs of a rotation to bit masks that flip the signs of 16-bit floats.
+
+    Each int32 is the mask for two coordinates. The result `[D / 2]` is padded to a multiple of 32
+    coordinates.
+    """
     D = len(signs)
     bits = np.zeros(-(-D // 32) * 32, dtype=np.uint32)
     bits[:D] = (signs < 0).numpy() * np.uint32(0x8000)
@@ -296,13 +301,14 @@ def _flips(signs: Tensor) -> Tensor:
 
 
 def _tables(levels: Tensor) -> tuple[float, Tensor]:
-    """Return the tables with which encode.cu finds magnitude levels, and the largest magnitude with
-    a table entry of its own.
+    """Compute the lookup tables with which encode.cu finds the level of a magnitude. Return the
+    largest magnitude in the range of the tables, and the tables.
 
-    The range of magnitudes is divided into cells. The tables are one tensor: the boundary between
-    two levels in each cell, the indices of the levels below and above each boundary, and all
-    levels. Raises ValueError if a cell contains two boundaries, or if levels are not float16
-    numbers.
+    The range of magnitudes is divided into equal cells, each with at most one boundary between two
+    levels. The tables are one tensor, which contains three things in this order: the boundary in
+    each cell, the indices of the levels below and above this boundary, and all levels.
+
+    Raises ValueError if a cell contains two boundaries, or if levels are not float16 numbers.
     """
     bits, edges = len(levels).bit_length() - 1, (levels[1:] + levels[:-1]) / 2
     cells = 16 if bits <= 3 else 4 << bits
@@ -334,8 +340,8 @@ def _staged(D: int, size: int, wide: bool, resident: int) -> int:
     """Return the bytes of shared memory for the 256 keys of a segment, or 0 if the kernel does not
     copy keys to shared memory.
 
-    The condition must equal `STAGED` in encode.cu. Keys use up to 200 of the 228 KB of an H100,
-    which leaves room for the other variables of a thread block.
+    The condition for copying must be the same as for `STAGED` in encode.cu. Keys use up to 200 of
+    the 228 KB of an H100, which leaves room for the other variables of a thread block.
     """
     row = -(-D * size // 128) * 128
     return BLOCK * row if wide and row <= 256 and BLOCK * row * resident <= 200 * 1024 else 0

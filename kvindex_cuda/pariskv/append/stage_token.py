@@ -37,10 +37,10 @@ def stage_token(
             and any strides, or None.
         queries: `[B, H, D]`.
         graph_queries: Contiguous tensor to which the queries are copied, or None.
-        ticket: int32 `[1]`, 0 between launches. With a ticket the kernel reads the token's place
-            from `resident.count` when it runs, and the caller updates the host's count. Resident
-            rows with a count per sequence need a ticket. Without a ticket, this function takes the
-            next place and updates the host's count itself.
+        ticket: A counter for the kernel, int32 `[1]`, 0 between launches. With a ticket, the kernel
+            reads the token's place from `resident.count` when it runs, and the caller updates the
+            host's count. Resident rows with a count per sequence need a ticket. Without a ticket,
+            this function takes the next place and updates the host's count itself.
 
     Raises:
         ValueError: Shapes or dtypes do not fit, or there is no room for the token.
@@ -58,11 +58,14 @@ def stage_token(
     if ticket is not None:
         of_shape("ticket", of_type("ticket", ticket, torch.int32), 1)
     elif resident.ragged:
-        raise ValueError("ticket: got None, but ragged resident rows need a ticket tensor")
+        raise ValueError(
+            "ticket: got None, allowed is an int32 tensor [1], because sequences of this batch can "
+            "have different numbers of tokens in sink and window"
+        )
     elif len(resident) >= room:
         raise ValueError(
-            f"resident: got {len(resident)} rows in a buffer of {room}, which has no room for "
-            "another token"
+            f"resident: got {len(resident)} rows, allowed is less than {room}, because the buffer "
+            f"has room for {room} rows and the new token needs one"
         )
     launch(
         "step/stage_token.cu",

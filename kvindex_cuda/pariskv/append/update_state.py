@@ -1,5 +1,8 @@
-"""Update the counts of tokens, keys and candidates that decode steps read on the device, in one
-launch."""
+"""Update the numbers of tokens, keys and candidates after an append.
+
+The kernels of a decode step read these numbers on the device. One kernel launch updates all of
+them.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +31,20 @@ def update_state(
     codes_from: int | None = None,
     layout: Layout | None = None,
 ) -> None:
-    """Update a state in place after the index has changed to `tokens` tokens. Fields whose argument
-    is None stay unchanged.
+    """Update an index's `State` in place, after the number of tokens in the index has changed.
+
+    A `State` contains the tensors that decode steps read. A field of `state` whose argument is None
+    stays unchanged.
 
     Args:
         state: The state to update.
-        tokens: Length of the index.
-        first: Number of a block. In this block and all later ones, all tokens of all sequences
-            become valid.
+        tokens: Number of tokens that the index has now.
+        first: Index of the first block in which all tokens become valid. The tokens of all later
+            blocks also become valid, for all sequences.
         count: Number of valid keys of each sequence.
-        wanted: int32 `[B]`, whose entries are set to `candidates`.
-        candidates: Number of candidates of each sequence.
-        codes_from: Number of the first block whose weights are read to update `State.largest` and
+        wanted: int32 `[B]`, a tensor whose entries the kernel sets to `candidates`.
+        candidates: Number of candidates that a search should find in each sequence.
+        codes_from: Index of the first block whose weights are read to update `State.largest` and
             `State.weight_scale`. The previous call must have read all earlier blocks when they were
             full. 0 reads all blocks again.
         layout: Layout of the codes, which must have log weights. Required with `codes_from`.
@@ -89,8 +94,10 @@ NOTHING = dict(codes=None, largest=None, kv_heads=0, head_bytes=0, weights=0, co
 def _reads(
     state: State, tokens: int, codes_from: int, layout: Layout | None
 ) -> dict[str, Tensor | int | None]:
-    """Return the kernel's arguments for reading weights. Raises ValueError unless the codes have
-    log weights."""
+    """Return the kernel arguments that are needed to read the keys' log weights from the codes.
+
+    Raises ValueError if the codes contain no log weights.
+    """
     if not 0 <= codes_from <= tokens // BLOCK:
         raise ValueError(f"codes_from: got {codes_from}, allowed is 0 to {tokens // BLOCK}")
     if layout is None or isinstance(layout, SubspaceLayout) or state.largest is None:

@@ -131,8 +131,11 @@ class BaseStep:
         self.lse = floats(batch, g.q_heads)
 
     def _splits(self, parts: int) -> int:
-        """Return the number of thread blocks of `attend` for each part, if the heads of a group are
-        divided into `parts` parts."""
+        """Choose among how many thread blocks the kernel `attend` divides the rows of a group.
+
+        The query heads of a group are divided into `parts` parts. Each part has this number of
+        thread blocks.
+        """
         return max(1, min(MOST_SPLITS, 2 * self._multiprocessors // (self.groups * parts)))
 
     def _attend_bytes(self, heads: int) -> int:
@@ -164,8 +167,9 @@ class BaseStep:
         self.finalists = longs(groups, capacity)
         self.finalist_weights = floats(groups, capacity) if sampled else None
         self.seeds = ints(groups) if sampled else None
-        # The first launch of a step clears these buffers. Buffers of 8-byte words come first,
-        # counters last. Each counter has a memory line of its own.
+        # The tensor `cleared` contains all buffers that the first launch of a decode step sets to
+        # zero. Its buffers of 8-byte words come first, and its counters last. Each counter takes
+        # 128 bytes (`APART` words), so that no two counters are in the same cache line.
         lines = COUNTERS + self._parts
         sizes = [2 * group * BUCKETS, BINS, counted, lines * APART]
         self.cleared = ints(groups * sum(sizes))
@@ -187,7 +191,8 @@ class BaseStep:
 
     @property
     def listed(self) -> Tensor:
-        """Number of keys that the last step has put into the list of each group, int32 `[B G]`."""
+        """Number of keys that the last decode step has put into the candidate list of each group,
+        int32 `[B G]`."""
         return self.counts
 
     def renew(self) -> None:
@@ -234,18 +239,19 @@ class BaseStep:
     def attend(
         self, queries: Tensor, state: State, hits: Hits | None = None, *, selected: bool = False
     ) -> Tensor:
-        """Attend to the resident rows (sink and local window), and to the rows that `select` has
-        found or those of `hits`.
+        """Attend to the resident rows (sink and local window), and to the selected rows.
 
-        Writes `output`, and `lse` `[B, H]`, the log-sum-exp of the logits after scale, softcap and
-        weights, or -inf where no row is visible.
+        The selected rows are the rows in `hits`. Without `hits`, they are the rows that `select`
+        has found. The kernel writes the buffers `output` and `lse`. `lse` `[B, H]` is the
+        log-sum-exp of the logits after scale, softcap and weights, or -inf where no row is visible.
 
         Args:
             queries: `[B, H, D]`.
             state: The tensors of the layer that the step reads.
-            hits: Rows to attend to instead of the selected ones. No slot may be unused.
-            selected: Whether `select` was launched just before, so that it signals to each group's
-                thread blocks when to begin.
+            hits: Rows to attend to instead of those that `select` has found. No slot may be unused.
+            selected: True if `select` was launched just before. Its kernel then signals when the
+                rows of a group are selected, and the thread blocks of this group start to read
+                them.
         """
         g = self.geometry
         ids, found, weights, k = self.ids, self.found, self.weights, self.k

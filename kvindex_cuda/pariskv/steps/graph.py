@@ -41,20 +41,25 @@ class Replay:
             step.output, step.lse, step.found = before  # now only the graph writes to `_answer`
 
     def acquire(self) -> None:
-        """Make the current stream wait for the last use of the step's buffers. Call this before you
-        write to a tensor that the graph reads."""
+        """Make the current CUDA stream wait until the previous decode step has used its buffers.
+
+        Call this before you write to a tensor that the graph reads.
+        """
         self._step.acquire()
 
     def __call__(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Replay the graph for the queries in `asked` `[B, H, D]`. Return `output`, `lse` and
-        `found` `[B, G]`."""
+        """Replay the graph for the queries `[B, H, D]` in the buffer `asked`.
+
+        Returns:
+            Attention output, log-sum-exp of the logits, and number of rows found `[B, G]`.
+        """
         self._graph.replay()
         return self._step.parts(self._answer.clone())
 
 
 class Replays:
-    """Captures a layer's decode step as a CUDA graph once several steps in a row have read the same
-    tensors."""
+    """Captures a layer's decode step as a CUDA graph once several steps in succession have read the
+    same tensors."""
 
     def __init__(self, device: torch.device) -> None:
         self._serves = device.type in GRAPHS
@@ -63,8 +68,8 @@ class Replays:
         self.replay: Replay | None = None
 
     def of(self, step: SharedStep, reads: State) -> Replay | None:
-        """Return the CUDA graph of a step that reads the state `reads`, or None if there is none
-        yet.
+        """Return the CUDA graph of a decode step that reads the tensors in `reads`, or None if
+        there is none yet.
 
         If the driver refuses to capture the step, this warns once, and returns None from then on.
         """

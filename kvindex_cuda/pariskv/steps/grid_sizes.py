@@ -17,18 +17,21 @@ def rerank_splits(groups: int, multiprocessors: int, *, resident: int) -> int:
     """Return the number of thread blocks per group for the kernel `rerank`.
 
     With `FULL` groups or more, there are two thread blocks for each multiprocessor. With fewer
-    groups, there are two limits. First, no more thread blocks than run at the same time: a thread
-    block that waits for a multiprocessor starts its chain of dependent reads late, which doubled
-    the kernel's time at 16 heads. Second, one thread block for every two multiprocessors: then each
-    warp has 7 entries of a list of about 4,000 (at 128K tokens), and more warps would not help,
-    because a warp multiplies 16 candidates as fast as one.
+    groups, the result is the smaller of two limits:
+
+    - All thread blocks must run at the same time. If some thread blocks have to wait for a free
+      multiprocessor, the kernel takes up to twice as long (measured with 16 heads), because the
+      reads of a thread block depend on each other.
+    - There is at most one thread block of a group for every two multiprocessors. Each warp then has
+      7 entries of a list of about 4,000 (at 128K tokens). More warps would not help, because a warp
+      multiplies 16 candidates as fast as one.
 
     Args:
         groups: KV heads of all sequences.
         multiprocessors: Number of multiprocessors of the device.
-        resident: Blocks of the kernel that a multiprocessor runs at once, by its registers: 2, or 1
-            if a group has more than 8 heads, keys have more than 128 coordinates, or magnitudes
-            have more than 3 bits.
+        resident: Number of thread blocks of the kernel that a multiprocessor runs at the same time.
+            Its registers allow 2, or 1 if a group has more than 8 heads, keys have more than 128
+            coordinates, or magnitudes have more than 3 bits.
     """
     if groups >= FULL:
         return max(1, 2 * multiprocessors // groups)
@@ -37,16 +40,16 @@ def rerank_splits(groups: int, multiprocessors: int, *, resident: int) -> int:
 
 def attend_parts(groups: int, heads: int) -> int:
     """Return the number of parts into which the kernel `attend` divides the query heads of a group.
-    Each part has thread blocks of its own.
 
-    Parts help because a thread block processes its heads one after another. The result is the
-    largest divisor of the number of heads with at most `FULL` parts over all groups, that is 128
-    thread blocks with 16 splits each. More splits would not help: for 100 selected rows, a warp
-    already has only one row.
+    A thread block processes its query heads one after another. So with few groups, it is faster to
+    divide the heads of a group into parts, and to give each part thread blocks of its own (16, for
+    example). The result is the largest divisor of the number of heads for which all groups together
+    have at most `FULL` parts. More than 16 thread blocks per part would not help: for 100 selected
+    rows, each warp of a part already processes only one row.
 
-    Each part reads all rows of its group (about 420 of 512 bytes). Parts after the first usually
-    find these rows in L2. A row that is neither on the device nor in the row cache is read over
-    PCIe again.
+    Each part reads all rows of its group, for example 420 rows of 512 bytes. The first part loads
+    them into the L2 cache, where the other parts usually find them. But each part reads a row over
+    PCIe again if the row is neither in device memory nor in the row cache.
     """
     parts = [n for n in range(1, heads + 1) if heads % n == 0 and n * groups <= FULL]
     return max(parts, default=1)

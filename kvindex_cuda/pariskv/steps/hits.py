@@ -15,7 +15,9 @@ def ordered_hits(step: BaseStep, places: Tensor) -> Hits:
     """Return the rows that a step has selected, by descending score. Rows with equal scores are
     sorted by ascending id.
 
-    places: The numbers `0` to `k - 1` on the device.
+    Args:
+        step: The decode step.
+        places: The integers from 0 to `k - 1`, `[k]`, on the device.
     """
     bits = (step.scores + 0.0).view(torch.int32)  # sort by one integer: score, then id
     order = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long() << 32 | (0xFFFFFFFF - step.ids)

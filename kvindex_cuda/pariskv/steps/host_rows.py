@@ -33,8 +33,8 @@ class HostRows:
         geometry: Geometry that all layers have.
         tokens: Length of the longest sequence.
         page_tokens: Number of tokens per page.
-        cached: Rows per KV head and layer that the device caches for all sequences together, a
-            power of two from 4.
+        cached: Number of rows per KV head and layer that the device caches for all sequences
+            together. It is a power of two, at least 4.
 
     Attributes:
         scratch: Copy of a sequence's rows, `[tokens / page_tokens, G, page_tokens, 2 D]`.
@@ -56,7 +56,7 @@ class HostRows:
 
     @property
     def pages(self) -> Pages:
-        """The pages of all layers. Raises RuntimeError before `open`."""
+        """The pages of all layers. Raises RuntimeError if `open` has not been called."""
         if self._pages is None:
             raise RuntimeError("rows on the host: no pages are allocated; call open() first")
         return self._pages
@@ -72,7 +72,7 @@ class HostRows:
             raise ValueError(f"geometry: got {geometry}, but all layers must have {self._geometry}")
 
     def add_layer(self) -> int:
-        """Allocate a layer's cache, and return the layer's number."""
+        """Allocate the row cache of one more layer, and return the number of this layer."""
         g = self._geometry
         row_bytes = (g.head_dim + g.value_dim) * self.scratch.element_size()
         made = RowCache(g.kv_heads, row_bytes, g.device, self._cached, clock=self._clock)
@@ -137,19 +137,22 @@ class HostRows:
         keys: Tensor,
         values: Tensor,
     ) -> Tensor:
-        """Copy the rows of sequences to `scratch`, as `gather_pages` does, and return `scratch`.
-        The next call overwrites it.
+        """Copy the rows of sequences to the buffer `scratch`, and return this buffer.
 
-        `table` returns which pages of `scratch` belong to each sequence.
+        The next call overwrites the buffer. The method `table` returns which pages of the buffer
+        belong to each sequence. See `gather_pages` for the other arguments.
 
-        tables: Pages of each sequence, int32 `[R, width]`. Raises ValueError if `scratch` has fewer
-            than `R · width` pages.
+        Args:
+            tables: Pages of each sequence, int32 `[R, width]`.
+
+        Raises:
+            ValueError: `scratch` has fewer than `R · width` pages.
         """
         count, width = tables.shape
         if count * width > len(self.scratch):
             raise ValueError(
-                f"tables: got {count} sequences of {width} pages, but scratch has room for "
-                f"{len(self.scratch)} pages"
+                f"tables: got {count} sequences of {width} pages, but the buffer `scratch` has "
+                f"room for {len(self.scratch)} pages"
             )
         copy = self.scratch[: count * width].view(count, width, *self.scratch.shape[1:])
         gather_pages(
@@ -165,8 +168,8 @@ class HostRows:
         return self.scratch
 
     def table(self, count: int, width: int) -> Tensor:
-        """Return the page numbers in `scratch` that `gather` uses for `count` sequences, int32
-        `[count, width]`."""
+        """Return which pages of the buffer `scratch` contain the rows that `gather` has copied, for
+        `count` sequences of `width` pages, int32 `[count, width]`."""
         return self._numbers[: count * width].view(count, width)
 
     def explain(self) -> str:
@@ -175,8 +178,8 @@ class HostRows:
         pages = 0 if self._host is None else len(self._host.rows[0])
         return (
             f"rows of {pages} pages are on the host, {size['host']} pinned; on the device "
-            f"{size['device']} beside the codes: {self._cached} rows per KV head and layer, and a "
-            f"copy of {self._tokens} tokens of a layer for prompts"
+            f"{size['device']} in addition to the codes: {self._cached} rows per KV head and "
+            f"layer, and a copy of {self._tokens} tokens of a layer for prompts"
         )
 
     def nbytes(self) -> dict[str, int]:

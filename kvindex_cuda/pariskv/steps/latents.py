@@ -1,11 +1,14 @@
-"""Decode step of one layer over latents, for many query heads of one KV head, in 8 launches.
+"""Decode step of one layer over latents (compressed keys and values), in 8 kernel launches.
+
+A layer over latents has one KV head for many query heads. The kernels run in this order:
 
     prepare_latents -> sample_latents -> vote_latents -> take_candidates -> estimate_latents
         -> select_latents -> attend_latents -> merge_latents
 
-This step selects the same rows as `sign_votes`, for the same presets. It is for layers whose query
-heads or head dimension exceed the registers and shared memory of the kernels of `sign_votes`.
-Therefore heads are processed in tiles, and the votes of all keys are stored.
+This step selects the same rows as the step `sign_votes`, for the same presets. It is for layers
+whose query heads or head dimension exceed the registers and shared memory of the kernels of
+`sign_votes`. Therefore heads are processed in tiles, and the votes (approximate scores) of all keys
+are stored.
 """
 
 from __future__ import annotations
@@ -76,8 +79,8 @@ class LatentsStep(SignVotesStep):
         self._shared_bytes = columns * width + VOTE_STAGES * stage  # layout of vote_latents.cu
 
     def _open_selection(self, counted: int) -> None:
-        """Allocate counters, and the buffers through which the kernels pass votes, candidates and
-        estimates."""
+        """Allocate counters, and the buffers through which the kernels pass votes (approximate
+        scores), candidates and estimated scores."""
         g, groups, capacity = self.geometry, self.groups, self.capacity
         device, heads = g.device, g.group_size
 
@@ -96,7 +99,8 @@ class LatentsStep(SignVotesStep):
         self.estimates = floats(groups, capacity, heads)
         self.totals, self.cuts = floats(groups, heads), ints(groups, 2)
         self.candidate_weights = floats(groups, capacity) if self.weights is not None else None
-        # the first launch clears these buffers; buffers of 8-byte words come first
+        # The first kernel launch sets the following buffers to zero. The buffer with 8-byte numbers
+        # comes first in memory, so that these numbers are aligned.
         sizes = [2 * heads * BUCKETS, BINS, BINS, self._tiles, COUNTERS * APART]
         sizes[3] += -self._tiles % 4  # aligns the counters to 16 bytes
         self.cleared = ints(groups * sum(sizes))
@@ -107,7 +111,7 @@ class LatentsStep(SignVotesStep):
         self.counts, self.candidate_counts, self.select_tickets = counters[:3].unbind()
 
     def _open_heads(self) -> tuple[int, int]:
-        """Return the number of tiles of query heads, and the number of heads in each tile."""
+        """Return the number of tiles in all groups of query heads, and the heads of each tile."""
         return self.groups * self._tiles, self._tile
 
     def select(self, queries: Tensor, state: State) -> None:
@@ -155,8 +159,8 @@ class LatentsStep(SignVotesStep):
             overlap=True,
             room=room,
         )
-        # These values must equal those in estimate_latents.cu: tiles per thread block, candidates
-        # per iteration, and thread blocks per multiprocessor.
+        # These three numbers must equal those in the kernel file estimate_latents.cu: tiles per
+        # thread block, candidates per iteration, and thread blocks per multiprocessor.
         pair, threads = 2 if tiles % 2 == 0 else 1, 32 * -(-self.layout.stride // 16)
         at_once = 32 if tiles // pair > 2 else 16
         most = 320 // threads * multiprocessors // (groups * (tiles // pair))

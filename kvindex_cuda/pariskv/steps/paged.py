@@ -85,16 +85,17 @@ class PagedSteps:
         pages: Codes and rows of all layers.
         k: Rows to select per KV head. This argument and the next three are options of the vLLM
             plug-in.
-        sink: First tokens of a sequence that are always attended to.
-        local_window: Newest tokens that are always attended to, at least 1, so that a block is
-            encoded before it is searched.
+        sink: Number of first tokens of a sequence that are always attended to.
+        local_window: Number of newest tokens that are always attended to. It is at least 1, so that
+            a block of 256 tokens is searched only in the step after it was filled, when its codes
+            exist.
         dense_below: Sequences of fewer tokens get full attention.
         most_rows: Number of sequences in the largest batch.
         tokens: Length of the longest sequence.
         new_tokens: Largest number of new tokens in one step of the model.
         caches: If rows are on the host, a row cache for each layer, with a group for each KV head.
-            All caches share one clock. `write_pages` removes the rows that it overwrites from the
-            cache.
+            All caches must have the same tensor `clocks`, which counts decode steps. `write_pages`
+            removes the rows that it overwrites from the cache.
 
     Raises:
         ValueError: No kernel supports the configuration.
@@ -220,11 +221,11 @@ class PagedSteps:
             )  # compiles kernels now, as none can be compiled in a graph
 
     def attend(self, layer: int, queries: Tensor, output: Tensor) -> None:
-        """Compute attention for queries `[R, H, D]`, one per sequence, and write it to `output`
-        `[R, H, D]`.
+        """Compute attention for queries `[R, H, D]`, one per sequence, and write the result to
+        `output` `[R, H, D]`.
 
-        `R` is the argument `rows` of the last `begin` or, in a replayed CUDA graph, of the `begin`
-        before the capture.
+        `R` must be the argument `rows` of the last call of `begin`. If a CUDA graph captures this
+        method, `R` must be the argument `rows` of the last call of `begin` before the capture.
         """
         step, states = self._steps[len(queries)]
         step.output = output
@@ -305,7 +306,7 @@ def _check_caches(caches: Sequence[RowCache | None], pages: Pages) -> None:
         raise ValueError(
             f"caches: got {len(caches)} caches with (groups, row_bytes) in "
             f"{[one[:2] for one in found]}; each of {len(pages.rows)} layers needs a cache with "
-            f"{shape}, and all caches must share one clock"
+            f"{shape}, and all caches must share one tensor `clocks`"
         )
     if pages.tokens * len(rows) >= 2**31:
         raise ValueError(

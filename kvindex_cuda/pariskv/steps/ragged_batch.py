@@ -1,10 +1,10 @@
 """One fused decode step for several indexes, each with one sequence. The lengths of the sequences
 may differ.
 
-Common tensors on the device have a copy of the state of each index: addresses of blocks, bits of
-valid tokens and a scale, but no codes, keys or values. The state of an index is copied again when
-it changes, which in a layer happens every `update_every` tokens. Kernels read lengths on the
-device.
+Tensors on the device contain a small part of the state of every index: the addresses of its blocks
+of codes, a mask of its valid tokens, and the scale of its weights. Codes, keys and values are not
+copied. When the state of an index changes, its part is copied again. In a layer, this happens every
+`update_every` tokens. Kernels read the lengths of the sequences from device memory.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ WHOLE = "weight_scale", "regression", "histogram", "tiers", "row_center"
 
 @dataclass(frozen=True, eq=False)
 class BatchRow:
-    """What a decode step for several indexes reads of one index.
+    """The data about one index for a decode step that processes several indexes together.
 
     Attributes:
-        state: The state of the index that a step reads, without the resident rows.
+        state: The tensors of the index that the step's kernels read, without the resident rows.
         tokens: Number of tokens in the index.
         count: Number of valid tokens.
         on_host: True if some rows are in host memory.
         version: An object that identifies the contents of the index. Each change of the index makes
             a new object.
-        text: An object that identifies the rows. Removing tokens makes a new object, because a
-            token id may then mean another row.
+        text: An object that identifies the sequence of tokens, and so the rows. Removing tokens
+            makes a new object, because a token id may then mean another row. Appending tokens does
+            not.
     """
 
     state: State
@@ -68,8 +69,8 @@ class ParisKVBatch:
     """Runs decode steps for several ParisKV indexes together. Implements
     `kvindex.core.protocol.IndexBatch`.
 
-    Each call passes a list of indexes. The buffers fit the number of indexes and the `k` of the
-    last call. The batch does not keep the memory of any index alive.
+    The caller passes a list of indexes to each call. The buffers are allocated for the number of
+    indexes and the `k` of the last call. The batch does not keep the memory of any index alive.
     """
 
     def __init__(
@@ -101,8 +102,8 @@ class ParisKVBatch:
         """Search for `k` rows in each index, and attend to them and to the resident rows (sink and
         local window).
 
-        When several steps in a row have read the same tensors, the step is captured as a CUDA
-        graph, which later steps replay.
+        When several decode steps in succession have read the same tensors, the step is captured as
+        a CUDA graph, which later steps replay.
         """
         return self._attend(rows, queries, None, resident, k, graphs=True)
 
@@ -144,8 +145,12 @@ class ParisKVBatch:
         return Attended(output, step.lse, step.found.view(len(queries), -1))
 
     def _ready(self, rows: Sequence[BatchRow | None], k: int) -> tuple[SharedStep, State]:
-        """Return a step for these indexes, and the state that it reads. The current stream waits
-        for the previous use of the step."""
+        """Prepare a decode step of several indexes in one batch.
+
+        Return an object whose buffers and kernels run the decode step, and a `State` with the
+        tensors that the kernels read. The current stream waits until the previous decode step that
+        used the same buffers has finished.
+        """
         if capturing(self._geometry.device):
             raise RuntimeError(
                 "graph: a batch of indexes cannot be captured; capture the step of one index"
@@ -166,8 +171,10 @@ class ParisKVBatch:
         return step, state
 
     def _reads_of(self, step: SharedStep, state: State, resident: ResidentRows) -> State:
-        """Return the `State` for `attend`. Calls return the same object as long as its tensors are
-        the same."""
+        """Return the `State` that the kernel `attend` needs.
+
+        If all arguments are the same objects as in the last call, return the last result again.
+        """
         made_of = step, state, resident, self._cache, self._wrong
         if any(old is not new for old, new in zip(self._made_of, made_of, strict=True)):
             self._made_of = made_of
@@ -182,8 +189,8 @@ class ParisKVBatch:
         return self._reads
 
     def _with_rows(self, rows: Sequence[BatchRow | None], like: State) -> State:
-        """Copy the state of each index that has changed into the state of the batch, and return the
-        latter."""
+        """Update the state of the batch, and return it: copy the state of every index that has
+        changed since the last call."""
         if self._state is None or len(rows) != len(self._held):
             self._state, self._held, self._asked = _empty(like, len(rows)), [None] * len(rows), 0
         for b, row in enumerate(rows):

@@ -3,9 +3,10 @@ supports the presets `sampled` (the default), `fast` and `precise`.
 
     prepare_query -> scan -> rerank -> select_rows -> attend
 
-A key is stored as a sign per coordinate and one 16-bit log weight. Its vote is the dot product of
-the rounded query and the signs, scaled by the weight. The query heads of a KV head have one common
-list of candidates. A step can be captured in a CUDA graph and replayed while the index grows.
+A key is stored as a sign per coordinate and one 16-bit log weight. Its vote (approximate score) is
+the dot product of the rounded query and the signs, scaled by the weight. The query heads of a KV
+head have one common list of candidates. A step can be captured in a CUDA graph and replayed while
+the index grows.
 """
 
 from __future__ import annotations
@@ -31,17 +32,19 @@ from kvindex_cuda.runtime.resolve import NamedLaunch
 
 
 class SignVotesStep(BaseStep):
-    """Buffers and launches of a decode step that finds candidates by sign votes.
+    """Buffers and launches of a decode step that finds candidates by sign votes, that is, by
+    approximate scores from the sign bits of keys.
 
     Args:
         geometry: See `BaseStep`.
         layout: See `BaseStep`.
-        most: The largest number of candidates `C` that `State.wanted` may contain.
+        most: The largest number of candidates per sequence that `State.wanted` may contain.
         seed: Seed of the rotation (`ParisKVConfig.seed`).
         query_max: Largest integer of a quantized query (`ParisKVConfig.query_max`).
         centered: Whether blocks of codes contain centers.
         sampled: See `BaseStep`.
-        together: Whether to decode the signs with a regression (`State.regression`).
+        together: Whether to decode all sign bits of a key together, with a matrix fitted by
+            regression (`State.regression`).
         blocks: Number of blocks per sequence in the tables that the step will read; 0 if not known
             yet.
         **options: As `BaseStep`.
@@ -115,16 +118,20 @@ class SignVotesStep(BaseStep):
         self.list = self._memory.empty(self.groups, self.capacity, dtype=torch.int64)
 
     def _open_heads(self) -> tuple[int, int]:
-        """Return the number of groups whose queries are prepared, and the number of query heads in
-        each."""
+        """Return the number of sets of query heads, and the number of query heads in each set.
+
+        The kernel that prepares the queries processes the heads of a set together. Here, a set
+        contains the query heads that share a KV head.
+        """
         return self.groups, self.geometry.group_size
 
     def _prepare(self, queries: Tensor, state: State) -> None:
         """Launch the first kernel, `prepare_query`.
 
-        If the kernel also appends a token, it may read codes before the previous launch has ended.
-        In a graph, this is safe, because the previous launch only computes the token. Outside of a
-        graph, the previous launch may write codes, so the kernel must not start before it ends.
+        A kernel that overlaps with the previous launch may read codes before that launch has ended.
+        If `prepare_query` also appends a new token, it overlaps only inside a CUDA graph. There, an
+        overlap is safe: the previous launch writes no codes, because it only computes the query,
+        key and value of the token. Outside of a graph, the previous launch may write codes.
         """
         groups = self.groups
         staged = state.token

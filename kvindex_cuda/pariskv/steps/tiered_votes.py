@@ -3,10 +3,11 @@ supports the preset `paper`.
 
     query_table -> vote -> candidates -> rerank_blocks -> select_rows -> attend
 
-A key has a weight for each subspace of 8 coordinates. Its vote is a sum of points, which `vote`
-looks up in a table that `query_table` computes (`kvindex/ops/coarse.py`). Each query head has its
-own list of candidates: exactly the keys with the most votes, found from a histogram of the votes of
-all keys. The index counts the keys of each centroid when they are appended.
+A key has a weight for each subspace of 8 coordinates. Its vote (approximate score) is a sum of
+table entries, one per subspace. The kernel `query_table` computes the table, and the kernel `vote`
+looks up the entries (`kvindex/ops/coarse.py`). Each query head has its own list of candidates:
+exactly the keys with the most votes, found from a histogram of the votes of all keys. The index
+counts the keys of each centroid when they are appended.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ BLOCKS = 4
 
 
 class TieredVotesStep(BaseStep):
-    """Buffers and launches of a decode step that uses tiered votes.
+    """Buffers and launches of a decode step that finds candidates by tiered votes, that is, by
+    approximate scores from a lookup table.
 
     Args:
         geometry: See `BaseStep`.
         layout: See `BaseStep`.
         most: Number of tokens for which there is room. With 4 query heads per KV head, a token
             takes 36 bytes per KV head. Tokens beyond this number are ignored.
-        seed: Seed of the rotation (`ParisKVConfig.seed`). **options: Further arguments of
-        `BaseStep`.
+        seed: Seed of the rotation (`ParisKVConfig.seed`).
+        **options: Further arguments of `BaseStep`.
     """
 
     layout: SubspaceLayout
@@ -63,7 +65,8 @@ class TieredVotesStep(BaseStep):
         self.levels = reference.levels(SUBSPACE, layout.magnitude_bits, device)
 
         ints = self._memory.zeros
-        # written by `query_table`; entries for missing heads and subspaces stay 0
+        # `query_table` writes these buffers; padding entries (of heads or subspaces that do not
+        # exist) stay 0
         self.operands = ints(groups, sets, -(-M // 2), 32, 4, dtype=torch.int16)
         self.table = ints(groups, sets, M, 256, 4, dtype=torch.uint8)
         self.ups = self._memory.empty(groups, group)
@@ -76,7 +79,8 @@ class TieredVotesStep(BaseStep):
 
     @property
     def listed(self) -> Tensor:
-        """Number of candidates that the last step has selected for each group, int32 `[B G]`."""
+        """Number of candidates that the last decode step has selected for each group, int32 `[B
+        G]`."""
         return self.candidate_counts
 
     def select(self, queries: Tensor, state: State) -> None:

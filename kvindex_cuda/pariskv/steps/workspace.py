@@ -1,5 +1,7 @@
-"""Decode steps whose buffers are shared by all indexes of the same shape. The indexes use a step
-one after another."""
+"""Objects that run the kernels of a decode step, and store their buffers.
+
+All indexes of the same shape share one such object and use it one after another.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ buffers."""
 
 
 class SharedStep(BaseStep):
-    """A decode step that several indexes use one after another, on any streams."""
+    """The buffers and kernel launches of a decode step.
+
+    Several indexes may share this object. They use it one after another, possibly on different
+    CUDA streams.
+    """
 
     _stream: torch.cuda.Stream | None = None
     _handle: int | None = None  # handle of the stream that used the step last
@@ -51,8 +57,11 @@ class SharedStep(BaseStep):
     # Tensors that graphs of steps share
 
     def fixed(self) -> tuple[Tensor, Tensor]:
-        """Return two contiguous tensors that all CUDA graphs of this step use: they read queries
-        `[B, H, D]` from the first, and write results to the second, which `parts` splits."""
+        """Return two contiguous tensors that all CUDA graphs of this step use.
+
+        The graphs read queries `[B, H, D]` from the first tensor, and write results to the second.
+        The method `parts` splits the results into views.
+        """
         if self._fixed is None:
             g, output = self.geometry, self.output
             words = (self.lse.nbytes + self.found.nbytes) // output.element_size()
@@ -74,16 +83,18 @@ class SharedStep(BaseStep):
 
 @dataclass
 class Use:
-    """A decode step that several indexes share, and what one of these indexes needs of it.
+    """Data of one index for a decode step whose buffers and launches several indexes share.
 
     Attributes:
-        step: The step.
-        wanted: Number of candidates of each sequence, int32 `[B]`, limited to the step's room.
-        places: The numbers `0` to `k - 1` on the device.
-        captured: True if a graph contains the step, so that its buffers must stay allocated.
-        need: Number of tokens or candidates for which the index needs room, compared with
-            `step.most`.
-        reads: The last `State` that the step read, with the objects from which it was made.
+        step: The shared object with the buffers and launches of the decode step.
+        wanted: Number of candidates that the index requests for each sequence, int32 `[B]`, at most
+            the number that fits into the buffers of `step`.
+        places: The numbers `0` to `k - 1` as a tensor on the device.
+        captured: True if a CUDA graph contains the step, so that its buffers must stay allocated.
+        need: Number of tokens or candidates for which this index needs room in the buffers;
+            `step.most` is the number for which there is room.
+        reads: The last `State` that the step read for this index, with the objects from which that
+            `State` was made.
     """
 
     step: SharedStep
@@ -94,14 +105,22 @@ class Use:
     reads: tuple[tuple[object, ...], State] | None = None
 
     def want(self, candidates: list[int], need: int) -> list[int]:
-        """Record that the index needs room for `need` tokens or candidates. Return `candidates`,
-        the number of candidates of each sequence, limited to the room of the step."""
+        """Record for how many tokens or candidates this index needs room in the step's buffers.
+
+        Args:
+            candidates: Number of candidates that the index requests for each sequence.
+            need: Number of tokens or candidates for which the index needs room.
+
+        Returns:
+            The numbers `candidates`, each reduced to `step.most` if it is larger. This is the
+            number of tokens or candidates for which the buffers have room.
+        """
         self.need = need
         return [min(each, self.step.most) for each in candidates]
 
     @property
     def outgrown(self) -> bool:
-        """True if the index needs more room than the buffers of the step have."""
+        """True if the step's buffers are too small for the present length of the index."""
         return self.need > self.step.most
 
 
@@ -137,8 +156,8 @@ def shared(
     most: int,
     ragged: bool = False,
 ) -> SharedStep:
-    """Return a decode step for `k` rows whose buffers have room for `most` tokens or candidates. An
-    existing step is returned if one fits.
+    """Return a decode step object for `k` rows whose buffers have room for `most` tokens or
+    candidates. An existing object is returned if one fits.
 
     Args:
         geometry: Geometry of the layer.
