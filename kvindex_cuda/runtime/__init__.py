@@ -1,1 +1,1 @@
-"""Compile CUDA kernels and launch them, with arguments that are found by name."""
+"""Compile CUDA kernels and launch them. The arguments of a launch are passed by name."""

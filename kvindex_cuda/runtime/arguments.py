@@ -17,7 +17,7 @@ share a row."""
 
 
 def of_type(name: str, tensor: Tensor, *allowed: torch.dtype) -> Tensor:
-    """Return the tensor. Raises ValueError unless its dtype is one of `allowed`."""
+    """Return `tensor` unchanged. Raises ValueError unless its dtype is one of `allowed`."""
     if tensor.dtype not in allowed:
         names = " or ".join(str(dtype) for dtype in allowed)
         raise ValueError(f"{name}: got {tensor.dtype}, allowed is {names}")
@@ -25,14 +25,14 @@ def of_type(name: str, tensor: Tensor, *allowed: torch.dtype) -> Tensor:
 
 
 def of_shape(name: str, tensor: Tensor, *shape: int) -> Tensor:
-    """Return the tensor. Raises ValueError unless it has the given shape."""
+    """Return `tensor` unchanged. Raises ValueError unless it has the given shape."""
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, allowed is {shape}")
     return tensor
 
 
 def contiguous_rows(tensor: Tensor, inner: int, aligned: int = 1) -> Tensor:
-    """Return the tensor, or a contiguous copy if one is needed.
+    """Return `tensor`, or a contiguous copy if one is needed.
 
     A copy is needed if the last `inner` dimensions are not contiguous, or if such a contiguous part
     does not begin at a multiple of `aligned` bytes.
@@ -73,9 +73,10 @@ def wide(rows: Tensor) -> bool:
 
 
 def busy(device: torch.device, rows: int, work: int, each: int, blocks: int = 4) -> int:
-    """Return the number of thread blocks per row for `rows` rows with `work` items each.
+    """Return how many thread blocks to launch for each of `rows` parts of the work, if each part
+    has `work` items.
 
-    All rows together get about `blocks` thread blocks per multiprocessor, but each thread block
+    All parts together get about `blocks` thread blocks per multiprocessor, but each thread block
     gets at least `each` items.
     """
     wanted = -(-blocks * multiprocessors(device) // max(1, rows))

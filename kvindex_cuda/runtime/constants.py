@@ -17,8 +17,9 @@ TOKENS = block_layout.BLOCK
 """Tokens of a block of codes or rows."""
 
 BINS, EDGE, BUCKETS = step.BINS, 1024, step.BUCKETS
-"""BINS: bins of a histogram of votes or scores. EDGE: entries of the bin that contains the cut, for
-which shared memory has room. BUCKETS: buckets of sums of exponentials, of 16 octaves each."""
+"""BINS: bins of a histogram of votes or scores. EDGE: entries of the bin that contains the
+selection threshold, for which shared memory has room. BUCKETS: partial sums of exponentials, each
+for a range of 16 octaves."""
 
 APART = 32
 """Distance between the counters of two groups, in int32. Counters are apart because atomic
@@ -42,7 +43,7 @@ TAKE_THREADS = 512
 
 MOST_SPLITS, HEADS_AT_ONCE, ATTEND_AHEAD = 16, 4, 4
 """For `attend`: most thread blocks per group, heads that are merged at a time, and rows in flight
-for each team of lanes (2 for wide rows)."""
+for each team of lanes that reads a row together (2 for wide rows)."""
 
 LATENT_ROWS, LATENT_SPLITS = 16, 128
 """For `attend_latents`: rows that a thread block processes at a time, and most thread blocks per

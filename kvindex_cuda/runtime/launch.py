@@ -184,8 +184,8 @@ def run(
 
 
 def load(file: str, name: str, device: torch.device, **defines: int) -> None:
-    """Compile a kernel and load it on a device in advance, so that its first launch does not wait
-    for that.
+    """Compile a kernel and load it on a device in advance, so that its first launch does not have
+    to.
 
     The arguments and errors are those of `launch`. On a device that cannot run kernels, this does
     nothing.
@@ -244,8 +244,8 @@ def _compiled(file: str, name: str, defines: tuple[tuple[str, int], ...], device
 
 
 def _kept(nvrtc: Any, file: str, given: tuple[str, ...]) -> bytes:
-    """Return machine code for `sm_90a` from a file in CuPy's cache folder. If there is no such
-    file, compile the code and write the file."""
+    """Return the machine code of the source `file` for `sm_90a`. Read it from CuPy's cache folder,
+    or compile the source and write the machine code to this folder."""
     folder = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")
     key = _digest(keyed(file), *given, *ADDED, str(nvrtc.getVersion()))
     path = Path(folder, f"kvindex-{key}.cubin")

@@ -16,8 +16,8 @@ from kvindex_cuda.runtime.launch import Argument, Grid, run, signature_of
 
 
 class NamedLaunch:
-    """Launches a kernel. Each argument is the attribute, of one of several objects, that has the
-    name of the parameter.
+    """Launches a kernel whose arguments are attributes of some objects. For each parameter of the
+    kernel, exactly one of the objects must have an attribute of the same name.
 
     Args:
         file: Path of the source below `kernels/`.
@@ -26,7 +26,7 @@ class NamedLaunch:
             constructor only reads the names of their attributes, and keeps no reference to the
             objects.
         given: Names of parameters that each call passes by keyword instead.
-        **renamed: Attribute name for each parameter whose attribute has another name.
+        **renamed: Attribute name for each parameter whose attribute has a different name.
 
     Raises:
         ValueError: No namespace, or more than one, has an attribute for a parameter; or a name in
@@ -54,7 +54,7 @@ class NamedLaunch:
                 count = "several attributes" if owners else "no attribute"
                 raise ValueError(
                     f"{kernel}.{name}: got {count} {attribute!r} in {classes}, allowed is exactly "
-                    "one"
+                    "one attribute of this name"
                 )
             places[name] = owners[0], len(found[owners[0]])
             found[owners[0]].append(attribute)
@@ -74,10 +74,11 @@ class NamedLaunch:
         overlap: bool = False,
         **given: Argument,
     ) -> None:
-        """Launch the kernel with the present values of the objects' attributes.
+        """Launch the kernel. The arguments are read from the attributes of the objects in
+        `namespaces`.
 
         Arguments that the constructor names in `given` are passed by keyword. All other parameters,
-        and the errors, are those of `launch.launch`.
+        and the exceptions, are those of `launch.launch`.
         """
         values: list[Argument] = []
         for read, namespace in zip(self._readers, namespaces, strict=True):

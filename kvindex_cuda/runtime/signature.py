@@ -84,7 +84,8 @@ class Signature:
         return ValueError(f"{self.kernel}: got {' and '.join(parts)}, allowed are {[*names]}")
 
     def wrong_type(self, i: int, given: Any) -> ValueError:
-        """Return the ValueError for an argument whose type does not fit parameter number `i`."""
+        """Return the ValueError for an argument whose type is not that of the kernel's parameter
+        number `i`."""
         name, kind = self.fields[i]
         allowed = "a tensor or None" if kind is Tensor else kind.__name__
         got = "a tensor" if isinstance(given, Tensor) else repr(given)
