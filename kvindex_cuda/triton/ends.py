@@ -1,5 +1,8 @@
-"""What a decode step computes before and after the layers of a model: embeddings and rotary angles,
-and the most likely token."""
+"""Run the operations of a decode step that come before and after the layers of a model.
+
+Before the layers, these are embeddings and rotary angles. After the layers, it is the choice of the
+most likely token.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,8 @@ def begin_token(
         ids: Token ids, int64 `[B]`, of any stride. For an id outside of 0 to V - 1, the result is
             NaN.
         positions: int64 `[B]`, of any stride.
-        embedding: `[V, N]`, float32, float16 or bfloat16. Results have its dtype.
+        embedding: Embedding matrix `[V, N]`, float32, float16 or bfloat16. All results have its
+            dtype.
         frequencies: Angles per position, float32 `[D/2]`. Both halves of a head use the same
             angles.
         factor: Multiplies cosines and sines, which are computed in float32 and rounded once.

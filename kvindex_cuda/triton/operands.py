@@ -35,7 +35,8 @@ class Matrix(NamedTuple):
     """A matrix `[N, K]` of weights, with an optional bias `[N]` and, for FP8 weights, a float32
     scale of each matrix row `[N]`.
 
-    The bias has the dtype of the activations, and so have weights that are not float8_e4m3fn.
+    The bias has the dtype of the activations. The weights have the same dtype, or are
+    float8_e4m3fn.
     """
 
     weight: Tensor
@@ -53,8 +54,9 @@ class Norm(NamedTuple):
 class Tile(NamedTuple):
     """Tile sizes and options of a launch.
 
-    With several sequences, each warp multiplies a slice of the columns by all rows. A slice has at
-    least 32 columns; with 64 or more, prefetches cover whole memory lines.
+    With several sequences, the columns of a tile are divided into slices, one for each warp. The
+    warp multiplies its slice of all matrix rows of the tile. A slice must have at least 32 columns;
+    with 64 or more, prefetches cover whole memory lines.
 
     Attributes:
         rows: Matrix rows that a program reads at once, a power of two.
@@ -76,8 +78,10 @@ class Tile(NamedTuple):
 
 
 def stack(*matrices: Matrix) -> Matrix:
-    """Stack matrices `[N, K]` that are multiplied by the same activations, so that one product
-    computes all of them: Q, K and V, or gate and up.
+    """Join several weight matrices `[N, K]` into one, so that one matrix product replaces several.
+
+    This is for matrices that are multiplied by the same activations, such as the Q, K and V
+    projections of a layer, or the gate and up projections of an MLP.
 
     If only some matrices have a bias, the others get a bias of zeros. Raises ValueError if there is
     no matrix, or if only some matrices have a scale.
@@ -111,7 +115,9 @@ def to_fp8(matrix: Matrix) -> Matrix:
     smallest FP8 step. Raises ValueError for a matrix that already has a scale.
     """
     if matrix.scale is not None:
-        raise ValueError("scale: got a matrix that already has a scale, allowed is None")
+        raise ValueError(
+            "scale: got a matrix that already has a scale, allowed is a matrix whose scale is None"
+        )
     mantissa, exponent = torch.frexp(matrix.weight.abs().amax(1).float())
     exponent = exponent - 9 + (512 * mantissa > LARGEST)
     bits = (exponent.clamp_min(SMALLEST_EXPONENT) + 127) << 23  # bits of two to that power
@@ -203,8 +209,10 @@ def launch(
 
 
 def runs_on(device: torch.device, fp8: bool, tile: Tile) -> bool:
-    """Return whether the launch may overlap with others. Raises ValueError if FP8 weights or
-    overlap are requested but the device does not support them."""
+    """Return True if the launch of a kernel may overlap with the launches before and after it.
+
+    Raises ValueError if FP8 weights or overlap are requested but the device does not support them.
+    """
     if triton.knobs.runtime.interpret:
         return False
     if device.type != "cuda":

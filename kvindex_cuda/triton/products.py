@@ -69,8 +69,8 @@ def norm_swiglu(
     """Return `silu(gate) · up`, `[B, N]`, where gate and up are products of RMS-normalized
     activations with two matrices (SwiGLU; Shazeer, 2020).
 
-    Each Triton program computes `tile.rows / 2` rows of gate, and as many of up. Other arguments
-    and errors are those of `norm_linear`.
+    Each Triton program multiplies `tile.rows / 2` rows of the gate matrix, and as many rows of the
+    up matrix. Other arguments and errors are those of `norm_linear`.
 
     matrix: `[2N, K]`, the rows of the matrix for gate, then those of the matrix for up.
     """
@@ -81,7 +81,9 @@ def norm_swiglu(
             f"weight: got {len(matrix.weight)} rows, allowed is an even number (gate and up)"
         )
     if tile.rows < 2:
-        raise ValueError(f"rows: got {tile.rows}, allowed is at least 2 (one of gate, one of up)")
+        raise ValueError(
+            f"rows: got {tile.rows}, allowed is at least 2 (one matrix row of gate and one of up)"
+        )
     return _multiply(x, norm, matrix, None, out, tile, paired=True)
 
 
@@ -125,10 +127,10 @@ def swiglu_linear(
     """Multiply `silu(gate) · up` by a matrix `[N, K]`, and add a residual `[B, N]` (SwiGLU;
     Shazeer, 2020).
 
-    Other arguments and errors are those of `norm_linear`.
-
-    gate_up: `[B, 2K]`, gate and then up: the result of `norm_linear` for the two matrices stacked.
-    out: As in `linear_residual`.
+    `gate_up`, `[B, 2K]`, contains first `gate` and then `up`. To compute it, call `norm_linear`
+    with one matrix that contains the rows of the gate matrix and then those of the up matrix. The
+    argument `out` is explained in `linear_residual`, and the other arguments and the errors are
+    explained in `norm_linear`.
     """
     rows_of("gate_up", gate_up, 2 * matrix.weight.shape[-1])
     return _multiply(gate_up, None, matrix, residual, out, tile, gated=True)
@@ -172,8 +174,11 @@ def _multiply(
 
 
 def _brings(weight: Tensor, tile: Tile) -> bool:
-    """Return True if weights can be prefetched after the first tile of each matrix row. Prefetches
-    need multiples of 16 bytes."""
+    """Return True if the kernel can prefetch weights.
+
+    It prefetches the weights that follow the first tile of each matrix row. Their addresses and
+    sizes must be multiples of 16 bytes.
+    """
     columns = weight.shape[1] | tile.ahead * tile.columns
     return not (weight.data_ptr() | columns * weight.itemsize) % BROUGHT
 

@@ -33,7 +33,7 @@ def attend_prompt(
 ) -> tuple[Tensor, Tensor]:
     """Attend with `T` queries per head to rows that are stored in pages.
 
-    For a query that sees no row, the output is 0 and the logarithm `-inf`.
+    For a query that sees no row, the output is 0 and the log-sum-exp is `-inf`.
 
     Args:
         queries: `[B, H, T, D]`, contiguous.

@@ -71,8 +71,11 @@ def project_heads(
     query_norm: Norm | None = None,
     key_norm: Norm | None = None,
 ) -> None:
-    """Compute queries, keys and values of one token per sequence. The queries are written to
-    `queries` `[B, H, D]`, and the key and value of sequence `b` to `[b, :, slots[b]]`."""
+    """Compute queries, keys and values of one token per sequence.
+
+    Writes the queries to `queries` `[B, H, D]`. For each sequence `b`, writes the keys to
+    `keys[b, :, slots[b]]` and the values to `values[b, :, slots[b]]`.
+    """
     (H, D), (G, C) = queries.shape[1:], keys.shape[1:3]
     heads = norm_linear(x, norm, matrix).view(len(x), -1, D)
     query, key, value = torch.split(heads, [H, G, G], dim=1)

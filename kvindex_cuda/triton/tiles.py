@@ -58,19 +58,20 @@ and for four and eight sequences, were measured without attention. Other cases u
 
 
 def case_of(product: str, matrix: Matrix, batch: int) -> Case:
-    """Return the `Case` of a matrix product with the activations of `batch` sequences."""
+    """Return the key in `TILES` of a matrix product with the activations of `batch` sequences."""
     N, K = matrix.weight.shape
     rows, columns = min(MOST_ROWS, next_power_of_2(N)), next_power_of_2(K)
     return Case(product, rows, columns, matrix.weight.itemsize, batch == 1)
 
 
 def usual(matrix: Matrix, batch: int) -> Tile:
-    """Return tile sizes for a product without measured sizes.
+    """Return the tile sizes for a matrix product that is not in `TILES`, the table of measured tile
+    sizes.
 
-    With several sequences, the tiles are such that each multiprocessor prefetches at least 40 KB,
-    which hides about 1,000 cycles of memory latency: 32 rows of 1 KiB (16-bit weights) in three
-    stages, or 16 rows in four stages if 32 would leave multiprocessors without a program. Short
-    rows get narrower tiles.
+    With several sequences, each multiprocessor should prefetch at least 40 KB, which hides about
+    1,000 cycles of memory latency. With 16-bit weights, 32 matrix rows of 1 KiB in three pipeline
+    stages do this. A matrix may have too few rows for every multiprocessor to get a program of 32
+    rows. Then a program has 16 rows in four stages. Matrices with short rows get narrower tiles.
     """
     if batch == 1:
         return Tile()

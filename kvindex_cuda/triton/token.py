@@ -1,5 +1,5 @@
-"""Attention of one token per sequence to a range of rows. The kernel reads the first and the last
-position of the range on the device."""
+"""Attention of one token per sequence to a range of rows (keys and values). The kernel reads the
+first and the last position of the range on the device."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def attend_prompt(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, WIDE_V: tl.constexpr,
     CAUSAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Attention of the tokens of a prompt to rows that are stored in pages.
+    """Compute attention of the tokens of a prompt to rows that are stored in pages.
 
     Grid: (pairs / BLOCK_M, sequences · G). A program processes `BLOCK_M` pairs of a token and a
     query head of one group. It reads all rows that its tokens may attend to; it writes `DV` numbers
@@ -81,10 +81,13 @@ def attend_split(
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, WIDE_V: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one token per sequence to one of `SPLITS` parts of the rows.
+    """Compute attention of one query token per sequence to one part of the sequence's rows.
 
-    Grid: (SPLITS, sequences · G). Reads each row once. Writes, for each head and split, the output
-    (float32) and the log-sum-exp to base 2, which `merge_splits` merges.
+    The rows (keys and values) are divided into `SPLITS` parts, and a program processes one part.
+    The kernel `merge_splits` merges the results of all parts.
+
+    Grid: (SPLITS, sequences · G). Reads each row once. Writes, for each head and part, the output
+    (float32) and the log-sum-exp to base 2.
     """
     after_previous(OVERLAP)
     batch, group = (tl.program_id(1) // G).to(tl.int64), (tl.program_id(1) % G).to(tl.int64)

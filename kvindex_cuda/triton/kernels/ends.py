@@ -64,7 +64,9 @@ def most_likely(logits, step, scratch, tokens, V, BLOCK: tl.constexpr, OVERLAP: 
     found = tl.load(logits + row * step + column, column < V, other=float("-inf")).to(tl.float32)
     bits = tl.where(found == 0.0, 0.0, found).to(tl.int32, bitcast=True)  # −0 becomes 0
     order = tl.where(found != found, LAST, tl.where(bits < 0, bits ^ LAST, bits))
-    # upper bits: the logit as an ordered positive number; lower bits: prefer lower columns
+    # Pack each logit and its column into one integer. The upper bits contain the logit as a
+    # non-negative number in the same order. The lower bits are larger for lower columns, so that
+    # of equal logits the one in the lowest column is the maximum.
     highest = tl.max(((order.to(tl.int64) + LAST + 1) << 31) | (LAST - column), 0)
     best, ended = scratch + 2 * row, scratch + 2 * row + 1
     tl.atomic_max(best, highest, sem="relaxed")

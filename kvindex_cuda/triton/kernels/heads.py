@@ -1,8 +1,8 @@
 """Kernel for the queries, keys and values of one token per sequence: a matrix product,
 normalization of heads, and the rotary embedding.
 
-The program that finishes a head last normalizes and rotates it. Reference: `project_heads` in
-`kvindex_cuda/triton/reference.py`.
+Several programs compute parts of the same head. The one that finishes last also normalizes and
+rotates the head. Reference: `project_heads` in `kvindex_cuda/triton/reference.py`.
 """
 
 import triton
@@ -52,10 +52,10 @@ def project_heads(
     """Compute queries, keys and values of one token per sequence, `projected[b] = weight · f(x[b])`
     with RMS normalization `f`, and write them to their tensors.
 
-    Grid: (N / BLOCK_N). `D / BLOCK_N` programs compute a head; a ticket per head counts those that
-    have finished. The last of them rotates the head and writes it: a query to `queries`, a key or
-    value to the sequence's slot. If a slot is not in 0 to `C - 1`, nothing is written to it. Reads
-    the matrix once. Limited by memory.
+    Grid: (N / BLOCK_N). `D / BLOCK_N` programs compute a head, and a counter per head (`tickets`)
+    counts those that have finished. The last of them rotates the head and writes it: a query to
+    `queries`, a key or value to the sequence's slot. If a slot is not in 0 to `C - 1`, nothing is
+    written to it. Reads the matrix once. Limited by memory.
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     batch = tl.arange(0, BATCH)

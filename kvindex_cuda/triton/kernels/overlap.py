@@ -1,7 +1,7 @@
-"""Functions of kernels that overlap (programmatic dependent launch): wait for the previous kernel,
-and prefetch weights.
+"""Functions for kernels that use programmatic dependent launch.
 
-A kernel can start before the previous kernel has ended. While it waits, it can prefetch weights.
+Such a kernel can start before the previous kernel has ended. While it waits for the previous
+kernel, it can prefetch weights.
 """
 
 import triton

@@ -20,8 +20,11 @@ def read_weights(weight, rows, columns, N, K):
 
 @triton.jit
 def read_vectors(x, x_step, columns, batch, K, B, GATED: tl.constexpr):
-    """Load activations as float32 `[columns, batch]`. If GATED, return `silu(gate) · up`, where a
-    vector in memory is K numbers of gate, then K numbers of up."""
+    """Load activations as float32 `[columns, batch]`.
+
+    If GATED, return `silu(gate) · up`. A vector in memory then consists of K numbers of `gate`,
+    followed by K numbers of `up`.
+    """
     inside = (columns[:, None] < K) & (batch[None, :] < B)
     at = x + batch[None, :] * x_step + columns[:, None]
     found = tl.load(at, inside, other=0.0).to(tl.float32)
@@ -48,12 +51,13 @@ def product_of_one(
     BLOCK_K: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
     EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Compute rows of the product with one vector, float32 `[rows, 1]`.
+    """Multiply some rows of the weight matrix with one vector of activations. Return float32
+    `[rows, 1]`.
 
     The first `AHEAD` tiles of weights are loaded before the previous kernel has ended, and are
-    multiplied last. So the loads of other tiles start before anything is computed, which keeps the
-    memory busy while activations arrive. If EARLY, the other tiles are also prefetched before the
-    previous kernel has ended.
+    multiplied last. So the kernel starts to load the other tiles before it computes anything, and
+    the memory is busy while the activations arrive. With EARLY, the other tiles are also prefetched
+    before the previous kernel has ended.
     """
     columns = tl.arange(0, BLOCK_K)
     held = ()
@@ -88,7 +92,10 @@ def product(
     BLOCK_K: tl.constexpr, SLICES: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
     AHEAD: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Compute rows of the product with one or several vectors, float32 `[rows, batch]`."""
+    """Multiply some rows of the weight matrix with one or several vectors of activations.
+
+    The result is float32 `[rows, batch]`.
+    """
     if batch.shape[0] == 1:
         return product_of_one(
             x, x_step, norm, eps, weight, scale, bias, rows, batch, B, N, K,
@@ -109,11 +116,12 @@ def multiply(
     GATED: tl.constexpr, PAIRED: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
     EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Compute `output[b] = residual[b] + weight · f(x[b])`; `residual` may be `output`.
+    """Compute `output[b] = residual[b] + weight · f(x[b])` for each sequence `b`.
 
-    Grid: (N / BLOCK_N). `f` applies RMS normalization if there is a norm, and computes `silu(gate)
-    · up` if GATED. If PAIRED, the result is `silu` of the product with the first half of the matrix
-    rows, times the product with the second half.
+    `f` applies RMS normalization if there is a norm, and computes `silu(gate) · up` if GATED. If
+    PAIRED, the product `weight · f(x[b])` is replaced by `silu(first) · second`, where `first` and
+    `second` are the products with the first and the second half of the rows of `weight`. The
+    tensors `residual` and `output` may be the same. Grid: (N / BLOCK_N).
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if PAIRED:

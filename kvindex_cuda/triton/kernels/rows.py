@@ -24,8 +24,11 @@ def read_weights(weight, rows, columns, N, K):
 
 @triton.jit
 def read_vectors(x, x_step, columns, batch, K, B, GATED: tl.constexpr):
-    """Load activations as float32 `[slices, slice, batch]`. If GATED, return `silu(gate) · up`,
-    where a vector in memory is K numbers of gate, then K numbers of up."""
+    """Load activations as float32 `[slices, slice, batch]`. A slice is a range of columns.
+
+    If GATED, a vector in memory is K numbers of gate, then K numbers of up. The function then
+    returns `silu(gate) · up`.
+    """
     inside = (columns[:, :, None] < K) & (batch[None, None, :] < B)
     at = x + batch[None, None, :] * x_step + columns[:, :, None]
     found = tl.load(at, inside, other=0.0).to(tl.float32)
@@ -36,12 +39,14 @@ def read_vectors(x, x_step, columns, batch, K, B, GATED: tl.constexpr):
 
 @triton.jit
 def ones_as(weight, columns, never, dtype: tl.constexpr):
-    """Return ones `[slices, 16, slice]` in the register layout of the weights. `add_squares`
-    multiplies by them.
+    """Return a tensor of ones, `[slices, 16, slice]`, in the same register layout as the loaded
+    weights. `add_squares` multiplies the activations by it.
 
-    Triton does not pipeline the loads of activations if they are needed in two layouts. For FP8
-    weights, it derives the layout from the load instruction, so the ones must also come from an FP8
-    load. The mask of this load is false everywhere, because all columns are below `never`.
+    If matrix products need the activations in two register layouts, Triton does not pipeline the
+    loads of the activations. So the ones must have the layout of the weights. Triton derives the
+    layout of FP8 weights from their load instruction. So the ones must come from an FP8 load too.
+    The mask of this load is false everywhere, because all columns are below `never`. Therefore the
+    load returns the default value 1.
     """
     if weight.dtype.element_ty == tl.float8e4nv:
         at = columns[:, None, :] + tl.zeros([1, 16, 1], tl.int32)
@@ -53,8 +58,10 @@ def ones_as(weight, columns, never, dtype: tl.constexpr):
 
 @triton.jit
 def add_squares(ones, found, squares, dtype: tl.constexpr, PRECISION: tl.constexpr):
-    """Add up the squared activations of some columns on tensor cores, by a product with ones.
-    `squares` has 16 equal rows.
+    """Add the sum of the squared activations of some columns to `squares`.
+
+    Tensor cores compute the sum as a product with a matrix of ones. Therefore `squares` has 16
+    equal matrix rows.
 
     Each square is split into two operands of the tensor cores. This is exact for bfloat16
     activations. For float16 activations, the relative error is below 2^-18.
@@ -75,11 +82,13 @@ def product_of_rows(
     BLOCK_K: tl.constexpr, SLICES: tl.constexpr, GATED: tl.constexpr, STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Compute rows of the product, float32 `[rows, batch]`. The first weights are prefetched into
-    L2 before the previous kernel has ended.
+    """Compute some rows of a matrix product of weights and activations, float32 `[rows, batch]`.
 
-    The operands of the tensor cores have the dtype of the activations, with one exception: for
-    float16 with a norm they are TF32, which has as many mantissa bits and a larger range.
+    The first weights are prefetched into L2 before the previous kernel has ended.
+
+    The operands of the tensor cores have the dtype of the activations, with one exception. If
+    activations are float16 and there is a norm, the operands are TF32, which has as many mantissa
+    bits as float16 and a larger range.
     """
     given: tl.constexpr = x.dtype.element_ty
     PRECISION: tl.constexpr = "ieee" if given == tl.float32 else "tf32"
