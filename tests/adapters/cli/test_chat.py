@@ -7,6 +7,7 @@ from kvindex_adapters.cli import app
 from tests.adapters.cli.test_cli import REGIONS, words
 from tests.adapters.hf.test_chat import Tokenizer
 from tests.adapters.tiny import build
+from tests.support.helpers import mostly_slow
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,7 @@ def typed(*lines, arguments=()):
     return result
 
 
-@pytest.mark.parametrize("engine", ["decoder", "transformers"])
+@pytest.mark.parametrize("engine", mostly_slow(["decoder", "transformers"], "transformers"))
 def test_documents_questions_and_commands(tmp_path, engine):
     document, folder = tmp_path / "document.txt", tmp_path / "saved"
     document.write_text(words(60))

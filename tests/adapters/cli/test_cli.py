@@ -22,7 +22,7 @@ from kvindex_adapters.cli.progress import Answer, Bars, bars
 from kvindex_adapters.hf.model.load_model import load, smollm2
 from tests.adapters.hf.generation.test_generation import Words
 from tests.adapters.tiny import build
-from tests.support.helpers import slow
+from tests.support.helpers import mostly_slow, sampled, slow
 
 
 def run(*arguments):
@@ -37,7 +37,7 @@ def process(code, *arguments, before=(), **variables):
     return subprocess.run([*before, sys.executable, "-c", code, *arguments], env=env, **given)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["--version"]])
+@pytest.mark.parametrize("arguments", [slow(["--help"]), ["generate", "--help"], ["--version"]])
 def test_help_and_version_do_without_torch(arguments):
     """Importing torch takes seconds."""
     code = (
@@ -241,6 +241,7 @@ def test_a_wait_for_the_compiler_is_told(index, waits, monkeypatch, capsys):
 MAIN = "from kvindex_adapters.cli import main; main()"
 
 
+@pytest.mark.slow
 def test_a_process_ends_so():
     given = ["--model", "nowhere", "--prompt-file", "no-such-file"]
     done = process(MAIN, "generate", *given)
@@ -258,16 +259,19 @@ COMMANDS = {
 CLOSED = ("sh", "-c", 'exec "$@" >&-', "sh")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", mostly_slow(COMMANDS, "indexes"))
 def test_a_closed_output_is_told_first(command):
     done = process(MAIN, *COMMANDS[command], before=CLOSED)
     assert done.returncode == 2
     assert done.stderr == "error: standard output: got a closed stream, allowed is an open stream\n"
 
 
-@pytest.mark.parametrize("command", [*COMMANDS.values(), ("generate", "--help")])
+WITH_HELP = {**COMMANDS, "help": ("generate", "--help")}
+
+
+@pytest.mark.parametrize("command", mostly_slow(WITH_HELP, "generate"))
 def test_an_output_that_lacks_characters_is_told_first(command):
-    done = process(MAIN, *command, PYTHONIOENCODING="ascii")
+    done = process(MAIN, *WITH_HELP[command], PYTHONIOENCODING="ascii")
     assert done.returncode == 2
     assert done.stderr.startswith("error: standard output: got the encoding 'ascii', which lacks")
     assert done.stderr.count("\n") == 1
@@ -421,8 +425,7 @@ def generated(tmp_path, *arguments, status=0, **options):
     return json.loads(out.read_text()), result
 
 
-@pytest.mark.parametrize("chat", [(), ("--chat",)])
-@pytest.mark.parametrize("index", ["exact", "none"])
+@pytest.mark.parametrize(("index", "chat"), sampled(["exact", "none"], [(), ("--chat",)]))
 def test_questions_are_answered_about_one_prompt(tiny, tmp_path, chat, index):
     document, questions = words(50), [words(3, 1), words(9, 2), words(3, 1)]
     given = [part for question in questions for part in ("--ask", question)]
@@ -545,7 +548,7 @@ def counted(model, call):
     return read, given
 
 
-@pytest.mark.parametrize("chat", [(), ("--chat",)])
+@pytest.mark.parametrize("chat", [slow(()), ("--chat",)])
 def test_a_saved_cache_answers_other_questions_and_reads_nothing_again(tiny, tmp_path, chat):
     folder, more = tmp_path / "saved", tmp_path / "more"
     document, first, second = words(50), words(9, 1), words(7, 2)

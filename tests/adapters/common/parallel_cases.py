@@ -210,7 +210,7 @@ def a_token_is_waited_for_as_long_as_a_rank():
 
 
 SAMPLE = ("heads, llama", "tokens, own", "decoder, tokens", f"decoder, {DECODED[0]}")
-"""One case of each kind, for the fast tests."""
+"""One case of each kind."""
 
 
 def cases(ranks, every):

@@ -18,9 +18,15 @@ from kvindex_adapters.common.parallel import waiting
 from tests.adapters import tiny
 from tests.adapters.common import parallel_cases
 from tests.support import ranks as processes
+from tests.support.helpers import slow_as
 
 COMMAND = ["-m", "kvindex_adapters", "generate"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+SAMPLE = [
+    pytest.param(name, marks=slow_as(elsewhere=True)) for name in parallel_cases.cases(2, False)
+]
 
 
 def agreed(name, every):
@@ -29,7 +35,7 @@ def agreed(name, every):
         assert said[name] is None, f"rank {rank}: {said[name]}"
 
 
-@pytest.mark.parametrize("name", parallel_cases.cases(2, False))
+@pytest.mark.parametrize("name", SAMPLE)
 def test_two_ranks_are_as_one_process(name):
     agreed(name, every=False)
 

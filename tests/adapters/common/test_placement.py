@@ -93,7 +93,7 @@ FAMILIES = {  # heads of 64, for which other tests compile the kernels too
     ("family", "padded", "dtype"),
     [
         ("llama", False, torch.float32),
-        ("llama", True, torch.bfloat16),
+        slow("llama", True, torch.bfloat16),
         slow("gemma2", True, torch.float32),
         slow("gemma2", False, torch.bfloat16),
     ],

@@ -15,6 +15,7 @@ from kvindex_adapters.llama.heads import HeadRanks
 from tests.adapters.decoder.families import ids_of, model_of
 from tests.adapters.decoder.test_open_session import EVERYTHING, SMALL, asked
 from tests.adapters.hf.generation.test_generation import Words
+from tests.support.helpers import mostly_slow
 
 PROMPT = ids_of(40)
 
@@ -165,7 +166,7 @@ def read(decoder):
     return session
 
 
-@pytest.mark.parametrize("change", REPLACED)
+@pytest.mark.parametrize("change", mostly_slow(REPLACED, *REPLACED[::2]))
 def test_a_session_of_weights_that_were_replaced_is_refused(model, change, tmp_path):
     decoder = Decoder.of(model, Words())
     session, stream = read(decoder), decoder.stream(PROMPT, max_new_tokens=4)
@@ -220,7 +221,7 @@ COPIES = [
 
 
 @pytest.mark.parametrize("how", COPIES, ids=["fp8", "ranks"])
-@pytest.mark.parametrize("change", [*REPLACED, in_place])
+@pytest.mark.parametrize("change", mostly_slow([*REPLACED, in_place], *REPLACED[::3], in_place))
 def test_copies_of_a_model_that_was_changed_are_refused(model, how, change):
     decoder = Decoder.of(model, Words(), **how)
     session, before = read(decoder), of_the_decoder(decoder)

@@ -8,12 +8,14 @@ from kvindex_adapters.decoder import Decoder, Sampling
 from tests.adapters.cli.test_cli import Chats, generated, run, tiny, words
 from tests.adapters.decoder.families import model_of
 from tests.adapters.tiny import build
+from tests.support.helpers import mostly_slow, sampled
 
 __all__ = ["tiny"]
 
 
-@pytest.mark.parametrize("index", ["exact", "none"])
-@pytest.mark.parametrize("more", [(), ("--chat",), ("--top-k", 1)])
+@pytest.mark.parametrize(
+    ("index", "more"), sampled(["exact", "none"], [(), ("--chat",), ("--top-k", 1)])
+)
 def test_both_engines_answer_alike(tiny, tmp_path, index, more):
     given = ("--prompt", words(50), "--index", index, *more)
     ours, shown = generated(tmp_path, *given, "--engine", "decoder")
@@ -46,7 +48,7 @@ def test_questions_about_a_text_are_answered_alike(tiny, tmp_path, index):
         assert mine.get("rows_read_fraction") == other.get("rows_read_fraction")
 
 
-@pytest.mark.parametrize("engine", ["decoder", "transformers"])
+@pytest.mark.parametrize("engine", mostly_slow(["decoder", "transformers"], "decoder"))
 def test_what_an_engine_saved_both_answer_from(tiny, tmp_path, engine):
     folder, document, question = tmp_path / "saved", words(50), words(9, 1)
     given = ("--prompt", document, "--engine", engine)

@@ -44,7 +44,7 @@ def attached(model, ids, count, mask=None, **options):
         return made[:, ids.shape[1] :], cache.report()
 
 
-@pytest.mark.parametrize("index", mostly_slow(INDEXES, "exact", "pariskv"))
+@pytest.mark.parametrize("index", mostly_slow(INDEXES, "pariskv"))
 def test_seventy_tokens_are_those_of_attach(model, decoder, index):
     """The answer includes eight updates of each layer.
 
@@ -69,7 +69,7 @@ def test_memory_is_got_before_the_first_token(decoder, monkeypatch):
     assert asked == [(0, 63, 2)] * decoder.config.layers
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", mostly_slow(["mistral", "qwen2", "qwen3"], "qwen3"))
 def test_other_families_search_as_attach_does(family):
     model, ids = model_of(family), ids_of(60)
     tokens, _ = attached(model, ids[None], 40, index="pariskv", k=10, **REGIONS)
@@ -85,7 +85,7 @@ def test_without_an_index_tokens_are_those_of_transformers(model, decoder):
     assert (answer.report, answer.config, answer.backend) == (None, None, None)
 
 
-@pytest.mark.parametrize("length", [40, 41, 42, 47])
+@pytest.mark.parametrize("length", mostly_slow([40, 41, 42, 47], 41))
 def test_a_prompt_in_pieces_is_read_as_generate_reads_it(model, decoder, length):
     given = dict(index="pariskv", chunk=8, max_new_tokens=30, **FEW)
     theirs = kvhf.generate(model, Words(), ids_of(length), **given)
@@ -128,7 +128,7 @@ def test_a_padded_batch_is_that_of_attach(model, decoder):
     assert [answer.answer_ids.tolist() for answer in answers] == tokens.tolist()
 
 
-@pytest.mark.parametrize("index", [None, "exact"])
+@pytest.mark.parametrize("index", mostly_slow([None, "exact"], None))
 def test_a_batch_equals_its_rows(decoder, index):
     prompts, given = [ids_of(60), ids_of(1), ids_of(33)], dict(index=index, k=500)
     given |= dict(max_new_tokens=30, attach_options=REGIONS)
@@ -147,8 +147,8 @@ def test_a_list_of_one_prompt_gives_a_list(decoder):
 
 def test_a_second_prompt_and_two_decoders_in_turn(model, decoder):
     other = Decoder.of(model_of("qwen3"), Words())
-    first, second = (one.generate(ids_of(60), max_new_tokens=40, **FEW) for one in (decoder, other))
-    runs = [one.stream(ids_of(60), max_new_tokens=40, **FEW) for one in (decoder, other, decoder)]
+    first, second = (one.generate(ids_of(60), max_new_tokens=20, **FEW) for one in (decoder, other))
+    runs = [one.stream(ids_of(60), max_new_tokens=20, **FEW) for one in (decoder, other, decoder)]
     decoder.generate(ids_of(45), max_new_tokens=20, **FEW)
     made = [torch.cat(tokens) for tokens in zip(*zip(*runs, strict=True), strict=True)]
     for tokens, answer in zip(made, (first, second, first), strict=True):
@@ -182,7 +182,7 @@ def breaking(function, calls):
     return call
 
 
-@pytest.mark.parametrize("where", ["between tokens", "in a layer"])
+@pytest.mark.parametrize("where", mostly_slow(["between tokens", "in a layer"], "in a layer"))
 def test_after_an_exception_the_next_prompt_is_as_ever(decoder, monkeypatch, where):
     given = dict(max_new_tokens=30, **FEW)
     before = decoder.generate(ids_of(60), **given)

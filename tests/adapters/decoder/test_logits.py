@@ -13,12 +13,15 @@ from kvindex_adapters.llama.rotary import Rotary, rotate
 from kvindex_adapters.llama.weights import Norm, read_weights
 from tests.adapters.decoder.families import FAMILIES, ids_of, model_of
 from tests.adapters.tiny import LAYERS, VOCABULARY, prompt
+from tests.support.helpers import mostly_slow, slow
 
 EVERYTHING = dict(
     index="exact",
     k=500,
     attach_options=dict(sink=4, local_window=8, update_every=8, dense_below=0),
 )
+FEW = ("llama, biases, tied", "llama, llama3's rotation", "llama, yarn", "mistral", "qwen3")
+"""Families with biases, other rotations, one KV head, or norms of queries and keys."""
 CLOSE = dict(rtol=1e-4, atol=1e-4)
 
 
@@ -36,8 +39,8 @@ def expected(model, ids, more):
     return list(logits[len(ids) - 1 :].unsqueeze(1))
 
 
-@pytest.mark.parametrize("options", [dict(index=None), EVERYTHING], ids=["dense", "exact"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("options", [slow(dict(index=None)), EVERYTHING], ids=["dense", "exact"])
+@pytest.mark.parametrize("name", mostly_slow(FAMILIES, *FEW))
 def test_logits_are_those_of_transformers(name, options):
     model, ids, more = model_of(name), ids_of(61), ids_of(20, seed=3)
     made = logits_of(Decoder.of(model), ids, more[None], chunk=16, **options)

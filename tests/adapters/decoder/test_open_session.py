@@ -163,7 +163,7 @@ def test_folders_of_others_are_refused_and_the_session_stays_empty(decoder, tmp_
             model_of("llama, no groups", **SMALL)
         ).session(**FEW),
         "layer.sink": decoder.session(**{**FEW, "attach_options": {**SIZES, "sink": 5}}),
-        "got a IndexedLayer": decoder.session(index=None),
+        "got a saved IndexedLayer": decoder.session(index=None),
     }
     for message, other in others.items():
         with pytest.raises(ValueError, match=message):

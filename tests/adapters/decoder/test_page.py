@@ -43,4 +43,4 @@ def test_the_page_names_every_file():
     rows = re.findall(r"^\| (`.*\.py`) \|", PAGE, re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+\.py)`", row)}
     assert files - {"layers.py"} == named
-    assert "Start with `layers.py`" in PAGE
+    assert "Start with `decoder/layers.py`" in PAGE

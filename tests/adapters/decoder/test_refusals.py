@@ -208,7 +208,8 @@ def test_without_a_tokenizer_prompts_are_ids():
 def test_another_device_than_that_of_the_ranks_is_refused_before_anything_is_loaded():
     ranks = HeadRanks.of("cpu")
     with pytest.raises(
-        ValueError, match=r"^device: got 'cuda', allowed is the device of ranks, 'cpu'$"
+        ValueError,
+        match=r"^device: got 'cuda', allowed is the device of the argument ranks, 'cpu'$",
     ):
         Decoder.from_pretrained("nowhere", device="cuda", ranks=ranks)
     assert ranks.on(torch.device("cpu"))

@@ -8,6 +8,7 @@ from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 from kvindex_adapters.decoder import Decoder, Sampling, sampling_like
 from kvindex_adapters.decoder.sampling import Sampler, keep_top_k, keep_top_p
 from tests.adapters.decoder.families import ids_of, model_of
+from tests.support.helpers import mostly_slow
 
 WARM = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=3)
 FEW = dict(
@@ -22,7 +23,7 @@ def decoder():
     return Decoder.of(model_of("llama"))
 
 
-@pytest.mark.parametrize("index", [None, "pariskv"])
+@pytest.mark.parametrize("index", mostly_slow([None, "pariskv"], None))
 def test_a_seed_gives_the_same_tokens(decoder, index):
     ids = [ids_of(60), ids_of(40)]
     made = [

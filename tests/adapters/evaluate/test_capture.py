@@ -6,9 +6,10 @@ import torch
 from kvindex_adapters.evaluate.capture import capture
 from kvindex_adapters.evaluate.recall import SINK, bytes_per_key, measure
 from tests.adapters.tiny import build, prompt
+from tests.support.helpers import mostly_slow
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", mostly_slow(["llama", "gemma2"], "llama"))
 def test_captured_rows_give_the_models_attention(family):
     """Compare with the weights that transformers' eager attention reports."""
     options = dict(layer_types=["full_attention"] * 4) if family == "gemma2" else {}
@@ -50,7 +51,7 @@ def test_exact_search_recalls_everything_and_a_bad_index_does_not():
 
 
 @pytest.mark.parametrize(
-    ("spec", "kept", "scanned"),
+    ("spec", "stored", "scanned"),
     [
         ("pariskv:preset=paper", 96, 16),
         ("pariskv:preset=fast", 67, 18),
@@ -60,7 +61,7 @@ def test_exact_search_recalls_everything_and_a_bad_index_does_not():
         ("exact", 0, 256),
     ],
 )
-def test_bytes_per_key(spec, kept, scanned):
-    want = {"kept": kept, "scanned": scanned}
+def test_bytes_per_key(spec, stored, scanned):
+    want = {"stored": stored, "scanned": scanned}
     shared = 300 / 4096  # bytes of learned tensors per token, mostly those of a mean center
     assert bytes_per_key(spec, 128) == pytest.approx(want, abs=shared)

@@ -11,6 +11,7 @@ from kvindex_adapters.evaluate.compare.replay import FullAttention, ReplayLayer,
 from kvindex_adapters.evaluate.fidelity import divergences, full_logits
 from tests.adapters.hf.generation.test_generation import Words
 from tests.adapters.tiny import build, prompt
+from tests.support.helpers import mostly_slow
 
 K, NEW, CONTEXT = 3, 16, 60
 REGIONS = dict(sink=4, local_window=8, update_every=8)
@@ -21,7 +22,7 @@ INDEXES = (
 )
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2"])
+@pytest.fixture(scope="module", params=mostly_slow(["llama", "gemma2"], "gemma2"))
 def model(request):
     return build(request.param)  # gemma2 has sliding windows, too
 
@@ -47,7 +48,7 @@ def generated(model, ids, questions, index, **options):
     return [answer.answer_ids.tolist() for answer in answers]
 
 
-@pytest.mark.parametrize("index", INDEXES)
+@pytest.mark.parametrize("index", mostly_slow(INDEXES, *INDEXES[2:]))
 def test_answers_are_those_of_generate(model, read, index):
     ids, context, asked = read
     with indexed(model, ids, index=index, **REGIONS) as cache:

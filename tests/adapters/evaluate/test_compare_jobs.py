@@ -86,10 +86,11 @@ def test_they_find_the_modules_that_the_first_process_finds(tmp_path, monkeypatc
     assert {key.index for key, _ in records.of(TEXT)} == {FULL, "their_planes:Planes"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("load", "message"),
     [
-        pytest.param(die, "jobs: a worker process ended with exit code 3", marks=pytest.mark.slow),
+        (die, "jobs: a worker process ended with exit code 3"),
         (refuse, "model: got 'nowhere', allowed is a folder that exists"),
     ],
 )
@@ -100,13 +101,15 @@ def test_a_worker_that_fails_is_told_in_words(tmp_path, load, message):
 
 
 RUN = """
-import time
+import signal, time
 from pathlib import Path
 from tests.adapters.evaluate.test_compare_jobs import parallel
 def told(done, *others):
     if done:
         print(done, flush=True)
         time.sleep(60)  # until it is interrupted
+# A shell without job control starts processes in the background with SIGINT ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 parallel(Path(%r)).run(told)
 """
 

@@ -183,7 +183,7 @@ def test_a_folder_is_of_one_kind_of_settings(tmp_path):
     [
         (
             dict(indexes=("exact", "exact")),
-            r"index: got \['exact', 'exact'\], allowed is each value once",
+            r"index: got \['exact', 'exact'\], allowed is a list without repeated values",
         ),
         (dict(ks=()), "k: got no value"),
         (dict(tokens=(0,)), "tokens: got 0"),

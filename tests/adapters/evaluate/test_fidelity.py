@@ -7,11 +7,12 @@ import kvindex_adapters.hf as kvhf
 from kvindex_adapters.evaluate.fidelity import followed, full_logits, teacher_forced
 from kvindex_adapters.hf.generation.prefill import prefill
 from tests.adapters.tiny import build, prompt
+from tests.support.helpers import slow
 
 OPTIONS = dict(k=8, sink=4, local_window=16, update_every=16, dense_below=0)
 
 
-@pytest.mark.parametrize("index", ["pariskv", "exact+reuse"])
+@pytest.mark.parametrize("index", [slow("pariskv"), "exact+reuse"])
 def test_a_cache_that_has_answered_is_compared_as_a_new_one(index):
     model, ids = build("llama"), prompt(1, 90)["input_ids"][0]
     sizes = {name: size for name, size in OPTIONS.items() if name != "k"}

@@ -1,5 +1,7 @@
 """Steps that run in parallel give the same as single steps."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from kvindex_adapters.evaluate.fidelity import divergences, full_logits
 from kvindex_adapters.evaluate.parallel import ParallelLayer
 from kvindex_adapters.hf.generation.prefill import prefill
 from tests.adapters.tiny import build, prompt, steps
+from tests.support.helpers import mostly_slow, slow
 
 REGIONS = dict(k=5, sink=4, local_window=8, update_every=8, dense_below=0)
 
@@ -29,6 +32,9 @@ SMALL = {
     "triattention": "budget=12",
 }
 """Options with which an index can distinguish so few tokens."""
+
+SOME = ("infllm", "quest", "snapkv")
+"""Indexes that are not left to the slow tests."""
 
 FOLLOW = ("h2o:budget=12:recent=.1:most=1", "ctkvr:every=4:rho=6:probes=2", "sentencekv:longest=4")
 
@@ -65,8 +71,15 @@ def at_once(model, ids, start, sizes, index, **options):
     return torch.cat(logits, 1)
 
 
-@pytest.mark.parametrize("index", ["exact", "pariskv", "pariskv:preset=fast"])
-@pytest.mark.parametrize("sizes", [[30], [1, 7, 8, 9, 5], [16, 14]], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "index"),
+    mostly_slow(
+        product([[30], [1, 7, 8, 9, 5], [16, 14]], ["exact", "pariskv", "pariskv:preset=fast"]),
+        ([30], "exact"),
+        ([1, 7, 8, 9, 5], "pariskv"),
+    ),
+    ids=str,
+)
 def test_steps_at_once_equal_single_steps(model, index, sizes):
     inputs = prompt(1, 80)
     got = at_once(model, inputs["input_ids"][0], 50, sizes, index)
@@ -74,12 +87,13 @@ def test_steps_at_once_equal_single_steps(model, index, sizes):
 
 
 def test_steps_at_once_with_learned_sinks():
-    model, inputs = build("gpt_oss"), prompt(1, 80)
+    kinds = dict(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    model, inputs = build("gpt_oss", **kinds), prompt(1, 80)
     got = at_once(model, inputs["input_ids"][0], 50, [1, 7, 22], "exact")
     assert torch.allclose(got, at_single_steps(model, inputs, "exact"), atol=1e-4)
 
 
-@pytest.mark.parametrize("name", kvindex.names())
+@pytest.mark.parametrize("name", mostly_slow(kvindex.names(), *SOME))
 def test_each_index_that_can_be_searched_at_once_finds_the_same(model, name):
     if name.startswith("faiss"):
         pytest.importorskip("faiss")
@@ -93,7 +107,7 @@ def test_each_index_that_can_be_searched_at_once_finds_the_same(model, name):
     assert torch.allclose(got, want, atol=1e-3), float((got - want).abs().max())
 
 
-@pytest.mark.parametrize("index", FOLLOW)
+@pytest.mark.parametrize("index", mostly_slow(FOLLOW, FOLLOW[-1]))
 def test_an_index_that_follows_the_steps_is_refused_and_would_find_something_else(
     model, index, monkeypatch
 ):
@@ -129,7 +143,7 @@ def test_a_prompt_that_is_all_in_the_window_is_read_densely_until_some_of_it_lea
 
 
 @pytest.mark.parametrize(
-    "sizes", [dict(sink=0), dict(local_window=0), dict(update_every=3)], ids=str
+    "sizes", [dict(sink=0), dict(local_window=0), slow(dict(update_every=3))], ids=str
 )
 def test_regions_of_other_sizes(model, sizes):
     ids = prompt(1, 70)["input_ids"][0]

@@ -56,4 +56,4 @@ def test_what_cannot_be_calibrated_is_refused():
 
 def test_it_can_be_asked_for_before_there_is_a_model():
     check_search("triattention:budget=7", 100, "cpu")
-    assert bytes_per_key("triattention", 64)["kept"] == 0
+    assert bytes_per_key("triattention", 64)["stored"] == 0

@@ -110,7 +110,7 @@ def test_what_is_no_model_is_refused():
         ),
         (
             {"index": "exact+sample", "coverage": 0.9},
-            "coverage: got 0.9, allowed is None if rows are",
+            "coverage: got 0.9, allowed is None, because rows are",
         ),
         ({"index": "retroinfer+sample"}, "got RetroInfer, whose rows have weights already"),
         ({"index": "retroinfer+sample+reuse"}, "got RetroInfer, whose rows have weights already"),
@@ -313,7 +313,9 @@ def hidden_from_the_newest():
 def test_masks_by_which_later_tokens_cannot_search(model, mask):
     ids, for_each_head = prompt(1, 20)["input_ids"], mask.expand(1, 4, -1, -1)
     with kvhf.attach(model, **REGIONS) as cache:
-        with pytest.raises(UnsupportedError, match=r"attention_mask: got .* hides from the newest"):
+        with pytest.raises(
+            UnsupportedError, match=r"attention_mask: got .* the newest token cannot"
+        ):
             model(input_ids=ids, attention_mask=mask[None, None], past_key_values=cache)
         with pytest.raises(
             UnsupportedError, match=r"attention_mask: got .* the same for all heads"

@@ -81,6 +81,7 @@ class Nothing(Wrapper):
         return Hits(ids, torch.full(ids.shape, float("-inf")))
 
 
+@pytest.mark.slow
 def test_without_retrieval_the_needle_is_lost(smollm2_model, needle):
     """Shows that the needle test can fail: sink and local window do not contain the answer."""
 
@@ -159,6 +160,7 @@ def test_demo(loaded, tmp_path, monkeypatch):
     assert "Both find 1 of 1 numbers" in result.output
 
 
+@pytest.mark.slow
 def test_demo_hides_the_needle_in_a_text_of_the_user(loaded, tmp_path, monkeypatch):
     monkeypatch.setattr(demo_module, "ANSWER_TOKENS", 8)
     text, out = tmp_path / "text.txt", tmp_path / "demo.json"
@@ -195,7 +197,8 @@ def test_generate_streams_and_writes(loaded, tmp_path):
     assert "Paris" in full.output
 
 
-@pytest.mark.parametrize("index", [None, "pariskv", pytest.param("exact", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [None, "pariskv", "exact"])
 def test_the_decoder_answers_as_transformers_does(smollm2_model, needle, index):
     model, tokenizer = smollm2_model
     given = dict(index=index, max_new_tokens=32, attach_options=REGIONS)
@@ -220,6 +223,7 @@ def test_two_hundred_tokens_of_the_decoder_are_those_of_attach(smollm2_model, in
     assert ours.report == theirs.report
 
 
+@pytest.mark.slow
 def test_logits_of_the_decoder_are_those_of_transformers(smollm2_model):
     model, tokenizer = smollm2_model
     ids = text_ids(tokenizer, 300, SEED)
@@ -231,6 +235,7 @@ def test_logits_of_the_decoder_are_those_of_transformers(smollm2_model):
     torch.testing.assert_close(torch.cat(made), expected, rtol=1e-4, atol=2e-3)
 
 
+@pytest.mark.slow
 def test_fp8_moves_next_tokens_little_but_in_the_head(smollm2_model):
     """The reason why the decoder's `weights="fp8"` leaves the head unchanged."""
     triton = pytest.importorskip("kvindex_cuda.triton", exc_type=ImportError)

@@ -5,6 +5,7 @@ import torch
 
 import kvindex_adapters.hf as kvhf
 from tests.adapters.tiny import build, prompt
+from tests.support.helpers import slow
 
 SIZES = dict(k=10, sink=4, local_window=8, update_every=4, dense_below=0)
 
@@ -18,7 +19,7 @@ def written(index, batch, beams):
         return out, [layer.rate() for layer in cache.indexes() if hasattr(layer, "rate")]
 
 
-@pytest.mark.parametrize(("batch", "beams"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("batch", "beams"), [slow(1, 1), (2, 2)])
 def test_systems_that_are_exact_write_what_exact_writes(batch, beams):
     """Observed queries, the end of the prompt, appended tokens and beam search all go through the
     model."""

@@ -57,7 +57,7 @@ def model(request):
     [
         slow("exact", {}),
         slow("pariskv", {"allow_block_sharing": False}),
-        ("quest", {"max_batch_tokens": 24}),  # prompts come in chunks
+        slow("quest", {"max_batch_tokens": 24}),  # prompts come in chunks
         ("pariskv", {"num_blocks": 12}),  # requests are preempted
     ],
 )
@@ -82,17 +82,16 @@ def test_sliding_layers_keep_their_own():
 
 
 @pytest.mark.skipif(not NEWER, reason="transformers 5.17 gives one answer a request")
-def test_several_answers_go_on_from_one_index(model, monkeypatch):
+@pytest.mark.parametrize("sharing", [True, slow(False)])
+def test_several_answers_go_on_from_one_index(model, monkeypatch, sharing):
     forks, fork = [], layer.Pool.fork
     monkeypatch.setattr(layer.Pool, "fork", lambda *a: forks.append(a) or fork(*a))
     inputs = prompts(50, 40)
-    for sharing in (True, False):
-        options = dict(answers=3, allow_block_sharing=sharing)
-        expected = batch(model, inputs, **options)
-        with kvhf.attach_batch(model, **EXACT):
-            assert batch(model, inputs, **options) == expected
-        assert bool(forks) == sharing
-        forks.clear()
+    options = dict(answers=3, allow_block_sharing=sharing)
+    expected = batch(model, inputs, **options)
+    with kvhf.attach_batch(model, **EXACT):
+        assert batch(model, inputs, **options) == expected
+    assert bool(forks) == sharing
 
 
 def test_one_query_rows_read_few_rows_and_all_else_is_exact(model):
@@ -151,6 +150,7 @@ def test_a_step_that_fails_leaves_nothing(model):
     assert batch(model, inputs) == expected
 
 
+@pytest.mark.slow
 def test_two_models_in_turn_and_each_is_restored(model):
     other, inputs = build("qwen2", num_hidden_layers=2, layer_types=None), prompts(20, 50)
     expected = batch(model, inputs), batch(other, inputs)

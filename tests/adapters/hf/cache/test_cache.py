@@ -5,6 +5,7 @@ The file is long, because it lists everything that transformers may do to a cach
 
 import copy
 import functools
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from kvindex.testing import interrupt_at, lines_of
 from kvindex_adapters.hf.model.attachment import attached
 from kvindex_adapters.hf.model.attention import NAME
 from tests.adapters.tiny import SMALL, build, dense_steps, prompt, steps
+from tests.support.helpers import mostly_slow
 
 REGIONS = dict(index="exact", k=500, sink=4, local_window=8, update_every=8, dense_below=0)
 
@@ -69,27 +71,32 @@ def test_crop_refuses_positive_numbers(model):
         assert cache.get_seq_length() == 30
 
 
-CHANGES = pytest.mark.parametrize(
-    ("change", "rows"),
-    [
-        (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
-        (lambda cache: cache.batch_select_indices(torch.tensor([2, 0])), [2, 0]),
-        (lambda cache: cache.batch_select_indices(torch.tensor([1, 2, 0])), [1, 2, 0]),
-        (lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])), [0, 2]),
-        (lambda cache: cache.reorder_cache(torch.tensor([1, 1, 0])), [1, 1, 0]),
-    ],
-    ids=["repeat", "select", "select-all", "select-mask", "reorder"],
-)
+CHANGES = {
+    "repeat": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+    "select": (lambda cache: cache.batch_select_indices(torch.tensor([2, 0])), [2, 0]),
+    "select-all": (lambda cache: cache.batch_select_indices(torch.tensor([1, 2, 0])), [1, 2, 0]),
+    "select-mask": (
+        lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])),
+        [0, 2],
+    ),
+    "reorder": (lambda cache: cache.reorder_cache(torch.tensor([1, 1, 0])), [1, 1, 0]),
+}
+LAYERS = {"llama": 2, "falcon_h1": 2, "zaya": 2, "zamba": 4, "inkling_text": 4}
+"""Families, with linear attention in the same layer as full attention or in separate layers, and
+their numbers of layers."""
 
 
-@CHANGES
 @pytest.mark.parametrize(
-    ("family", "layers"),
-    [("llama", 2), ("falcon_h1", 2), ("zaya", 2), ("zamba", 4), ("inkling_text", 4)],
+    ("family", "how"),
+    mostly_slow(
+        product(LAYERS, CHANGES),
+        *product(["llama"], CHANGES),
+        *[("falcon_h1", "select"), ("zaya", "repeat"), ("zamba", "select-mask")],
+        *[("falcon_h1", "reorder"), ("inkling_text", "reorder")],
+    ),
 )
-def test_batch_operations(family, layers, change, rows):
-    """Models include linear attention, in the same layer as full attention or in separate
-    layers."""
+def test_batch_operations(family, how):
+    layers, (change, rows) = LAYERS[family], CHANGES[how]
     model = build(family, num_hidden_layers=layers)
     inputs = prompt(3, 50, padded=True)
     chosen = {name: tensor[rows] for name, tensor in inputs.items()}

@@ -18,7 +18,7 @@ from tests.adapters.hf.generation.test_generation import Words
 from tests.adapters.tiny import build, prompt, steps
 from tests.cuda.graphs import WholeGraph, recorded
 from tests.support.captured import Captured
-from tests.support.helpers import mostly_slow
+from tests.support.helpers import mostly_slow, slow
 
 SIZES = dict(k=500, sink=4, local_window=4, update_every=3, dense_below=0)
 """Rows move from the window into the index at every third token."""
@@ -66,7 +66,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", mostly_slow(CASES, "pariskv", "windows"))
+@pytest.mark.parametrize("case", mostly_slow(CASES, "pariskv"))
 def test_a_report_never_meets_a_step(case):
     family, options = CASES[case]
     model, inputs = build(family, eos_token_id=None), prompt(1, 40)
@@ -87,6 +87,7 @@ def test_a_report_never_meets_a_step(case):
         assert_grows(lengths, 0, 79)
 
 
+@pytest.mark.slow
 def test_a_report_never_meets_a_replay():
     model, inputs = build("qwen3", eos_token_id=None), prompt(1, 40)
     sizes = {**SIZES, "update_every": 12}
@@ -104,7 +105,7 @@ def test_a_report_never_meets_a_replay():
     assert_grows(lengths, 0, 79)
 
 
-@pytest.mark.parametrize("options", [{}, dict(attach_options={"dense_layers": (0,)})])
+@pytest.mark.parametrize("options", [slow({}), dict(attach_options={"dense_layers": (0,)})])
 def test_a_session_is_asked_while_it_generates(options):
     decoder, ids = Decoder.of(model_of("llama", num_hidden_layers=2), Words()), ids_of(40)
     sizes = {name: size for name, size in SIZES.items() if name != "k"}

@@ -12,7 +12,7 @@ from tests.adapters.hf.model.test_families import FEW
 from tests.adapters.tiny import FAMILIES, build, dense_steps, prompt, steps
 from tests.cuda.graphs import WholeGraph, recorded
 from tests.support.captured import Captured
-from tests.support.helpers import Case, left_padding
+from tests.support.helpers import Case, left_padding, mostly_slow
 from tests.support.sequences import layer_of
 
 REGIONS = dict(index="exact", k=500, sink=4, local_window=8, update_every=8, dense_below=0)
@@ -70,13 +70,7 @@ def with_holes():
     return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
 
 
-def slow(family):
-    return pytest.param(family, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize(
-    "family", [family if family in (*FEW, "zamba") else slow(family) for family in FAMILIES]
-)
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, "llama", *FEW[1::2], "zamba"))
 def test_padding_anywhere_is_what_it_is_with_plain_attention(family):
     model, inputs = build(family), with_holes()
     expected = dense_steps(model, inputs, SIZES)
@@ -87,7 +81,7 @@ def test_padding_anywhere_is_what_it_is_with_plain_attention(family):
     assert worst < TOLERANCE < 0.01 * float(expected[-1].abs().max())
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("backend", mostly_slow(["torch", "cpu"], "cpu"))
 def test_pariskv_attends_to_all_but_it(backend):
     model, inputs = build("llama"), with_holes()
     how = {**REGIONS, "index": "pariskv", "index_options": {"backend": backend}}
@@ -139,7 +133,7 @@ def asked(model, cache, turns=1):
     return ids, mask
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("family", mostly_slow(["llama", "qwen3", "gemma2"], "llama", "qwen3"))
 def test_questions_about_one_document(family):
     """Each answer is the same as alone. Padding takes up places in a sliding window, as always."""
     model = build(family, eos_token_id=None)
@@ -152,7 +146,7 @@ def test_questions_about_one_document(family):
         assert torch.equal(own, alone)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", mostly_slow(["llama", "qwen3"], "llama"))
 def test_tokens_after_it_are_graphs(graphs, family):
     """A second turn adds more padding. Its decode steps are replayed as graphs as well."""
     model = build(family, eos_token_id=None)

@@ -4,6 +4,7 @@ On a CPU, graphs are recorded functions (`tests/cuda/graphs.py`), of an index in
 """
 
 from copy import deepcopy
+from itertools import product
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from kvindex_adapters.hf.cache.sliding import SlidingLayer
 from tests.adapters.hf.graph.test_token_graph import EAGER, REGIONS
 from tests.adapters.tiny import build, prompt
 from tests.cuda.graphs import WholeGraph, recorded
-from tests.support.helpers import sampled
+from tests.support.helpers import mostly_slow, slow
 
 WINDOW = 24
 """Sliding window of the tiny models."""
@@ -31,6 +32,12 @@ TWO = {
 """Two layers of families: with a softcap, normalized queries and keys, a learned sink, or none."""
 
 
+SIZES = [(1, 60), (3, 60), (3, 17)]
+CASES = mostly_slow(
+    product(SIZES, TWO), *zip(SIZES, ("gemma2", "gemma3_text", "gpt_oss"), strict=True)
+)
+
+
 @pytest.fixture
 def graphs():
     """Count graphs and replays."""
@@ -42,7 +49,7 @@ def model_of(family="gemma3_text", **options):
     return build(family, **{**TWO.get(family, {}), "eos_token_id": None, **options})
 
 
-@pytest.mark.parametrize(("size", "family"), sampled([(1, 60), (3, 60), (3, 17)], TWO), ids=str)
+@pytest.mark.parametrize(("size", "family"), CASES, ids=str)
 def test_tokens_are_those_of_transformers(graphs, family, size):
     """With a window that is full or not, more than once around it; sequences start at other
     tokens."""
@@ -97,7 +104,7 @@ def life(model, token_graph):
     return logits
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("family", mostly_slow(["gemma3_text", "gpt_oss"], "gemma3_text"))
 def test_turns_cuts_orders_and_copies(graphs, family):
     model = model_of(family)
     for mine, theirs in zip(life(model, None), life(model, False), strict=True):
@@ -126,7 +133,7 @@ def test_a_cut_is_refused_as_transformers_does(graphs):
     assert torch.equal(got, model.generate(**prompt(1, 60), max_new_tokens=20, do_sample=False))
 
 
-@pytest.mark.parametrize("length", [60, 9])
+@pytest.mark.parametrize("length", [60, slow(9)])
 def test_a_replay_that_fails_takes_its_token_back(graphs, monkeypatch, length):
     model, inputs = model_of(), prompt(1, length)
     want = model.generate(**inputs, max_new_tokens=50, do_sample=False)

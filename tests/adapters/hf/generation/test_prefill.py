@@ -1,5 +1,7 @@
 """Indexes observe the text: sentences end at its punctuation."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from kvindex_adapters.hf.generation.tokenizer import punctuated
 from kvindex_adapters.hf.model.info import reads_chunks, text_positions
 from tests.adapters.hf.generation.test_generation import Words, full
 from tests.adapters.tiny import build, prompt
+from tests.support.helpers import mostly_slow, slow
 
 STOPS = tuple(range(5, 101, 9))
 SIZES = dict(k=20, sink=0, local_window=4, update_every=4, dense_below=0)
@@ -47,8 +50,14 @@ def assert_as_in_words(cache, sequences, pads=(0, 0, 0)):
             assert len(sizes) > 2, "the text has sentences"
 
 
-@pytest.mark.parametrize("index", ["sentencekv", "sentencekv+recall", "sentencekv+sample"])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    ("index", "batch"),
+    mostly_slow(
+        product(["sentencekv", "sentencekv+recall", "sentencekv+sample"], [1, 3]),
+        ("sentencekv", 3),
+        ("sentencekv+recall", 1),
+    ),
+)
 def test_sentences_are_those_of_the_text_and_of_what_is_written(index, batch):
     model, inputs = build("llama", eos_token_id=None), prompt(batch, 60, padded=True)
     with kvhf.attach(model, index=index, **OPTIONS) as cache, torch.inference_mode():
@@ -109,7 +118,7 @@ def test_a_model_that_is_given_no_ids_still_runs():
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("roberta", {"is_decoder": True}), ("llama", {}), ("zamba", {}), ("zamba2", {})],
+    [("roberta", {"is_decoder": True}), slow("llama", {}), ("zamba", {}), slow("zamba2", {})],
 )
 def test_a_prompt_in_chunks_is_answered_as_by_the_plain_model(family, options):
     """roberta computes its own positions if it gets none, and zamba's states begin again."""

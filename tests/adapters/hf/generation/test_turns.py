@@ -10,8 +10,10 @@ from jinja2 import TemplateError
 import kvindex_adapters.hf as kvhf
 from kvindex_adapters.decoder import Decoder
 from tests.adapters.decoder.families import model_of
+from tests.adapters.hf.cache.test_copies import LINEAR
 from tests.adapters.hf.generation.test_generation import NEW, REGIONS, Words, full
 from tests.adapters.tiny import build
+from tests.support.helpers import mostly_slow, sampled
 
 SYSTEM, USER, ASSISTANT, END = 3, 4, 5, 6
 ROLES = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT, "tool": USER}
@@ -168,9 +170,13 @@ def expected(plain, ids, **options):
     return full(plain, inputs, **options)[0, len(ids) :].tolist()
 
 
-@pytest.mark.parametrize("how", ["new", "whole"])
-@pytest.mark.parametrize("thinks", [False, True])
-@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize(
+    ("how", "thinks", "ends"),
+    mostly_slow(
+        itertools.product(["new", "whole"], [False, True], [False, True]),
+        *[("new", False, True), ("new", True, False), ("whole", True, True)],
+    ),
+)
 def test_a_turn_is_what_the_template_makes_of_all_messages(plain, opened, how, thinks, ends):
     tokenizer = Chat(thinks)
     talk = opened(tokenizer)
@@ -222,8 +228,7 @@ def test_an_answer_that_is_tokenized_otherwise_is_read_again(plain, opened):
     assert answer.answer_ids.tolist() == expected(plain, rendered(Chat(), edited))
 
 
-@pytest.mark.parametrize("used", ["continue", "branch"])
-@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize(("used", "thinks"), sampled(["continue", "branch"], [True, False]))
 def test_a_call_that_fails_or_branches_leaves_the_conversation_as_it_was(
     plain, model, used, thinks
 ):
@@ -353,7 +358,7 @@ def test_a_copy_knows_the_conversation(model, copied):
             talk.ask([user("40")], used="continue")
 
 
-HYBRID = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+HYBRID = dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], **LINEAR)
 
 
 @pytest.mark.parametrize(("family", "options"), [("qwen2", {}), ("qwen3_next", HYBRID)])

@@ -23,6 +23,7 @@ from tests.adapters.tiny import build, prompt
 from tests.cuda.graphs import WholeGraph, recorded
 from tests.support.captured import Captured
 from tests.support.fused import on_a_cpu
+from tests.support.helpers import mostly_slow, slow
 
 pytest.importorskip("triton")
 
@@ -67,7 +68,7 @@ def said(replays, count):
     return f"{replays} of {count} tokens were replays of the fused token"
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", mostly_slow(FAMILIES, *[*FAMILIES][1::2]))
 def test_tokens_are_those_of_the_models_own_forward(graphs, name):
     """The answer includes updates of the window; with this index, each needs a new graph."""
     (mine, report), (theirs, plain) = both(model_of(name), prompt(1, 60), 40)
@@ -188,7 +189,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", mostly_slow(CHANGES, *[*CHANGES][1:4]))
 def test_weights_that_change_are_those_that_are_read(graphs, change):
     answers = []
     for how in (dict(fused=True), dict(token_graph=False)):
@@ -366,7 +367,7 @@ def in_training():
         (with_a_hook, {}, "model.layers.0.mlp: got a replaced forward method or a hook"),
         (with_a_forward, {}, "model.layers.0.mlp: got a replaced forward method or a hook"),
         (with_another_module, {}, "up_proj: got torch.nn.*Sequential, allowed is torch.nn.Lin"),
-        (compiled, {}, "LlamaMLP: got a compiled call"),
+        slow(compiled, {}, "LlamaMLP: got a compiled call"),
         (in_training, {}, r"attention_dropout: got 0\.1 in training"),
         (model_of, dict(token_graph=False), "token_graph: got False, allowed with fused=True"),
         (model_of, dict(coverage=0.9), r"coverage: got 0\.9, allowed with fused=True is None"),

@@ -9,6 +9,7 @@ import kvindex
 import kvindex_adapters.hf as kvhf
 from kvindex_adapters.hf.cache.layer_kinds import ChosenLayer, chosen_ids
 from tests.adapters.tiny import EXPERTS, LATENT, SMALL, build, dense_steps, prompt, steps
+from tests.support.helpers import slow
 
 SIZES = [40] + [1] * 14 + [6] + [1] * 4
 REGIONS = dict(index="exact", k=1, sink=4, local_window=8, update_every=8, dense_below=0)
@@ -96,11 +97,11 @@ def test_cuts_orders_copies_and_failures(model):
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("deepseek_v32", {}),
+        slow("deepseek_v32", {}),
         ("glm_moe_dsa", SHARED),
-        ("hy_v4", SHARED),  # has learned sinks
+        slow("hy_v4", SHARED),  # has learned sinks
         # layers differ: two have sliding windows; slow, as the model is large for a tiny one
-        pytest.param("dots3_note_text", {}, marks=pytest.mark.slow),
+        slow("dots3_note_text", {}),
     ],
 )
 def test_rows_of_latents_that_an_indexer_chose(family, options):

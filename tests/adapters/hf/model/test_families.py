@@ -6,6 +6,7 @@ import torch
 import kvindex_adapters.hf as kvhf
 from kvindex_adapters.hf.cache.layer import IndexedLayer
 from tests.adapters.tiny import FAMILIES, build, dense_steps, prompt, steps
+from tests.support.helpers import mostly_slow
 
 TOLERANCE = 1e-4
 SIZES = [40] + [1] * 14 + [6] + [1] * 4  # prompt, decoding with an update, a second turn
@@ -16,16 +17,18 @@ FEW = (
 )
 """Families with groups, a softcap, sliding windows, two head sizes, hybrid layers, latents, a bias,
 or learned sinks."""
-
-
-def slow(*given):
-    return pytest.param(*given, marks=pytest.mark.slow)
+MORE = ("qwen3_moe", "gpt_neox", "falcon_h1", "zaya")
+"""Families with experts, fused projections, or linear attention in the same layer."""
 
 
 @pytest.mark.parametrize(
     ("family", "batch", "padded"),
-    [(family, 3, True) for family in FAMILIES]
-    + [(family, 1, False) if family in FEW else slow(family, 1, False) for family in FAMILIES],
+    mostly_slow(
+        [(family, *how) for how in ((3, True), (1, False)) for family in FAMILIES],
+        *[(family, 3, True) for family in (*FEW, *MORE)],
+        ("llama", 1, False),
+        ("gpt_oss", 1, False),
+    ),
     ids=str,
 )
 def test_logits_equal_full_attention(family, batch, padded):
@@ -46,9 +49,7 @@ def test_logits_equal_full_attention(family, batch, padded):
     assert searches == [SIZES.count(1)] * len(layers)
 
 
-@pytest.mark.parametrize(
-    "family", [family if family in FEW else slow(family) for family in FAMILIES]
-)
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, "llama", *FEW[1::2]))
 def test_pariskv_runs_and_is_close_in_every_family(family):
     """With enough rows to retrieve all, differences come only from rounding of retrieved rows."""
     model, inputs = build(family), prompt(2, sum(SIZES), padded=True)

@@ -14,6 +14,7 @@ import kvindex_adapters.hf as kvhf
 from kvindex_adapters.hf.model.patch import IMPLEMENTATION
 from tests.adapters.hf.batching.test_batching import EXACT, batch, prompts
 from tests.adapters.tiny import build, prompt
+from tests.support.helpers import sampled
 
 REGIONS = dict(index="exact", k=500, sink=4, local_window=8, update_every=8, dense_below=0)
 GREEDY = dict(do_sample=False, max_new_tokens=8)
@@ -49,8 +50,7 @@ def assert_plain(model, like):
             assert type(vars(config)[IMPLEMENTATION]) is str
 
 
-@pytest.mark.parametrize("how", COPIES)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(("family", "how"), sampled(["llama", "qwen3"], COPIES))
 def test_a_copy_is_a_plain_model(family, how):
     model, plain = build(family), build(family)
     inputs = prompt(2, 40, padded=True)
@@ -94,6 +94,7 @@ def test_a_copy_of_a_configuration_names_the_model_s_own_attention():
     assert model.config._attn_implementation == "eager"
 
 
+@pytest.mark.slow
 def test_a_copy_inside_continuous_batching_is_a_plain_model():
     model, inputs = build("llama", num_hidden_layers=2), prompts(40, 25)
     plain = build("llama", num_hidden_layers=2)

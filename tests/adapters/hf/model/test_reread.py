@@ -3,6 +3,7 @@
 import copy
 import inspect
 import io
+from itertools import product
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.adapters.hf.generation.test_conversation import Stops
 from tests.adapters.hf.generation.test_generation import NEW, REGIONS, Collect, Words, full
 from tests.adapters.hf.model.test_rotary_length import SWITCH, alone, ask, ids, model_of
 from tests.adapters.tiny import prompt
-from tests.support.helpers import sampled
+from tests.support.helpers import mostly_slow, sampled, slow
 
 plain_is_right = pytest.mark.skipif(
     "next_sequence_length" not in inspect.getsource(Phi3ForCausalLM.prepare_inputs_for_generation),
@@ -32,8 +33,7 @@ def generated(model, inputs, **options):
         return model.generate(**inputs, past_key_values=cache, **options), expected, cache.lengths()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("length", [28, 32, 33, 60])
+@pytest.mark.parametrize(("length", "name"), sampled([28, 32, 33, 60], FAMILIES))
 def test_a_prompt_and_an_answer_across_the_switch(name, length):
     model = model_of(name)
     with kvhf.attach(model, **REGIONS) as cache:
@@ -42,14 +42,17 @@ def test_a_prompt_and_an_answer_across_the_switch(name, length):
     assert torch.equal(mine, alone(name, ids(length)))
 
 
+TURNS = [(10, 20), (8, 2, 30), (14, 2, 9)]
+
+
 @plain_is_right
 @pytest.mark.parametrize(
     ("batch", "options"),
     [
-        (3, {}),
+        slow(3, {}),
         (3, dict(num_beams=2)),
-        (1, dict(prompt_lookup_num_tokens=3)),
-        (1, dict(prefill_chunk_size=8)),
+        slow(1, dict(prompt_lookup_num_tokens=3)),
+        slow(1, dict(prefill_chunk_size=8)),
     ],
     ids=str,
 )
@@ -61,7 +64,9 @@ def test_batches_beams_assisted_decoding_and_transformers_own_chunks(batch, opti
 
 
 @pytest.mark.parametrize(
-    ("turns", "name"), sampled([(10, 20), (8, 2, 30), (14, 2, 9)], FAMILIES), ids=str
+    ("turns", "name"),
+    mostly_slow(product(TURNS, FAMILIES), *product(TURNS[:2], ["phi3"])),
+    ids=str,
 )
 def test_a_turn_across_the_switch_is_answered_as_one_prompt(name, turns):
     model, said = model_of(name), []
@@ -76,7 +81,7 @@ def test_a_turn_across_the_switch_is_answered_as_one_prompt(name, turns):
             assert cache.get_seq_length() == sum(map(len, said))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", mostly_slow(FAMILIES, "phi3"))
 def test_a_prompt_that_is_read_across_the_switch(name):
     model, parts = model_of(name), [ids(20), ids(30), ids(5)]
     with kvhf.attach(model, **REGIONS) as cache:
@@ -107,7 +112,7 @@ def test_a_saved_cache_is_read_again(tmp_path):
     assert torch.equal(answer, alone("phi3", ids(20), ids(30)))
 
 
-@pytest.mark.parametrize("last", [3, 4, 5, 9])
+@pytest.mark.parametrize("last", mostly_slow([3, 4, 5, 9], 4, 9))
 def test_an_answer_that_was_computed_ahead_across_the_switch(monkeypatch, last):
     """The tokens that are removed begin before the switch, at it, or after it."""
     text, answer = ids(28), alone("phi3", ids(28))
@@ -223,6 +228,7 @@ def test_progress_and_streamed_tokens_of_a_prompt_that_is_read_again():
     assert streamer.tokens[-NEW:] == answer.tolist()
 
 
+@pytest.mark.slow
 def test_no_other_family_of_transformers_drops_a_cache():
     dropping = set()
     for config, model in MODEL_FOR_CAUSAL_LM_MAPPING.items():

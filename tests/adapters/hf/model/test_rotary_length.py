@@ -12,7 +12,7 @@ from kvindex_adapters.hf.graph import run_ahead
 from kvindex_adapters.hf.model.rotary import depends_on_length, keeps_longest, length_dependent
 from tests.adapters.hf.generation.test_generation import NEW, REGIONS, Words, full
 from tests.adapters.tiny import build, prompt
-from tests.support.helpers import sampled
+from tests.support.helpers import mostly_slow, sampled
 
 SWITCH = 32
 """Number of tokens up to which the frequencies are those of a short sequence."""
@@ -78,7 +78,7 @@ def ask(model, question, **options):
     ).answer_ids
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mostly_slow(MODELS, *KEEP))
 def test_keys_of_a_prompt_in_chunks_are_those_of_one_piece(name):
     text, caches = ids(70), []
     for chunk in (70, 16):
@@ -105,7 +105,7 @@ def test_a_prompt_in_chunks_is_answered_as_by_the_plain_model(name, length):
     assert not any(one._forward_pre_hooks or one._forward_hooks for one in model.modules())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mostly_slow(MODELS, "dynamic", "phi3"))
 def test_a_prompt_that_is_read_first_is_answered_as_by_the_plain_model(name):
     model, document, question = model_of(name), ids(70), ids(9)
     with kvhf.attach(model, **REGIONS) as cache:
@@ -192,20 +192,19 @@ def test_an_index_that_needs_frequencies_is_refused():
         pass
 
 
-def test_a_saved_cache_goes_on_as_the_plain_model(tmp_path):
-    document, question = ids(70), ids(9)
-    for name in ("longrope", "dynamic"):
-        expected = []
-        for _ in range(2):
-            model = model_of(name)
-            with kvhf.attach(model, **REGIONS) as cache:
-                if expected:
-                    cache.load(tmp_path / name)
-                else:
-                    kvhf.read(model, Words(), document, cache=cache, chunk=16)
-                    cache.save(tmp_path / name)
-                expected.append(ask(model, question, cache=cache, used="continue"))
-        assert torch.equal(*expected)
+@pytest.mark.parametrize("name", mostly_slow(["longrope", "dynamic"], "longrope"))
+def test_a_saved_cache_goes_on_as_the_plain_model(tmp_path, name):
+    document, question, expected = ids(70), ids(9), []
+    for _ in range(2):
+        model = model_of(name)
+        with kvhf.attach(model, **REGIONS) as cache:
+            if expected:
+                cache.load(tmp_path / name)
+            else:
+                kvhf.read(model, Words(), document, cache=cache, chunk=16)
+                cache.save(tmp_path / name)
+            expected.append(ask(model, question, cache=cache, used="continue"))
+    assert torch.equal(*expected)
 
 
 def test_hooks_of_others_see_what_the_model_sees():
