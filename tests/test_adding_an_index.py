@@ -86,6 +86,7 @@ def hold(installed, capsys):
     assert len(shown) == 4
 
 
+@pytest.mark.slow
 def test_the_commands_print_what_the_page_shows(installed, capsys, monkeypatch):
     monkeypatch.setattr(run, "CASES", run.CASES[-1:])
     hold(installed, capsys)

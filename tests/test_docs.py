@@ -124,7 +124,11 @@ GPUS = {"docs/cuda.md": pytest.mark.gpu, "docs/distributed.md": pytest.mark.skip
 """Page -> the mark of a first script that needs GPUs, or a launcher."""
 
 QUICK = {"docs/indexes/dsa.md", "docs/indexes/exact.md", "docs/indexes/quest.md"}
-LONG = {f"docs/adapters/{name}.md" for name in ("compare", "tasks", "ruler")}
+LONG = {
+    f"docs/adapters/{name}.md"
+    for name in ("batching", "chat", "compare", "several-questions", "tasks", "ruler")
+}
+LONG |= {"docs/README.md", "docs/adapters/decoder.md"}
 LONG |= {page for page in FIRST if page.startswith("docs/indexes/")} - QUICK
 """Pages whose first script takes long, or is much like another page's."""
 

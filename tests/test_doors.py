@@ -39,6 +39,8 @@ PUBLIC = {"_replace", "_asdict", "_fields", "_exit"}
 def indexes_of_any_type(source):
     """Return parameters, variables and functions that are named as an index but annotated as
     `Any`."""
+    if "Any" not in source:
+        return
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.arg):
             name, hint = node.arg, node.annotation

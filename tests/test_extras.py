@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.helpers import slow
+
 ROOT = Path(__file__).parents[1]
 INDEX = "import kvindex; kvindex.create({!r}, q_heads=2, kv_heads=1, head_dim=8, backend={!r})"
 COMMAND = "sys.argv = ['kvindex', {!r}]; from kvindex_adapters.cli import main; main()"
@@ -26,10 +28,10 @@ def process(missing, code):
     ("missing", "code", "extra"),
     [
         ("transformers", "import kvindex_adapters.hf", "hf"),
-        ("transformers", "from kvindex_adapters.decoder import Decoder", "hf"),
-        ("vllm", "from kvindex_adapters.vllm import register; register()", "vllm"),
-        ("numba", INDEX.format("exact", "cpu"), "cpu"),
-        ("faiss", INDEX.format("faiss-flat", "torch"), "faiss"),
+        slow("transformers", "from kvindex_adapters.decoder import Decoder", "hf"),
+        slow("vllm", "from kvindex_adapters.vllm import register; register()", "vllm"),
+        slow("numba", INDEX.format("exact", "cpu"), "cpu"),
+        slow("faiss", INDEX.format("faiss-flat", "torch"), "faiss"),
     ],
 )
 def test_an_import_error_names_the_extra(missing, code, extra):
@@ -45,8 +47,8 @@ def test_an_import_error_names_the_extra(missing, code, extra):
     ("missing", "command", "extra"),
     [
         ("typer", "--help", "hf,cli"),
-        ("rich", "indexes", "cli"),
-        ("transformers", "demo", "hf"),
+        slow("rich", "indexes", "cli"),
+        slow("transformers", "demo", "hf"),
     ],
 )
 def test_a_command_prints_one_line_and_status_2(missing, command, extra):

@@ -7,6 +7,7 @@ import inspect
 import re
 import subprocess
 import sys
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -69,9 +70,16 @@ LACKS = {
 """Module of `kvindex.ops` -> its functions that `kvindex_cuda.ops` lacks; "*" means all."""
 
 
+@cache
+def import_statements(source):
+    """Return the nodes of a file's import statements, anywhere in it."""
+    kinds = ast.Import | ast.ImportFrom
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+
+
 def imported(source):
     """Return the top-level packages that a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(source)):
+    for node in import_statements(source):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -81,11 +89,11 @@ def imported(source):
 def rooms_imported(package, source):
     """Return the rooms of a package that a file imports, anywhere in it."""
     name, folder = package.rpartition("/")[2], ROOT / package
-    for node in ast.walk(ast.parse(source)):
+    for node in import_statements(source):
         if isinstance(node, ast.ImportFrom):
             modules = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
-            modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            modules = [alias.name for alias in node.names]
         for module in modules:
             top, _, rest = module.partition(".")
             room = rest.partition(".")[0]
@@ -105,10 +113,10 @@ def import_cycle(sources):
     graph = {}
     for name, source in sources.items():
         targets = set()
-        for node in ast.walk(ast.parse(source)):
+        for node in import_statements(source):
             if isinstance(node, ast.Import):
                 targets |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
+            else:
                 paths = {f"{node.module}.{alias.name}" for alias in node.names}
                 targets |= {path if path in sources else node.module for path in paths}
         graph[name] = targets & sources.keys() - {name}
@@ -239,10 +247,11 @@ def test_a_new_file_is_a_new_index(tmp_path, monkeypatch):
 
 
 def test_no_list_names_the_indexes():
+    names = kvindex.names()
     for path in CORE:
         if path.parent.name != "indexes":
-            assert len(mentions(path.read_text(), kvindex.names())) == 0, path
-    assert mentions("NAMES = ['exact', 'pariskv']", kvindex.names())
+            assert len(mentions(path.read_text(), names)) == 0, path
+    assert mentions("NAMES = ['exact', 'pariskv']", names)
 
 
 @pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(ROOT)))
@@ -259,6 +268,7 @@ def test_the_search_for_imports_can_find_one():
     assert set(imported(source)) & CUDA == {"cupy", "triton"}
 
 
+@pytest.mark.slow
 def test_importing_the_core_loads_no_model_library():
     heavy = ["transformers", "scipy", "faiss", "cupy", "triton", "kvindex_adapters", "matplotlib"]
     code = f"import torch, sys; before = set(sys.modules); import kvindex; \
@@ -289,7 +299,7 @@ def reached(name="kvindex_cuda"):
         if module in found or not path.is_file():
             continue
         found[module] = path.read_text()
-        for node in ast.walk(ast.parse(found[module])):
+        for node in import_statements(found[module]):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvindex_cuda"):
                 left += [
                     node.module,
@@ -306,6 +316,7 @@ DOORS = (
 """Files of the CUDA backend that other packages import; all but the first serve an adapter."""
 
 
+@cache
 def behind_doors():
     """Return the files of the CUDA backend that `DOORS` import."""
     return {module: text for door in DOORS for module, text in reached(door).items()}
@@ -377,6 +388,8 @@ LOOKUPS = {
 
 def looked_up(source):
     """Return the names that a file passes to `getattr` and `hasattr`, as written there."""
+    if "getattr" not in source and "hasattr" not in source:
+        return
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
             yield ast.unparse(node.args[1]).strip("'")
@@ -406,7 +419,10 @@ def test_files_are_read_and_written_in_utf_8_whatever_the_machine_says():
     """Comments of kernels have characters that Python cannot decode by default without a locale."""
     folders = ("kvindex", "kvindex_cuda", "adapters", "benchmarks", "tools")
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        source = path.read_text(encoding="utf-8")
+        if "read_text" not in source and "write_text" not in source:
+            continue
+        for node in ast.walk(ast.parse(source)):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
                 continue
             told = len(node.args) + any(word.arg == "encoding" for word in node.keywords)

@@ -11,7 +11,7 @@ from kvindex.bases.clusters import ClusteredIndex, Cut, Plan
 from kvindex.ops import kmeans
 from kvindex.testing.stateful import STEPS, check_any_interleaving
 from tests.contract import CHECKS
-from tests.support.helpers import Case, all_rows, left_padding, part, sampled, slow
+from tests.support.helpers import Case, all_rows, left_padding, mostly_slow, part, sampled, slow
 
 CASE = Case(q_heads=2, kv_heads=2, head_dim=16, value_dim=8, batch=2)
 SMALL = dict(block=8, per_cluster=4)
@@ -43,8 +43,11 @@ BY_BLOCKS = ["clusterkv", "squeezed"]
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", BY_BLOCKS)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    ("check", "name"),
+    sampled(CHECKS, BY_BLOCKS),
+    ids=lambda part: getattr(part, "__name__", str(part)),
+)
 def test_small_clusters_keep_the_contract(check, name, case):
     """With default options, so few tokens would all wait, and there would be no cluster."""
     check(partial(small, name, case), case)
@@ -80,7 +83,7 @@ def test_there_is_an_index_of_clusters():
     assert NAMES
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "retroinfer"))
 def test_any_interleaving_of_calls_agrees_with_a_fresh_index(name):
     """The test is like `test_stateful.py`, but with enough tokens to make clusters."""
     make = partial(kvindex.get(name), **small_options(name))
@@ -100,9 +103,8 @@ def test_the_plan_cuts_the_prompt_and_then_blocks():
     assert Plan(None, 4, 8, 3).cuts(23, 30) == [Cut(0, 23, 6)]
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    ("cut", "pads"),
+    ("cut", "pads", "name"),
     sampled(
         [
             ([25, 60], 50),  # cuts a block
@@ -113,6 +115,7 @@ def test_the_plan_cuts_the_prompt_and_then_blocks():
             ([5, 60], 0),
         ],
         [None, [0, 5], [19, 33], [60, 2]],
+        NAMES,
     ),
 )
 def test_after_truncate_clusters_are_those_of_the_tokens_that_are_left(name, pads, cut):

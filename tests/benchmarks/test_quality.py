@@ -99,15 +99,23 @@ def test_exact_search_with_all_rows_is_full_attention_and_a_wrong_one_is_not(mon
     assert measure(one, "exact", SETTING, [32], known)["rows"][32]["recall"] < 0.5
 
 
+FIELD = ["--written", 4, "--generated", 100, "--layers", 3, "--rows", 16]
+FIELD += ["--index", "exact", "streaming:budget={k}", "--tokens"]
+
+
 def test_the_field_is_written_and_added_to(tiny, monkeypatch):
     texts, model = tiny
-    given = ["field", *texts, "--written", 4, "--generated", 100, "--layers", 3, "--rows", 16]
-    given += ["--index", "exact", "streaming:budget={k}", "--tokens"]
+    given = ["field", *texts, *FIELD]
     ran(quality.main, [*given, 500, *model], monkeypatch)
     result = ran(quality.main, [*given, 520, "--add", *model], monkeypatch)
     assert [run["measured"] for run in result["runs"]] == [4, 4]
     assert "| `exact` |" in report.TABLES["field"](result)
-    own = ran(quality.main, [*given, 500, "--sampled", *model], monkeypatch)
+
+
+@pytest.mark.slow
+def test_the_field_is_measured_along_answers(tiny, monkeypatch):
+    texts, model = tiny
+    own = ran(quality.main, ["field", *texts, *FIELD, 500, "--sampled", *model], monkeypatch)
     assert "| `exact` | 1.000 (1.00) |" in report.TABLES["answers_along"](own)
 
 

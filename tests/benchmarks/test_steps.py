@@ -11,6 +11,7 @@ from benchmarks import append, latency, report
 from benchmarks.common import correctness, decoding, workload
 from kvindex.core.geometry import Geometry
 from tests.benchmarks.running import MACHINE, SIZES, SMALL, emulated, ran, timed
+from tests.support.helpers import slow
 
 
 @emulated
@@ -21,7 +22,8 @@ def test_a_right_step_is_let_through(small):
 
 @emulated
 @pytest.mark.parametrize(
-    ("method", "message"), [("append", "of the ids equal"), ("attend", "the output has an error")]
+    ("method", "message"),
+    [slow("append", "of the ids equal"), ("attend", "the output has an error")],
 )
 def test_a_wrong_step_is_not_timed(method, message, small, monkeypatch):
     created = workload.created
@@ -80,7 +82,7 @@ def test_an_append_is_measured_and_updates_are_told_apart(small):
     assert set(kinds) == set(append.KINDS)
     found = append.delays([10.0, 13.0, 10.0, 11.0], ["plain", "updated"] * 2)
     assert found["updated"]["delay_median"] == pytest.approx(0.2)
-    part = {"tokens": 280, "layers": 2, "beside": found}
+    part = {"tokens": 280, "layers": 2, "concurrent": found}
     assert "| 20.0% |" in report.TABLES["append_layers"]({"layers": [part]})
 
 
@@ -101,7 +103,7 @@ def test_steps_on_a_cpu_are_measured_in_turns_and_a_wrong_one_is_not(tmp_path, m
     monkeypatch.setattr(correctness, "CHECKED", 1024)
     given = ["--device", "cpu", "--tokens", 1024, "--replays", 10, "--layers", 1, "--json"]
     given.append(tmp_path / "out.json")
-    codecs = ["--beside", "pariskv:row_codec=int2", "exact", "exact:row_codec=int2"]
+    codecs = ["--others", "pariskv:row_codec=int2", "exact", "exact:row_codec=int2"]
     result = ran(latency.main, [*codecs, *given], monkeypatch)
     (point,) = result["points"]
     assert point["dense"]["of_dense"] == 1

@@ -18,13 +18,13 @@ from kvindex.testing.contract.contexts import (
 from tests.contract import CHECKS
 from tests.contract.test_contract import SPECS
 from tests.contract.test_faults import WRAPPED
-from tests.support.helpers import Case
+from tests.support.helpers import Case, mostly_slow, slow
 from tests.support.sequences import SIZES, Sequence
 
 CASE = Case(q_heads=4, kv_heads=2, head_dim=16, value_dim=8, batch=2, softcap=3.0)
 
 
-@pytest.mark.parametrize("spec", [*SPECS, *WRAPPED])
+@pytest.mark.parametrize("spec", mostly_slow([*SPECS, *WRAPPED], *kvindex.names(), WRAPPED[0]))
 def test_no_index_depends_on_the_context(spec):
     check_no_context_changes_results(partial(CASE.index, spec), CASE)
 
@@ -44,7 +44,7 @@ def test_no_layer_depends_on_the_context(context):
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("codec", ["plain", "int4"])
+@pytest.mark.parametrize("codec", ["plain", slow("int4")])
 def test_a_layer_goes_in_and_out_of_inference_mode(codec):
     """Modes alternate between steps, reorders, copies and saved states."""
 

@@ -10,6 +10,7 @@ from benchmarks.comparing.field import SPECS
 from kvindex.testing.cases import Case
 from kvindex.testing.contract.devices import K, check_tensors_stay_on_their_device
 from kvindex.testing.elsewhere import PLACE, known
+from tests.support.helpers import mostly_slow
 
 CASE = Case(q_heads=4, kv_heads=2, head_dim=16, value_dim=8)
 NAMES = [
@@ -19,7 +20,7 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, *kvindex.names()))
 def test_an_index_keeps_to_its_device(name):
     check_tensors_stay_on_their_device(partial(CASE.index, name), CASE)
 

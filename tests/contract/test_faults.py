@@ -21,7 +21,7 @@ from kvindex.testing.contract.faults import (
 from kvindex.wrappers import MeasureRecall, Wrapper
 from tests.contract.test_contract import SPECS
 from tests.support.beside import Beside
-from tests.support.helpers import Case, left_padding
+from tests.support.helpers import Case, left_padding, mostly_slow, sampled
 from tests.support.sequences import SIZES, Sequence
 
 CASE = Case(q_heads=4, kv_heads=2, head_dim=16, value_dim=8, batch=2)
@@ -32,13 +32,14 @@ WRAPPED = [
     "quest+reuse:tau=0.5",
     "sentencekv+reuse",
 ]
+INDEXES = [*kvindex.names(), "pariskv:preset=paper", *WRAPPED]
 
 
 def make(spec):
     return lambda **options: CASE.index(spec, **options)
 
 
-@pytest.mark.parametrize("spec", [*kvindex.names(), "pariskv:preset=paper", *WRAPPED])
+@pytest.mark.parametrize("spec", mostly_slow(INDEXES, "exact", "pariskv", *INDEXES[2::4]))
 def test_memory_that_runs_out_anywhere_changes_no_index(spec):
     check_memory_that_runs_out_anywhere_changes_nothing(make(spec), CASE)
 
@@ -147,7 +148,11 @@ CALLS = {
 
 @pytest.mark.parametrize(
     ("name", "spec"),
-    [(name, spec) for name in CALLS for spec in (LAYERS if name == "update" else FEW)],
+    mostly_slow(
+        [(name, spec) for name in CALLS for spec in (LAYERS if name == "update" else FEW)],
+        *(("update", spec) for spec in ("exact", "pariskv", "h2o", *BESIDE)),
+        *((name, "exact") for name in ("reorder", "truncate", "reset")),
+    ),
 )
 def test_memory_that_runs_out_changes_no_layer(name, spec):
     hold_to(CALLS[name], operations_of, fail_at, spec, 12)
@@ -161,8 +166,7 @@ def test_memory_that_runs_out_at_each_operation_changes_no_layer(name, spec):
     hold_to(CALLS[name], operations_of, fail_at, spec, 10_000)
 
 
-@pytest.mark.parametrize("spec", FEW)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("name", "spec"), sampled(CALLS, FEW))
 def test_an_interrupt_changes_no_layer(name, spec):
     hold_to(CALLS[name], lines_of, interrupt_at, spec, 30 if name == "update" else 15)
 

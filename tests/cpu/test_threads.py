@@ -93,6 +93,7 @@ print(os.waitpid(child, 0)[1], torch.equal(ids(), want))
     assert said(code) == "0 True"
 
 
+@pytest.mark.slow
 def test_a_child_of_a_fork_before_the_first_search_searches():
     code = """
 from kvindex.cpu.pariskv import precompile

@@ -154,7 +154,7 @@ def test_bytes_per_key_and_head(volume, want):
     case = Case(q_heads=4, kv_heads=2, head_dim=128, value_dim=128, dtype=torch.bfloat16)
     index = case.index("arkvale", volume=volume)
     index.append(*case.tokens(64))
-    assert index.bytes_per_key() == {"kept": want, "scanned": want}
+    assert index.bytes_per_key() == {"stored": want, "scanned": want}
 
 
 @pytest.mark.parametrize("volume", ["ball", "center"])

@@ -120,7 +120,7 @@ def test_bytes_of_a_key():
     for codec, want in (("fp8", 132), ("plain", 256)):
         index = case.index("dsa", key_codec=codec)
         index.append(*case.tokens(10))
-        assert index.bytes_per_key() == {"kept": want, "scanned": want}
+        assert index.bytes_per_key() == {"stored": want, "scanned": want}
 
 
 def test_what_is_wrong_is_refused():

@@ -184,7 +184,7 @@ def test_bytes():
     index = ONE.index("faiss-flat")
     index.append(*ONE.tokens(30), valid=left_padding([10, 0], 30))
     assert index.nbytes()["codes"] == 2 * 50 * 64 + 60  # plus the flags of padding
-    assert index.bytes_per_key() == {"kept": 64, "scanned": 64}
+    assert index.bytes_per_key() == {"stored": 64, "scanned": 64}
 
 
 def test_a_gpu_index_is_refused_where_there_is_none():

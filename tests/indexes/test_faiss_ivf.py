@@ -80,7 +80,7 @@ def test_bytes():
     index = made("faiss-ivf", CASE.tokens(400), lists=8, probes=2)
     bytes_per_key = index.bytes_per_key()
     assert bytes_per_key["scanned"] == pytest.approx(72 * 2 / 8 + 8 * 64 / 400)
-    assert bytes_per_key["kept"] == pytest.approx(72 + (8 * 64 * 4 + 16) / 1600)
+    assert bytes_per_key["stored"] == pytest.approx(72 + (8 * 64 * 4 + 16) / 1600)
 
 
 @pytest.mark.parametrize("bad", [dict(lists=0), dict(probes=0), dict(iterations=0), dict(seed=-1)])

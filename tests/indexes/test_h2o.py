@@ -271,7 +271,7 @@ def test_bad_calls_leave_it_as_it_was():
 def test_bytes_are_an_id_and_a_score_for_each_kept_row():
     index = built()
     assert index.nbytes()["codes"] == 2 * 2 * 8 * (8 + 4)
-    assert index.bytes_per_key() == {"kept": 8 * 12 / N, "scanned": 8 * (16 * 4 + 12) / N}
+    assert index.bytes_per_key() == {"stored": 8 * 12 / N, "scanned": 8 * (16 * 4 + 12) / N}
 
 
 def test_published_defaults():

@@ -184,7 +184,7 @@ def test_bytes_per_key_and_head():
     index.append(*case.tokens(1000))
     anchors = index._learned["anchor_ids"].shape[1]
     kept = anchors * (256 + 4) + 1000 * 16 + (8 + 8 * anchors) / 2 + 4
-    assert index.bytes_per_key()["kept"] == kept / 1000
+    assert index.bytes_per_key()["stored"] == kept / 1000
     looked = round(min(30 / anchors, 1) * 1000)
     assert index.bytes_per_key()["scanned"] == (anchors * 260 + looked * 260) / 1000
 

@@ -201,7 +201,7 @@ def test_bytes_per_key_and_head():
     case = Case(q_heads=4, kv_heads=2, head_dim=128, value_dim=128, dtype=torch.bfloat16)
     index = case.index("infllm")
     index.append(*case.tokens(256))
-    assert index.bytes_per_key() == {"kept": 2 * 256 / 128 + 2 * 4, "scanned": 2 * 256 / 128}
+    assert index.bytes_per_key() == {"stored": 2 * 256 / 128 + 2 * 4, "scanned": 2 * 256 / 128}
 
 
 @pytest.mark.parametrize("name", ["page", "representatives", "span"])

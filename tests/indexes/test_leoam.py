@@ -96,7 +96,7 @@ def test_bytes_of_all_chunks_and_of_the_largest():
     case = Case(q_heads=2, kv_heads=2, head_dim=64, value_dim=64, dtype=torch.bfloat16)
     index = case.index("leoam")
     index.append(*case.tokens(256))
-    assert index.bytes_per_key() == {"kept": 15 * 4 * 64 / 128, "scanned": 4 * 64 / 128}
+    assert index.bytes_per_key() == {"stored": 15 * 4 * 64 / 128, "scanned": 4 * 64 / 128}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import kvindex
 from kvindex.core.protocol import Hits
 from kvindex.pariskv import candidates
 from kvindex.pariskv.config import ParisKVConfig
-from tests.support.helpers import ROUNDED, Case, assert_same_hits, left_padding, part
+from tests.support.helpers import ROUNDED, Case, assert_same_hits, left_padding, part, sampled
 
 CASE = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2)
 PAST = ["fast", "accurate", "precise", "scan"]
@@ -65,8 +65,7 @@ def test_a_constant_added_to_all_keys_changes_no_ranking(preset):
     assert (plain.ids[..., None] == lost[..., None, :]).any(-1).float().mean() < 0.9
 
 
-@pytest.mark.parametrize("preset", PAST)
-@pytest.mark.parametrize("power", [-8, 3, 8])
+@pytest.mark.parametrize(("power", "preset"), sampled([-8, 3, 8], PAST))
 def test_scaling_all_keys_by_a_power_of_two_changes_no_hit(preset, power):
     keys, values = CASE.tokens(300)
     plain, scaled = filled(preset, keys, values), filled(preset, keys * 2.0**power, values)
@@ -111,8 +110,7 @@ def assert_same_codes(got, want):
     assert torch.equal(hits[0].scores, hits[1].scores)
 
 
-@pytest.mark.parametrize("preset", [*PAST, *TIERED, "paper"])
-@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.parametrize(("history", "preset"), sampled(HISTORIES, [*PAST, *TIERED, "paper"]))
 def test_codes_are_a_function_of_their_tokens(preset, history):
     """Codes are equal bit by bit, however the tokens were divided into appends."""
     if history == "one by one" and preset != "fast":
@@ -126,8 +124,10 @@ def test_codes_are_a_function_of_their_tokens(preset, history):
     assert_same_codes(got, want)
 
 
-@pytest.mark.parametrize("preset", TIERED)
-@pytest.mark.parametrize("chunks", [[200], [512], [900], [300, 600], [100, 100, 700], [900, -250]])
+@pytest.mark.parametrize(
+    ("chunks", "preset"),
+    sampled([[200], [512], [900], [300, 600], [100, 100, 700], [900, -250]], TIERED),
+)
 def test_tiered_votes_of_blocks_are_the_same_with_padding_and_without(preset, chunks):
     """Candidates depend on the number of keys of each centroid, the open block included."""
     count, options = sum(chunks), dict(beta=0.2, rho=0.25, refine_factor=1)
@@ -222,8 +222,7 @@ def test_keys_of_very_different_norms_are_ranked_by_what_they_are():
     assert (hits.ids[..., 0] >= 50).all()
 
 
-@pytest.mark.parametrize("preset", PAST)
-@pytest.mark.parametrize("times", [16.0, 2.0**-6])
+@pytest.mark.parametrize(("times", "preset"), sampled([16.0, 2.0**-6], PAST))
 def test_norms_that_drift_after_the_prompt_cost_nothing(preset, times):
     keys, values = CASE.tokens(600)
     mean = CASE.queries().reshape(2, 2, 2, 64).mean(2)

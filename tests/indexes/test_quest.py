@@ -156,7 +156,7 @@ def test_bytes_per_key_and_head():
     case = Case(q_heads=4, kv_heads=2, head_dim=128, value_dim=128, dtype=torch.bfloat16)
     index = case.index("quest")
     index.append(*case.tokens(64))
-    assert index.bytes_per_key() == {"kept": 32, "scanned": 32}
+    assert index.bytes_per_key() == {"stored": 32, "scanned": 32}
 
 
 @pytest.mark.parametrize("page", [0, -1, 2.5])

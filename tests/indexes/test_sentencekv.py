@@ -291,7 +291,8 @@ def test_what_is_read_before_the_first_append_is_reordered_and_fixes_the_batch()
     index, tokens = CASE.index("sentencekv", punctuation=STOP), text(30)
     index.observe_tokens(tokens, first=0)
     with pytest.raises(
-        ValueError, match="keys: got a batch of 3, but the text of 2 sequences was observed"
+        ValueError,
+        match="keys: got a batch of 3, but the index was given the text of 2 sequences",
     ):
         index.append(*CASE.tokens(30, batch=3))
     index.reorder(torch.tensor([1, 0, 1]))
@@ -375,6 +376,6 @@ def test_bytes():
     index = case.index("sentencekv", longest=8)
     index.append(*case.tokens(64))
     assert index.nbytes()["codes"] == 8 * (2 * 32 + 4)
-    assert index.bytes_per_key() == {"kept": (32 + 2) / 8, "scanned": (32 + 2) / 8}
+    assert index.bytes_per_key() == {"stored": (32 + 2) / 8, "scanned": (32 + 2) / 8}
     index.mark_boundary()
     assert index.nbytes()["codes"] == 8 * (2 * 32 + 4) + 64

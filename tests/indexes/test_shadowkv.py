@@ -217,10 +217,10 @@ def test_bytes_per_key():
     case = Case(q_heads=2, kv_heads=2, head_dim=128, value_dim=8, dtype=torch.bfloat16)
     index = case.index("shadowkv")
     index.append(*case.tokens(800))
-    assert index.bytes_per_key() == {"kept": 32.5, "scanned": 32.5}
+    assert index.bytes_per_key() == {"stored": 32.5, "scanned": 32.5}
     index.end_prompt()
     factors = 2 * 160 / 2 + 2 * 160 * 128 / 800 + 1  # bytes of a token, of the basis, of a flag
-    assert index.bytes_per_key() == {"kept": 32.5 + factors, "scanned": 32.5}
+    assert index.bytes_per_key() == {"stored": 32.5 + factors, "scanned": 32.5}
     assert index.nbytes()["codes"] == 2 * 800 * (32.5 + factors)
 
 

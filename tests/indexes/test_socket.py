@@ -99,7 +99,7 @@ def test_a_group_agrees_by_parts_of_the_sum():
 def test_bytes_of_buckets():
     index = CASE.index("socket")
     index.append(*CASE.tokens(10))
-    assert index.bytes_per_key() == {"kept": 60, "scanned": 60}
+    assert index.bytes_per_key() == {"stored": 60, "scanned": 60}
 
 
 @pytest.mark.parametrize(

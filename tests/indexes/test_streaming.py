@@ -118,7 +118,7 @@ def test_bytes_scanned_are_those_of_the_budget():
     case = Case(q_heads=4, kv_heads=2, head_dim=64, value_dim=64, dtype=torch.float16)
     index = case.index("streaming", budget=20)
     index.append(*case.tokens(100))
-    assert index.bytes_per_key() == {"kept": 0, "scanned": 20 * 64 * 2 / 100}
+    assert index.bytes_per_key() == {"stored": 0, "scanned": 20 * 64 * 2 / 100}
     assert index.nbytes()["codes"] == 0
 
 

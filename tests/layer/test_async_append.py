@@ -83,7 +83,7 @@ BEGUN = [
 
 
 def test_the_side_stream_begins_after_the_step_and_the_end_comes_after_it(notes):
-    move = AsyncAppend(index := index_of(notes), leaving(notes), beside=index)
+    move = AsyncAppend(index := index_of(notes), leaving(notes), asynchronous=index)
     assert notes == [*BEGUN, "back", "event of side"]
     notes.clear()
     move.end()
@@ -92,7 +92,7 @@ def test_the_side_stream_begins_after_the_step_and_the_end_comes_after_it(notes)
 
 
 def test_what_is_given_up_is_waited_for(notes):
-    move = AsyncAppend(index := index_of(notes), leaving(notes), beside=index)
+    move = AsyncAppend(index := index_of(notes), leaving(notes), asynchronous=index)
     notes.clear()
     move.wait()
     assert notes == ["steps waits for that of side"]
@@ -102,7 +102,7 @@ def test_what_is_let_go_of_is_waited_for(notes):
     """A stream must finish before memory that it writes to is freed, as others may reuse the
     memory."""
     gc.collect()  # free what other tests have left, so that it is not counted here
-    move = AsyncAppend(index := index_of(notes), leaving(notes), beside=index)
+    move = AsyncAppend(index := index_of(notes), leaving(notes), asynchronous=index)
     notes.clear()
     del move
     gc.collect()
@@ -111,14 +111,14 @@ def test_what_is_let_go_of_is_waited_for(notes):
 
 def test_what_fails_to_begin_is_waited_for(notes):
     with pytest.raises(MemoryError):
-        AsyncAppend(index := index_of(notes, fails=True), leaving(notes), beside=index)
+        AsyncAppend(index := index_of(notes, fails=True), leaving(notes), asynchronous=index)
     assert notes == [*BEGUN, "steps waits for side"]
 
 
 def test_an_append_that_is_not_beside_knows_no_streams(notes):
     index = index_of(notes)
     index.append = lambda keys, values, *, valid: notes.append("append")
-    move = AsyncAppend(index, leaving(notes), beside=None)
+    move = AsyncAppend(index, leaving(notes), asynchronous=None)
     assert notes == []
     move.end()
     assert notes == ["append"]

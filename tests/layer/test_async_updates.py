@@ -9,7 +9,7 @@ import torch
 from kvindex.layer.updates import LAG
 from kvindex.wrappers import MeasureRecall, Wrapper
 from tests.support.beside import CASES, beside, feed, leaving, singles
-from tests.support.helpers import Case, all_rows, sampled
+from tests.support.helpers import Case, all_rows, sampled, slow
 from tests.support.sequences import Sequence, layer_of, steps_of
 
 
@@ -76,7 +76,7 @@ def test_several_tokens_at_once_end_it_and_go_at_once():
     feed(layer, sequence, [(24, 40), *singles(40, 60)])
 
 
-@pytest.mark.parametrize("pads", [[0, 0], [6, 1]])
+@pytest.mark.parametrize("pads", [slow([0, 0]), [6, 1]])
 def test_a_step_reads_what_is_leaving_in_the_window_alone(pads):
     """A step reads the sink, the hits and the window.
 
@@ -111,7 +111,7 @@ def test_rows_are_in_the_index_as_they_were():
     assert torch.equal(rows.values, sequence.values[:, :, :held])
 
 
-@pytest.mark.parametrize("prompt", [20, 21, 27, 2])
+@pytest.mark.parametrize("prompt", [20, slow(21), slow(27), 2])
 def test_layers_take_turns(prompt):
     """Each layer begins updates at its own remainder of the step, and the window is not longer."""
     case, begun = Case(), []

@@ -7,7 +7,7 @@ from kvindex.core.protocol import EncodesBlocks
 from kvindex.layer import AttentionLayer
 from kvindex.layer.updates import LAG
 from tests.support.beside import Beside, beside, feed, singles
-from tests.support.helpers import Case
+from tests.support.helpers import Case, sampled
 from tests.support.sequences import Sequence, steps_of
 
 CASE = Case(batch=2)
@@ -38,8 +38,7 @@ def played(steps, pads=None, **sizes):
     return made
 
 
-@pytest.mark.parametrize("pads", [None, [0, 11]], ids=str)
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("plan", "pads"), sampled(PLANS, [[0, 11], None]), ids=str)
 def test_codes_are_the_same_however_the_text_came(plan, pads):
     once, made = played(PLANS["at once"], pads), played(PLANS[plan], pads)
     held = min(len(once.index), len(made.index))
@@ -77,8 +76,7 @@ class Blocks(Beside):
         return wanted is EncodesBlocks or super()._offers(wanted)
 
 
-@pytest.mark.parametrize("phase", [None, 0.0, 0.25, 0.875])
-@pytest.mark.parametrize("prompt", [20, 27, 2])
+@pytest.mark.parametrize(("prompt", "phase"), sampled([20, 27, 2], [None, 0.0, 0.25, 0.875]))
 def test_every_step_is_dense_attention_and_layers_take_their_turns(phase, prompt, monkeypatch):
     """A full block waits for the layer's turn, and the window has room for it."""
     monkeypatch.setattr("tests.support.beside.Beside", Blocks)

@@ -130,7 +130,9 @@ def test_what_are_no_ids_is_refused_and_changes_nothing(bad):
     feed(layer, sequence, ids, steps_of(20, 1))
     with pytest.raises(ValueError, match=match):
         layer.step(*sequence.parts(21, 22), ids=change(ids[:, :, 21:22]))
-    with pytest.raises(ValueError, match="bias: got a tensor, allowed is None if ids is given"):
+    with pytest.raises(
+        ValueError, match="bias: got a tensor, allowed is None, because ids is given"
+    ):
         layer.step(*sequence.parts(21, 22), ids=ids[:, :, 21:22], bias=torch.zeros(2, 4, 1, 22))
     assert len(layer) == 21
     sequence.assert_equals(feed(layer, sequence, ids, [(21, 22)]), sequence.dense(shown), 21)

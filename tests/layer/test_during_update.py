@@ -8,12 +8,13 @@ import torch
 
 from kvindex.layer.updates import LAG
 from tests.support.beside import CASES, beside, feed, leaving, singles
-from tests.support.helpers import Case
+from tests.support.helpers import Case, mostly_slow, sampled
 from tests.support.sequences import Sequence, layer_of
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("length", [22, 21, 20, 18, 16, 15, 11, 10, 9, 4, 2, 1, 0])
+@pytest.mark.parametrize(
+    ("length", "case"), sampled([22, 21, 20, 18, 16, 15, 11, 10, 9, 4, 2, 1, 0], CASES)
+)
 def test_cut_while_rows_are_leaving(case, length):
     """Truncate into the buffer, the local window, the rows that are moving, the index, and the
     sink."""
@@ -57,9 +58,10 @@ def test_let_go_of_while_rows_are_leaving():
     gc.collect()
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("at", ["observe_queries", "search", "fetch"])
-@pytest.mark.parametrize("tokens", [22, 23])
+@pytest.mark.parametrize(
+    ("tokens", "at", "error"),
+    sampled([22, 23], ["observe_queries", "search", "fetch"], [RuntimeError, KeyboardInterrupt]),
+)
 def test_a_step_that_fails_while_rows_are_leaving(monkeypatch, at, error, tokens):
     """If the step that fails would have ended the update, a later step ends it."""
     sequence, layer = leaving()
@@ -125,9 +127,7 @@ def test_an_index_that_was_changed_by_others_ends_in_words():
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize(
-    "seed", [pytest.param(s, marks=pytest.mark.slow if s >= 12 else ()) for s in range(30)]
-)
+@pytest.mark.parametrize("seed", mostly_slow(range(30), *range(3)))
 def test_whatever_happens_it_is_what_a_layer_without_it_is(seed, device):
     """Steps, truncations, reorders and failures, in any order; every row is attended to."""
     draw = random.Random(seed)

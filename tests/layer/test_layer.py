@@ -9,7 +9,7 @@ from kvindex.indexes.exact import Exact
 from kvindex.layer import AttentionLayer, dense
 from kvindex.ops.attention import cap
 from kvindex.wrappers import Wrapper
-from tests.support.helpers import Case, Operations
+from tests.support.helpers import Case, Operations, sampled
 from tests.support.sequences import (
     Sequence,
     assert_dense_without_valid_rows,
@@ -49,8 +49,7 @@ def assert_dense(layer, sequence, steps):
 
 
 @pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("plan", "case"), sampled(PLANS, CASES))
 def test_every_step_is_dense_attention(case, plan):
     case, pads = CASES[case]
     assert_dense(layer_of(case), Sequence.of(case, 44, pads), PLANS[plan])
@@ -91,8 +90,9 @@ def test_the_comparison_with_dense_attention_can_fail(broken):
 
 
 @pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("length", [39, 37, 33, 30, 25, 14, 2, 1])
-@pytest.mark.parametrize("case", ["plain", "padded"])
+@pytest.mark.parametrize(
+    ("case", "length"), sampled(["plain", "padded"], [39, 37, 33, 30, 25, 14, 2, 1])
+)
 def test_truncated_inside_local_past_local_and_inside_the_sink(length, case):
     case, pads = CASES[case]
     first, other = Sequence.of(case, 60, pads), Sequence.of(case, 60, pads, seed=1)
@@ -162,8 +162,7 @@ def test_reset_starts_anew_with_another_batch():
     assert_dense(layer, again, PLANS["prefill and decode"])
 
 
-@pytest.mark.parametrize("case", ["plain", "padded"])
-@pytest.mark.parametrize("name", ["exact", "pariskv"])
+@pytest.mark.parametrize(("name", "case"), sampled(["exact", "pariskv"], ["padded", "plain"]))
 def test_a_batch_equals_its_rows_one_by_one(case, name):
     case, pads = CASES[case]
     sequence = Sequence.of(case, 60, pads)
@@ -268,8 +267,7 @@ def test_dense_attention_tells_its_log_sum_exp():
     torch.testing.assert_close(lse.double(), want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["plain", "padded"])
-@pytest.mark.parametrize("index", ["exact", "pariskv"])
+@pytest.mark.parametrize(("index", "case"), sampled(["exact", "pariskv"], ["padded", "plain"]))
 def test_tokens_without_queries_go_on_as_those_of_a_step(case, index):
     case, pads = CASES[case]
     sequence = Sequence.of(case, 44, pads)

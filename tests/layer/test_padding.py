@@ -5,7 +5,7 @@ import torch
 
 from kvindex.layer import dense
 from kvindex.testing.compare import all_rows
-from tests.support.helpers import Case
+from tests.support.helpers import Case, sampled
 from tests.support.sequences import Sequence, layer_of, steps_of
 
 COUNT = 60
@@ -55,9 +55,7 @@ def path(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("padding", HOLES)
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("plan", "padding", "case"), sampled(PLANS, HOLES, CASES))
 def test_every_step_is_dense_attention_to_the_real_tokens(case, padding, plan):
     case = CASES[case]
     sequence = Sequence.of(case, COUNT, holes=HOLES[padding])
@@ -78,8 +76,10 @@ def test_a_padded_query_sees_the_real_tokens_before_it():
         )
 
 
-@pytest.mark.parametrize("sizes", [dict(sink=0), dict(local_window=0), dict(update_every=1)])
-@pytest.mark.parametrize("padding", HOLES)
+@pytest.mark.parametrize(
+    ("padding", "sizes"),
+    sampled(HOLES, [dict(sink=0), dict(local_window=0), dict(update_every=1)]),
+)
 def test_regions_of_size_0(sizes, padding):
     case = CASES["plain"]
     sequence = Sequence.of(case, COUNT, holes=HOLES[padding])
@@ -99,8 +99,9 @@ def test_truncated_and_reordered_it_goes_on(padding):
     assert_dense(other.rows([2, 0, 0]), layer, [(30, 31), (31, 38), (38, 39), (39, 40)])
 
 
-@pytest.mark.parametrize("name", ["pariskv", "exact", "quest", "h2o", "streaming"])
-@pytest.mark.parametrize("padding", HOLES)
+@pytest.mark.parametrize(
+    ("padding", "name"), sampled(HOLES, ["pariskv", "exact", "quest", "h2o", "streaming"])
+)
 def test_searches_return_none_of_it_and_sinks_hold_none(name, padding):
     case = CASES["plain"]
     sequence, found = Sequence.of(case, COUNT, holes=HOLES[padding]), []

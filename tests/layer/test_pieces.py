@@ -8,7 +8,7 @@ from kvindex.layer import AttentionLayer, dense
 from kvindex.layer.sink import first_of, joined, joining
 from tests.layer.test_layer import CASES
 from tests.support.beside import Beside, beside
-from tests.support.helpers import Case
+from tests.support.helpers import Case, sampled
 from tests.support.sequences import SIZES, Sequence, steps_of
 
 PIECES = steps_of(17, 2, 3, 9, 13)
@@ -32,8 +32,7 @@ def assert_same(mine, theirs):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("spec", ["exact", "pariskv", "quest"])
+@pytest.mark.parametrize(("spec", "case"), sampled(["exact", "pariskv", "quest"], CASES))
 def test_the_layer_is_what_steps_make_it(case, spec):
     case, pads = CASES[case]
     sequence = Sequence.of(case, 60, pads)

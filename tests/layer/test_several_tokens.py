@@ -1,6 +1,7 @@
 """A step of several tokens that searches gives the same as single-token steps."""
 
 import random
+from itertools import product
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 import kvindex
 from kvindex.layer import AttentionLayer
 from tests.support.beside import CASES, beside, feed, singles
-from tests.support.helpers import Case
+from tests.support.helpers import Case, mostly_slow, sampled
 from tests.support.sequences import Sequence, layer_of
 
 PROMPT, NEW = 60, 5
@@ -74,8 +75,7 @@ def test_a_longer_step_is_a_piece_of_a_prompt():
     assert layer.traffic.steps == 0
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("phase", [None, 0.5])
+@pytest.mark.parametrize(("phase", "case"), sampled([None, 0.5], CASES))
 def test_updates_beside_the_steps_of_many_lengths(case, phase):
     case, pads = CASES[case]
     layer = beside(case, search_up_to=NEW, update_phase=phase)
@@ -87,8 +87,10 @@ def test_updates_beside_the_steps_of_many_lengths(case, phase):
     assert len(layer) - len(layer.index) < 4 + 6 + 4 + NEW
 
 
-@pytest.mark.parametrize("name", ["exact", "pariskv", "quest"])
-@pytest.mark.parametrize("local", [0, 4])
+@pytest.mark.parametrize(
+    ("local", "name"),
+    mostly_slow(product([0, 4], ["exact", "pariskv", "quest"]), (4, "exact"), (0, "quest")),
+)
 def test_rejected_tokens_leave_no_trace(name, local):
     """After any truncations, the layer equals one that has only seen the remaining tokens."""
     case, draw, kept = Case(batch=2), random.Random(local), PROMPT

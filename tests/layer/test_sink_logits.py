@@ -6,7 +6,7 @@ import torch
 from kvindex.core.capability import capability
 from kvindex.core.protocol import DecodesStep
 from kvindex.layer import AttentionLayer
-from tests.support.helpers import Case
+from tests.support.helpers import Case, sampled
 from tests.support.sequences import Sequence, layer_of, steps_of
 
 N = 44
@@ -35,8 +35,7 @@ def feed(layer, sequence, sinks, steps=STEPS):
     return torch.cat(outputs, dim=2)
 
 
-@pytest.mark.parametrize("each_token", [False, True])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "each_token"), sampled(CASES, [False, True]))
 def test_every_step_is_dense_attention_with_a_term_more(case, each_token):
     case, pads = CASES[case]
     sequence, sinks = Sequence.of(case, N, pads), sinks_of(case, N if each_token else None)

@@ -10,10 +10,10 @@ from tests.support.helpers import Operations
 
 
 def step(
-    rows, *, beside=10, masked=0.0, length=100, padded=0.0, row_bytes=8, coverage=None, batch=1
+    rows, *, resident=10, masked=0.0, length=100, padded=0.0, row_bytes=8, coverage=None, batch=1
 ):
     found = torch.full((batch, 2), rows, dtype=torch.int32)
-    return Counts(found, beside, masked, length, padded, row_bytes, coverage)
+    return Counts(found, resident, masked, length, padded, row_bytes, coverage)
 
 
 def floats(traffic):

@@ -76,6 +76,8 @@ def test_bad_masks(visible, error, match):
         layer.step(*sequence.parts(20, 23), visible=visible)
     ids = torch.zeros(1, 2, 3, 1, dtype=torch.int64)
     mask = torch.ones(1, 3, 23, dtype=torch.bool)
-    with pytest.raises(ValueError, match="visible: got a tensor, allowed is None if ids is given"):
+    with pytest.raises(
+        ValueError, match="visible: got a tensor, allowed is None, because ids is given"
+    ):
         layer.step(*sequence.parts(20, 23), visible=mask, ids=ids)
     assert len(layer) == 20

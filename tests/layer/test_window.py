@@ -10,7 +10,7 @@ import torch
 from kvindex import Hits
 from kvindex.indexes.exact import Exact
 from kvindex.layer.window import Window
-from tests.support.helpers import Case, all_rows
+from tests.support.helpers import Case, all_rows, sampled
 from tests.support.sequences import SIZES, Sequence, layer_of, steps_of
 
 PLANS = [
@@ -54,10 +54,11 @@ def regions(lengths, local, update_every):
         yield indexed
 
 
-@pytest.mark.parametrize("steps", PLANS)
-@pytest.mark.parametrize(("local", "update_every"), [(4, 5), (0, 3), (7, 1), (3, 10), (9, 4)])
-def test_sizes_of_the_regions_follow_the_spec(steps, local, update_every):
-    case = Case()
+@pytest.mark.parametrize(
+    ("sizes", "steps"), sampled([(4, 5), (0, 3), (7, 1), (3, 10), (9, 4)], PLANS)
+)
+def test_sizes_of_the_regions_follow_the_spec(steps, sizes):
+    case, (local, update_every) = Case(), sizes
     sequence = Sequence.of(case, steps[-1][1])
     layer = layer_of(case, local_window=local, update_every=update_every)
     lengths = [stop - start for start, stop in steps]
@@ -102,8 +103,7 @@ def test_rows_that_are_all_padding_leave_again_and_again(pads, sink):
     assert len(layer.index) == 76
 
 
-@pytest.mark.parametrize("steps", PLANS)
-@pytest.mark.parametrize("pads", [[0, 0], [6, 1], [0, 11]])
+@pytest.mark.parametrize(("pads", "steps"), sampled([[0, 0], [6, 1], [0, 11]], PLANS))
 def test_a_step_reads_the_sink_the_hits_and_the_window_and_nothing_else(steps, pads):
     """The sink contains each sequence's first real tokens; the index never returns them."""
     case, count = Case(q_heads=4, batch=2), steps[-1][1]

@@ -33,7 +33,7 @@ from kvindex.pariskv.step_state import (
     vote_of,
 )
 from kvindex.storage.codecs import CODES
-from tests.support.helpers import Case, hits_of, left_padding
+from tests.support.helpers import Case, hits_of, left_padding, sampled
 from tests.support.steps import Layer, codes_of
 
 PRESETS = ("fast", "precise", "sampled", "paper")
@@ -68,8 +68,7 @@ def assert_as_searched(layer):
     assert torch.equal(got.found, chosen.found)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "preset"), sampled(CASES, PRESETS))
 def test_a_step_gives_what_the_ops_give(name, preset):
     case, count, options = CASES[name]
     assert_as_searched(Layer.of(case, count, preset=preset, **options))
@@ -93,8 +92,7 @@ def test_equal_keys_go_to_the_lower_ids(preset):
     assert_as_searched(Layer.of(case, 1300, tokens=(keys, values), preset=preset))
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("row_codec", ["plain", *CODES])
+@pytest.mark.parametrize(("row_codec", "preset"), sampled(["plain", *CODES], PRESETS))
 def test_rows_are_decoded(row_codec, preset):
     case = Case(q_heads=4, kv_heads=2, head_dim=64, value_dim=40)
     assert_as_searched(Layer.of(case, 300, row_codec=row_codec, preset=preset))
@@ -106,8 +104,7 @@ def test_a_zero_query_gives_numbers(preset):
     assert_as_searched(Layer.of(case, 300, queries=0 * case.queries(), preset=preset))
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e20])
+@pytest.mark.parametrize(("bad", "preset"), sampled([torch.nan, torch.inf, 1e20], PRESETS))
 def test_a_query_out_of_range_harms_no_other_group(preset, bad):
     case = Case(q_heads=4, kv_heads=2, head_dim=64)
     queries = case.queries()
@@ -276,8 +273,7 @@ def test_bits_of_tokens():
     assert torch.equal(flags_of(words, 300), valid)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("count", [1, 256, 300])
+@pytest.mark.parametrize(("count", "preset"), sampled([300, 256, 1], PRESETS))
 def test_blocks_unpack_to_what_was_packed(preset, count):
     index = Layer.of(Case(q_heads=4, kv_heads=2, head_dim=40, batch=2), count, preset=preset).index
     kind = SubspaceLayout if preset == "paper" else Layout

@@ -12,7 +12,7 @@ import kvindex
 from kvindex.layer import AttentionLayer
 from kvindex.testing.faults import fail_at, operations_of
 from tests.pool.layers import LayersMachine, tokens
-from tests.support.helpers import Case
+from tests.support.helpers import Case, slow
 from tests.support.sequences import SIZES
 
 CASE = Case(q_heads=4)
@@ -29,9 +29,11 @@ def hold(machine, examples, steps, **others):
     run_state_machine_as_test(machine, settings=settings(how, **others))
 
 
-@pytest.mark.parametrize("spec", ["exact", "pariskv", "quest"])
-def test_any_interleaving_equals_separate_layers(spec):
-    hold(type("Machine", (LayersMachine,), {"spec": spec}), 6, 25)
+@pytest.mark.parametrize(
+    ("spec", "examples"), [("pariskv", 2), slow("exact", 6), slow("pariskv", 6), slow("quest", 6)]
+)
+def test_any_interleaving_equals_separate_layers(spec, examples):
+    hold(type("Machine", (LayersMachine,), {"spec": spec}), examples, 25)
 
 
 class LeavesPartsOfAStep(kvindex.LayerPool):
@@ -47,7 +49,7 @@ class ForksAreOne(kvindex.LayerPool):
         return self._added(self[sequence])
 
 
-@pytest.mark.parametrize("kind", [LeavesPartsOfAStep, ForksAreOne])
+@pytest.mark.parametrize("kind", [LeavesPartsOfAStep, slow(ForksAreOne)])
 def test_the_machine_can_fail(kind):
     class Broken(LayersMachine):
         def pool_of(self, like):

@@ -12,7 +12,7 @@ from kvindex.core.protocol import Attended
 from kvindex.layer import AttentionLayer
 from kvindex.ops import attention
 from tests.pool.machine import PoolMachine
-from tests.support.helpers import Case
+from tests.support.helpers import Case, mostly_slow, slow
 
 SPECS = ["exact", "pariskv", "pariskv:preset=paper", "quest", "exact+reuse"]
 
@@ -25,7 +25,7 @@ def hold(spec, examples, steps):
     run_state_machine_as_test(kind, settings=how)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", mostly_slow(SPECS, "exact", "pariskv"))
 def test_any_interleaving_equals_separate_indexes(spec):
     hold(spec, 4, 25)
 
@@ -52,7 +52,9 @@ class TakesTheFirstQuery(kvindex.Pool):
         return super().search(sequences, queries[:1].expand_as(queries), k=k)
 
 
-@pytest.mark.parametrize("kind", [ForksAreOne, LeavesPartsOfAnAppend, TakesTheFirstQuery])
+@pytest.mark.parametrize(
+    "kind", [slow(ForksAreOne), slow(LeavesPartsOfAnAppend), TakesTheFirstQuery]
+)
 def test_the_machine_can_fail(kind):
     class Broken(PoolMachine):
         def __init__(self):

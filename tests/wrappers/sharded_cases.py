@@ -306,7 +306,7 @@ def wrong_calls_are_refused_everywhere():
     index.append(*SHAPE.tokens(20))
     with pytest.raises(ValueError, match=r"hits.ids: got -5, allowed is an id that a search has"):
         index.fetch(hits_of(torch.full((2, 2, 3), -5)))
-    with pytest.raises(ValueError, match=r"coverage: got 0.5, allowed is None if tokens are"):
+    with pytest.raises(ValueError, match=r"coverage: got 0.5, allowed is None, because tokens are"):
         index.search(SHAPE.queries(), k=3, coverage=0.5)
     with pytest.raises(ValueError, match=r"coverage: got 0.5"):
         AttentionLayer(of(SHAPE), coverage=0.5)

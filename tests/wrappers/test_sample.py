@@ -153,7 +153,7 @@ def test_an_index_without_a_policy_for_groups_is_refused():
 
 def test_a_mass_is_refused():
     with pytest.raises(
-        ValueError, match=r"coverage: got 0\.9, allowed is None if rows are sampled"
+        ValueError, match=r"coverage: got 0\.9, allowed is None, because rows are sampled"
     ):
         sampled().search(CASE.queries(), k=5, coverage=0.9)
 
