@@ -1,6 +1,7 @@
 """The devices that kernels are tested on: a CPU, where they are emulated, and a GPU."""
 
 from contextlib import nullcontext
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from kvindex.core import backend
 from kvindex_cuda.memory.slab_pool import DeviceAllocator
 from kvindex_cuda.pariskv import executor
 from tests.cuda import emulator
+from tests.support.helpers import sampled
 
 DEVICES = [
     pytest.param(
@@ -21,6 +23,50 @@ DEVICES = [
 ]
 
 on_devices = pytest.mark.parametrize("device", DEVICES)
+
+SLOWLY = [pytest.param("cpu", marks=[*DEVICES[0].marks, pytest.mark.slow]), DEVICES[1]]
+"""The same devices for a test that is slow on a CPU."""
+
+on_devices_slowly = pytest.mark.parametrize("device", SLOWLY)
+
+slow_on_cpu = pytest.mark.parametrize("device", SLOWLY, indirect=True)
+"""Mark a test that takes the fixture `device` as slow on a CPU."""
+
+
+def mostly_slow_on_cpu(names, values, *fast, indirect=True, **options):
+    """Parametrize a test by `device` and `names`. On a CPU, values are slow unless in `fast`.
+
+    values: with their own marks, which the cases of a GPU keep. A value that is a tuple has one
+    element for each name. indirect: whether `device` is a fixture.
+    """
+    values = [
+        value
+        if isinstance(value, type(DEVICES[0]))
+        else pytest.param(*(value if isinstance(value, tuple) else (value,)))
+        for value in values
+    ]
+    fast = [value if isinstance(value, tuple) else (value,) for value in fast]
+    if unknown := [one for one in fast if one not in [value.values for value in values]]:
+        raise ValueError(f"fast: got {unknown}, allowed is one of {values}")
+    cases = []
+    for device in DEVICES:
+        for value in values:
+            marks = [*device.marks, *value.marks]
+            if device.values == ("cpu",) and value.values not in fast:
+                marks.append(pytest.mark.slow)
+            name = value.id and f"{device.values[0]}-{value.id}"
+            cases.append(pytest.param(*device.values, *value.values, marks=marks, id=name))
+    indirect = ["device"] if indirect else False
+    return pytest.mark.parametrize(f"device, {names}", cases, indirect=indirect, **options)
+
+
+def sampled_on_cpu(names, *lists, **options):
+    """Parametrize a test by `device` and the product of lists, one for each name.
+
+    On a CPU, cases are slow, except a diagonal with every value.
+    """
+    fast = [case.values for case in sampled(*lists) if not case.marks]
+    return mostly_slow_on_cpu(names, product(*lists), *fast, **options)
 
 
 def on(device, **settings):

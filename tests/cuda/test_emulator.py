@@ -12,6 +12,7 @@ import torch
 from kvindex_cuda.runtime import launch as launching
 from kvindex_cuda.runtime.constants import constants
 from tests.cuda.emulator import ORDERS, available, compile_text, emulated
+from tests.support.helpers import mostly_slow
 
 pytestmark = pytest.mark.skipif(not available(), reason="needs g++ to compile the emulator")
 
@@ -72,6 +73,7 @@ extern "C" __global__ void kernel(long long* out) {
 """
 
 
+@pytest.mark.slow
 def test_shuffles_within_segments(order):
     out = torch.zeros(5, 32, dtype=torch.long)
     run(SHUFFLES, (1,), (32,), out, order=order)
@@ -109,6 +111,7 @@ extern "C" __global__ void kernel(const unsigned short* a, const unsigned short*
 """
 
 
+@pytest.mark.slow
 def test_integer_matrix_product(order):
     rng = np.random.default_rng(0)
     a, b = rng.integers(0, 256, (16, 32)), rng.integers(-128, 128, (8, 32))  # b: n, k
@@ -118,6 +121,7 @@ def test_integer_matrix_product(order):
     assert np.array_equal(out.numpy(), a @ b.T + 1)
 
 
+@pytest.mark.slow
 def test_bfloat16_matrix_product(order):
     rng = np.random.default_rng(0)
     a, b = rng.integers(-255, 256, (16, 16)), rng.integers(-255, 256, (8, 16))
@@ -141,6 +145,7 @@ extern "C" __global__ void kernel(const int* values, unsigned* out) {
 """
 
 
+@pytest.mark.slow
 def test_votes(order):
     values = torch.randint(0, 3, (2, 32), dtype=torch.int32)
     values[1, 4] = 3
@@ -175,6 +180,7 @@ extern "C" __global__ void kernel(long long* out) {
 """
 
 
+@pytest.mark.slow
 def test_bits_and_conversions():
     out = torch.zeros(12, dtype=torch.long)
     run(BITS, (1,), (1,), out)
@@ -216,6 +222,7 @@ extern "C" __global__ void kernel(const int* values, int* counts, unsigned* done
 """
 
 
+@pytest.mark.slow
 def test_atomics_and_the_last_block(order):
     values = torch.randint(0, 10, (1000,), dtype=torch.int32)
     counts, done, most = (torch.zeros(n, dtype=torch.int32) for n in (10, 1, 1))
@@ -273,7 +280,7 @@ extern "C" __global__ void kernel(int* out) {
 """
 
 
-@pytest.mark.parametrize("writer", [0, 127])
+@pytest.mark.parametrize("writer", mostly_slow([0, 127], 0))
 def test_a_barrier_missing_between_reading_and_the_next_write_shows(writer):
     def outcomes(barrier):
         for order in ORDERS:
@@ -333,7 +340,12 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("message", MISTAKES)
+USUAL = ("barriers differ: __syncthreads .*or", "index out", "misaligned", "illegal address .nil.")
+
+
+@pytest.mark.parametrize(
+    "message", mostly_slow(MISTAKES, *(one for one in MISTAKES if one.startswith(USUAL)))
+)
 def test_mistakes_end_the_launch_with_a_message(message, order):
     text = "\n" * 9 + 'extern "C" __global__ void kernel(int* out) {\nint i = threadIdx.x;'
     body = MISTAKES[message].lstrip("\n")
@@ -357,7 +369,7 @@ extern "C" __global__ void kernel(const uint4* from, uint4* out, i64 in) {
 """
 
 
-@pytest.mark.parametrize("wait", [0, 1])
+@pytest.mark.parametrize("wait", mostly_slow([0, 1], 0))
 def test_copies_of_a_thread_are_there_once_it_waited(wait, order):
     given = torch.arange(128, dtype=torch.int32).view(32, 4)
     out = torch.zeros_like(given)
@@ -368,7 +380,7 @@ def test_copies_of_a_thread_are_there_once_it_waited(wait, order):
         run(PIECES, (1,), (32,), given.view(-1)[1:], out, 20, defines=(("WAIT", wait),))
 
 
-@pytest.mark.parametrize(("but", "come"), [(0, 2), (1, 1), (2, 0)])
+@pytest.mark.parametrize(("but", "come"), mostly_slow([(0, 2), (1, 1), (2, 0)], (1, 1)))
 def test_a_thread_waits_for_all_but_the_last_groups_of_copies(but, come, order):
     text = """
     #include "common/common.cuh"
@@ -405,6 +417,7 @@ def test_a_barrier_does_not_wait_for_threads_that_returned(order):
     assert out.tolist() == list(range(39, -1, -1))
 
 
+@pytest.mark.slow
 def test_spinning_on_another_thread_of_the_block(order):
     text = """
     extern "C" __global__ void kernel(int* out) {
@@ -451,6 +464,7 @@ def test_launch_takes_cpu_tensors_while_emulated(tmp_path, monkeypatch):
         launching.launch("some.cu", "kernel", (2,), (1,), arguments=given, BIAS=1)
 
 
+@pytest.mark.slow
 def test_it_is_fast_enough():
     text = """
     extern "C" __global__ void kernel(int* out) {

@@ -39,7 +39,7 @@ from tests.cuda.host_memory import (
     tokens,
 )
 from tests.cuda.memory.test_block_store import operations
-from tests.support.helpers import Case, assert_same_hits, follow_changes, mostly_slow, part
+from tests.support.helpers import Case, assert_same_hits, follow_changes, mostly_slow, part, slow
 from tests.support.sequences import Sequence
 
 # The store
@@ -258,9 +258,9 @@ def place(request):
         yield request.param
 
 
-in_both = pytest.mark.parametrize(
-    "place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
-)
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+in_both = pytest.mark.parametrize("place", ["cpu", GPU], indirect=True)
+in_both_slowly = pytest.mark.parametrize("place", [slow("cpu"), GPU], indirect=True)
 
 
 @in_both
@@ -340,7 +340,7 @@ def test_without_rows_on_the_host_there_is_no_cache(place):
     assert "cache of" not in other.explain()
 
 
-@in_both
+@in_both_slowly
 def test_it_follows_changes(place):
     """Appends, truncations, reorders and resets give the rows of an index whose rows are all on the
     device.
@@ -359,7 +359,7 @@ def test_it_follows_changes(place):
     follow_changes(index, other, CASE, place, same)
 
 
-@in_both
+@in_both_slowly
 def test_copies_branches_and_states(place):
     tokens, queries = moved(CASE.tokens(1200), place), CASE.queries().to(place)
     index = made(place, 3)

@@ -140,7 +140,7 @@ def test_blocks_go_where_they_were_joined_for():
     append(store, tokens(10, 2)), append(reference, tokens(10, 2))
     with pytest.raises(
         ValueError,
-        match=r"rows: got rows that were joined when .*; join them again at 110 tokens",
+        match=r"rows: got the result of a join .*; call join again at the present length of 110",
     ):
         store.append(joined)
     assert_same(store, reference)

@@ -33,6 +33,7 @@ from tests.cuda.host_memory import (
 )
 from tests.cuda.memory.test_code_blocks import LAYOUT, codes
 from tests.cuda.memory.test_code_blocks import assert_same as assert_same_codes
+from tests.support.helpers import slow
 
 
 def assert_counted(stores):
@@ -72,7 +73,10 @@ MORE = pytest.mark.slow, pytest.mark.longest
 
 @pytest.mark.parametrize(
     ("seed", "slabs"),
-    [(0, 0), (1, 0), *(pytest.param(seed, 0, marks=MORE) for seed in (2, 3, 4)), (5, 3), (6, 6)],
+    [
+        *(slow(0, 0), slow(1, 0), *(pytest.param(seed, 0, marks=MORE) for seed in (2, 3, 4))),
+        *((5, 3), slow(6, 6)),
+    ],
 )
 def test_any_interleaving_is_that_of_separate_stores(seed, slabs):
     """Run appends, forks, truncations, rollbacks, drops and resets.
@@ -142,6 +146,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_open_one():
     assert torch.equal(store.table[:, :2], fork.table[:, :2])
 
 
+@pytest.mark.slow
 def test_a_block_is_free_when_nobody_holds_it():
     allocator = FakeAllocator()
     store = append(host_store(allocator), tokens(512))
@@ -224,7 +229,9 @@ def test_members_of_two_threads_take_different_blocks():
 
 
 @pytest.mark.parametrize("unit", [1, 256])
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=MORE) for seed in range(2, 8))])
+@pytest.mark.parametrize(
+    "seed", [0, slow(1), *(pytest.param(seed, marks=MORE) for seed in range(2, 8))]
+)
 def test_any_interleaving_of_codes_is_that_of_separate_ones(seed, unit):
     sizes = [1, 100, 256, 300] if unit == 1 else [256, 512]
     blocks, columns = CodeBlocks(LAYOUT, 3, torch.device("cpu"), 2**16, unit=unit), Columns()

@@ -15,7 +15,7 @@ from kvindex_cuda.memory.row_cache import RowCache
 from kvindex_cuda.memory.slab_pool import DeviceAllocator
 from kvindex_cuda.pariskv.steps.host_rows import HostRows
 from kvindex_cuda.pariskv.steps.paged import PagedSteps
-from tests.cuda.devices import on, on_devices
+from tests.cuda.devices import on, on_devices, on_devices_slowly
 from tests.cuda.pariskv.steps.test_paged import (
     LAYERS,
     LENGTHS,
@@ -80,7 +80,7 @@ class HostEngine(Engine):
         return found
 
 
-@on_devices
+@on_devices_slowly
 @pytest.mark.parametrize("tokens", [pytest.param(256, marks=pytest.mark.slow), 512])
 def test_as_many_rows_as_there_are_give_full_attention(tokens, device):
     engine = HostEngine(device, tokens=tokens)
@@ -126,7 +126,7 @@ def test_rows_that_were_read_are_read_from_the_cache(device):
     assert not any(output.isnan().any() for output in found)
 
 
-@on_devices
+@on_devices_slowly
 def test_a_slot_that_is_written_again_is_forgotten(device):
     engine = HostEngine(device, k=6)
     engine.prefill()
@@ -135,7 +135,7 @@ def test_a_slot_that_is_written_again_is_forgotten(device):
     assert_close(engine.decode())
 
 
-@on_devices
+@on_devices_slowly
 @pytest.mark.parametrize(
     "order",
     ["random", *(pytest.param(one, marks=pytest.mark.slow) for one in ("forward", "backward"))],
@@ -157,7 +157,7 @@ def test_sequences_that_share_pages_share_rows(order, device):
                 assert_close([(output, engine.expected(layer, queries, LENGTHS))])
 
 
-@on_devices
+@on_devices_slowly
 @pytest.mark.parametrize("order", mostly_slow(["forward", "random"], "random"))
 def test_nobody_reads_a_row_that_another_sequence_brings_in_the_same_step(order, device):
     """Three sequences share a text and more.
@@ -324,7 +324,7 @@ def test_what_does_not_fit_is_refused_before_a_launch():
             host.write(0, *given)
     counts = dict(lengths=torch.ones(2).int(), starts=torch.arange(3).int(), keys=keys, values=keys)
     with pytest.raises(
-        ValueError, match="tables: got 2 sequences of 9 pages, but scratch has room for 5"
+        ValueError, match="got 2 sequences of 9 pages, but the buffer `scratch` has room for 5"
     ):
         host.gather(0, tables=torch.zeros(2, 9).int(), **counts)
     with pytest.raises(ValueError, match="geometry: got "):

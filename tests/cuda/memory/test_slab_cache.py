@@ -44,6 +44,7 @@ def prompt(allocator, budget, count, seed=0):
     return store
 
 
+@pytest.mark.slow
 def test_a_hundred_prompts_pin_once_and_leak_nothing():
     fake = FakeAllocator()
     allocator, budget = caching(fake)

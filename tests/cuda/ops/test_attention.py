@@ -9,7 +9,7 @@ import torch
 from kvindex.ops import attention as reference
 from kvindex_cuda.ops import attention
 from tests.cuda import emulator
-from tests.cuda.devices import on, on_devices
+from tests.cuda.devices import mostly_slow_on_cpu, on, on_devices
 from tests.support.helpers import far_apart, mostly_slow
 
 ROUNDING = 2.0**-24
@@ -92,10 +92,11 @@ CASES = [
 """Parameters: H, G, R, D, Dv, dtype."""
 
 
-@on_devices
-@pytest.mark.parametrize(
-    ("shape", "softcap"),
+@mostly_slow_on_cpu(
+    "shape, softcap",
     mostly_slow(product(CASES, [None, 5.0]), *zip(CASES[:4], [None, 5.0] * 2, strict=True)),
+    *zip(CASES[:2], [None, 5.0], strict=True),
+    indirect=False,
 )
 def test_attention(shape, softcap, device):
     H, G, R, D, Dv, dtype = shape
@@ -161,8 +162,7 @@ def test_queries_of_another_type_than_rows(dtypes, device):
     assert ((got.double() - want).abs() <= bound + OUTPUT.get(dtypes[0], 0) * want.abs()).all()
 
 
-@on_devices
-@pytest.mark.parametrize("gap", [1, 2, 4])
+@mostly_slow_on_cpu("gap", [1, 2, 4], 1, indirect=False)
 def test_rows_that_start_anywhere(gap, device):
     """Strides allow only loads of 2, 4 and 8 bytes."""
     generator = torch.Generator().manual_seed(gap)

@@ -7,7 +7,7 @@ from kvindex.ops import coarse as reference
 from kvindex.ops.codes import log_factors
 from kvindex_cuda.ops import coarse
 from tests.cuda import emulator
-from tests.cuda.devices import on, on_devices
+from tests.cuda.devices import mostly_slow_on_cpu, on, on_devices
 from tests.support.helpers import far_apart, mostly_slow, slow
 
 
@@ -49,8 +49,7 @@ SIZES = [(8, 1, 0), (8, 1, 1), (10, 3, 257), (12, 4, 255), (16, 8, 3000), (32, 4
 KINDS = ["of the key", "of subspaces", "none"]
 
 
-@on_devices
-@pytest.mark.parametrize(("M", "g", "N"), mostly_slow(SIZES, *SIZES[:3]))
+@mostly_slow_on_cpu("M, g, N", mostly_slow(SIZES, *SIZES[:3]), *SIZES[:2], indirect=False)
 def test_tiers(M, g, N, device):
     draw = Draw(M + N, device)
     signs, queries = draw.skewed(2, 2, N, M), draw.normal(2, 2, g, 8 * M)
@@ -66,14 +65,15 @@ def test_tiers(M, g, N, device):
     assert (votes.dtype, table.dtype) == (torch.int32, torch.uint8)
 
 
-@on_devices
-@pytest.mark.parametrize(
-    ("M", "g", "N", "kind"),
+@mostly_slow_on_cpu(
+    "M, g, N, kind",
     [
         *((*size, KINDS[i % 3]) for i, size in enumerate(SIZES[:3])),
         *(slow(*size, KINDS[i % 3]) for i, size in enumerate(SIZES[3:])),
         *(slow(*SIZES[-2], kind) for kind in KINDS[::2]),
     ],
+    *((*size, KINDS[i]) for i, size in enumerate(SIZES[:2])),
+    indirect=False,
 )
 def test_dots(M, g, N, kind, device):
     draw, every, largest = Draw(M + N, device), 50, 127

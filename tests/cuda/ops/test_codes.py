@@ -7,7 +7,7 @@ from kvindex.ops import codes as reference
 from kvindex.ops import transform
 from kvindex_cuda.ops import codes
 from tests.cuda import emulator
-from tests.cuda.devices import DEVICES, on, poisoned
+from tests.cuda.devices import DEVICES, on, poisoned, sampled_on_cpu
 
 DIMS = [8, 64, 80, 96, 112, 128, 192, 256]
 
@@ -45,9 +45,7 @@ def same_codes(got, want, rotated, norms, levels, block):
     assert ulps(got["weights"], true) <= 2
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("bits", [0, 1, 3, 5, 7])
-@pytest.mark.parametrize("dim", DIMS)
+@sampled_on_cpu("dim, bits", DIMS, [3, 0, 1, 5, 7], indirect=False)
 def test_codes_are_the_references(dim, bits, device, monkeypatch):
     rotated, norms = rotated_of(2, 3, 40, dim, device=device)
     poisoned(monkeypatch)

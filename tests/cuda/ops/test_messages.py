@@ -8,7 +8,7 @@ import torch
 from kvindex.core.protocol import Attended
 from kvindex.ops import messages as reference
 from kvindex_cuda.ops import messages
-from tests.cuda.devices import on, on_devices
+from tests.cuda.devices import mostly_slow_on_cpu, on, on_devices
 
 
 def attended(device, dtype, group, counts, seed=0):
@@ -27,8 +27,7 @@ CASES = [
 ]
 
 
-@on_devices
-@pytest.mark.parametrize(("dtype", "group", "of"), CASES, ids=str)
+@mostly_slow_on_cpu("dtype, group, of", CASES, CASES[0], indirect=False, ids=str)
 def test_messages_and_what_they_merge_to_are_the_references(dtype, group, of, device):
     counts = torch.tensor([[0, 3], [7, 0]], dtype=of)
     made, want = [], []

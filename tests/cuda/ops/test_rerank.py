@@ -12,7 +12,7 @@ from kvindex.ops import codes
 from kvindex.ops import rerank as reference
 from kvindex_cuda.ops import attention, coarse, fetch, rerank, select
 from tests.cuda import emulator
-from tests.cuda.devices import on, on_devices
+from tests.cuda.devices import mostly_slow_on_cpu, on, on_devices, on_devices_slowly
 from tests.support.helpers import Case, left_padding, mostly_slow
 
 ROUNDING = 2.0**-24
@@ -67,8 +67,7 @@ CASES = [
 """Parameters: D, coordinates that share a weight, magnitude bits, query heads of a group, keys."""
 
 
-@on_devices
-@pytest.mark.parametrize(("D", "block", "bits", "g", "C"), CASES)
+@mostly_slow_on_cpu("D, block, bits, g, C", CASES, *CASES[:3], indirect=False)
 def test_estimates(D, block, bits, g, C, device):
     case = drawn(C, D, block, bits, g, C, device=device)
     with on(device):
@@ -92,8 +91,9 @@ def test_errors(D, block, bits, g, C, device):
     assert ((reference.errors(*case).double().square() - want).abs() <= bound).all()
 
 
-@on_devices
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@mostly_slow_on_cpu(
+    "dtype", [torch.float16, torch.bfloat16, torch.float64], torch.bfloat16, indirect=False
+)
 def test_weights_of_any_float_type(dtype, device):
     case = drawn(1, 80, 8, 2, 3, 100, dtype=dtype, device=device)
     with on(device):
@@ -102,7 +102,7 @@ def test_weights_of_any_float_type(dtype, device):
     assert ((got - want).abs() <= bound).all()
 
 
-@on_devices
+@on_devices_slowly
 def test_a_batch_equals_its_rows(device):
     queries, signs, magnitudes, weights, levels = drawn(2, 64, 8, 3, 4, 300, device=device)
     tangent = codes.tangent(8, 3)

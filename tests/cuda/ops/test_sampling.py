@@ -8,6 +8,7 @@ import torch
 from kvindex.ops import sampling as reference
 from kvindex_cuda.ops import sampling
 from tests.cuda import emulator
+from tests.cuda.devices import sampled_on_cpu
 from tests.cuda.pariskv.steps.test_sign_votes import DEVICES
 
 
@@ -35,10 +36,8 @@ def assert_same(found, want):
     torch.testing.assert_close(found[1], want[1], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("strength", [0.0, 0.1, 1.0, 6.0, 300.0])
-@pytest.mark.parametrize(
-    ("count", "k", "sampled"),
+@sampled_on_cpu(
+    "sizes, strength",
     [
         (800, 100, 50),
         (160, 20, 20),
@@ -48,8 +47,11 @@ def assert_same(found, want):
         (8, 1, 0),
         (9, 1, 1),
     ],
+    [1.0, 6.0, 0.0, 300.0, 0.1],
+    indirect=False,
 )
-def test_the_kernel_draws_the_references_rows(count, k, sampled, strength, device):
+def test_the_kernel_draws_the_references_rows(sizes, strength, device):
+    count, k, sampled = sizes
     assert_same(*both(device, *rows(count, strength), k, sampled))
 
 

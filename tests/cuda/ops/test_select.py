@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvindex.ops import select as reference
 from kvindex_cuda.ops import select
 from tests.cuda import emulator
-from tests.cuda.devices import on, on_devices
+from tests.cuda.devices import on, on_devices, sampled_on_cpu
 
 
 def drawn(seed, *shape):
@@ -42,10 +42,12 @@ def some_scores(kind, seed, *shape):
 KINDS = ["normal", "few values", "equal", "hidden", "zeros", "wide"]
 
 
-@on_devices
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("N", "k"), [(1, 1), (255, 300), (257, 100), (3000, 100), (9000, 2048)])
-def test_top_k(N, k, kind, device):
+TOP = [(1, 1), (255, 300), (257, 100), (3000, 100), (9000, 2048)]
+
+
+@sampled_on_cpu("size, kind", TOP, KINDS, indirect=False)
+def test_top_k(size, kind, device):
+    N, k = size
     scores = some_scores(kind, N, 3, 2, N).to(device)
     with on(device):
         got = select.top_k(scores, k)
@@ -89,10 +91,14 @@ def some_votes(kind, seed, *shape):
     return votes
 
 
-@on_devices
-@pytest.mark.parametrize("kind", ["tiers", "equal", "wide", "ends"])
-@pytest.mark.parametrize(("g", "N"), [(1, 1), (3, 255), (8, 257), (4, 3000), (1, 9000)])
-def test_candidates(g, N, kind, device):
+@sampled_on_cpu(
+    "size, kind",
+    [(1, 1), (3, 255), (8, 257), (4, 3000), (1, 9000)],
+    ["tiers", "equal", "wide", "ends"],
+    indirect=False,
+)
+def test_candidates(size, kind, device):
+    g, N = size
     votes = some_votes(kind, g + N, 3, 2, g, N).to(device)
     # the last sequence is all padding
     valid = torch.arange(N) >= torch.tensor([0, N // 3, N])[:, None]
@@ -119,9 +125,7 @@ def test_candidates_of_all_and_of_more_than_are_valid(device):
         select.candidates(votes, torch.tensor([601, 2]))
 
 
-@on_devices
-@pytest.mark.parametrize("N", [1, 31, 255, 2047, 2048, 2049, 9000])
-@pytest.mark.parametrize("share", [0.0, 0.03, 1.0])
+@sampled_on_cpu("N, share", [1, 31, 255, 2047, 2048, 2049, 9000], [0.03, 0.0, 1.0], indirect=False)
 def test_compact(N, share, device):
     chosen = torch.rand(3, 2, N, generator=torch.Generator().manual_seed(N)) < share
     chosen[1, 0] = False

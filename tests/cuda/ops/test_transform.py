@@ -9,7 +9,7 @@ import torch
 from kvindex.ops import transform as reference
 from kvindex_cuda.ops import transform
 from tests.cuda import emulator
-from tests.cuda.devices import DEVICES, on
+from tests.cuda.devices import DEVICES, on, sampled_on_cpu
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 DIMS = [8, 64, 80, 96, 112, 128, 192, 256]
@@ -32,9 +32,7 @@ def bound(vectors, matrix):
     return 2 * D * 2.0**-24 * (vectors.float().abs() @ matrix.abs().T)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@sampled_on_cpu("shape, dtype", SHAPES, DTYPES, indirect=False, ids=str)
 def test_directions_and_norms_are_the_references(shape, dtype, device, monkeypatch):
     vectors = vectors_of(*shape, 96, dtype=dtype, device=device)
     poisoned(monkeypatch)
@@ -77,9 +75,7 @@ def test_zero_tiny_and_huge_vectors(device):
     assert norms[2] == norms[4] == transform.LONGEST
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@sampled_on_cpu("shape, dtype", SHAPES, DTYPES, indirect=False, ids=str)
 def test_rotated_vectors_are_the_references(shape, dtype, device, monkeypatch):
     vectors = vectors_of(*shape, 80, dtype=dtype, device=device)
     matrix = reference.rotation(80, 0, device)

@@ -1,12 +1,12 @@
 """`backend="cuda"`: every preset on its kernels, compared with the same preset in plain torch."""
 
-import pytest
 import torch
 
 from kvindex.layer import AttentionLayer
 from kvindex.pariskv.index import ParisKV
 from kvindex_cuda.memory.async_copy import PinnedAllocator
 from kvindex_cuda.memory.block_store import BlockStore
+from tests.cuda.devices import mostly_slow_on_cpu
 from tests.cuda.host_memory import FakeAllocator
 from tests.support.beside import alone
 from tests.support.helpers import (
@@ -46,7 +46,7 @@ def assert_found(mine, theirs, queries, k=20):
         assert_same_hits(*hits, close=ROUNDED)
 
 
-@pytest.mark.parametrize("spec", mostly_slow(SPECS, *SPECS[::2]))
+@mostly_slow_on_cpu("spec", mostly_slow(SPECS, *SPECS[::2]), SPECS[0], SPECS[4], SPECS[10])
 def test_every_preset_searches_as_in_torch(spec, device):
     mine, theirs = pair(spec, device)
     tokens, queries = moved(CASE.tokens(600), device), CASE.queries().to(device)
@@ -68,8 +68,10 @@ def test_every_preset_searches_as_in_torch(spec, device):
     assert torch.equal(rows[0].values, rows[1].values)
 
 
-@pytest.mark.parametrize(
-    ("spec", "pinned"), sampled([f"pariskv:preset={name}" for name in LAYERED], [False, True])
+@mostly_slow_on_cpu(
+    "spec, pinned",
+    sampled([f"pariskv:preset={name}" for name in LAYERED], [False, True]),
+    ("pariskv:preset=paper", True),
 )
 def test_a_layer_attends_as_in_torch(spec, pinned, device, monkeypatch):
     """Rows enter both indexes at the same steps, asynchronously where kernels write the codes."""

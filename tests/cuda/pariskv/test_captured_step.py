@@ -14,9 +14,10 @@ from kvindex.layer import AttentionLayer
 from kvindex.pariskv.index import ParisKV
 from kvindex_cuda.pariskv.steps import sign_votes
 from kvindex_cuda.runtime.resolve import NamedLaunch
+from tests.cuda.devices import slow_on_cpu
 from tests.cuda.graphs import WholeGraph, recorded
 from tests.cuda.launches import Launches
-from tests.support.helpers import Case, Operations, mostly_slow
+from tests.support.helpers import Case, Operations, mostly_slow, slow
 from tests.support.sequences import Sequence
 
 CASE = Case(q_heads=2, kv_heads=1, head_dim=64, value_dim=64)
@@ -124,8 +125,9 @@ def test_codes_are_read_early_in_a_graph_alone(device, monkeypatch):
 @pytest.mark.parametrize("beside", mostly_slow([True, False], True))
 def test_over_updates_there_is_one_graph_and_traffic_is_the_same(device, monkeypatch, beside):
     monkeypatch.setattr(ParisKV, "supports_async_append", beside)
-    pair = replayed(device, tokens=40, update_phase=0.5)
-    assert (pair.made, pair.replays) == (1, 40)
+    tokens = 20 if device == "cpu" else 40
+    pair = replayed(device, tokens=tokens, update_phase=0.5)
+    assert (pair.made, pair.replays) == (1, tokens)
     mine, theirs = (layer.traffic for layer in pair.layers)
     for name in ("steps", "rows_read", "rows_full", "bytes_fetched"):
         assert float(getattr(mine, name)) == float(getattr(theirs, name))
@@ -179,7 +181,8 @@ def noted(call, costs):
     return counted
 
 
-@pytest.mark.parametrize("preset", mostly_slow(["fast", "precise", "paper"], "fast", "paper"))
+@slow_on_cpu
+@pytest.mark.parametrize("preset", ["fast", slow("precise"), "paper"])
 def test_every_presets_step(device, preset):
     assert replayed(device, preset=preset).made == 1
 
@@ -190,6 +193,7 @@ def test_several_heads_and_sequences_of_values_of_another_size(device):
     assert replayed(device, tokens=20, case=case).made == 1
 
 
+@slow_on_cpu
 def test_a_token_beyond_the_room_is_written_nowhere_and_not_counted(device):
     """The first launch of a step stages the token.
 
@@ -207,6 +211,7 @@ def test_a_token_beyond_the_room_is_written_nowhere_and_not_counted(device):
         rows = resident.rows.clone()
 
 
+@slow_on_cpu
 def test_a_token_of_another_size_is_refused(device):
     pair = replayed(device)
     layer = pair.layers[0]
@@ -217,6 +222,7 @@ def test_a_token_of_another_size_is_refused(device):
             index.captured_step(queries[:, :, 0], Rows(*token), resident, k=20)
 
 
+@slow_on_cpu
 def test_a_padded_batch(device):
     pair = replayed(device, tokens=12, case=PADDED, pads=[0, 13])
     assert pair.made == 1
@@ -233,6 +239,7 @@ def test_with_learned_sinks(device):
     assert not torch.allclose(mine._output, plain._output)
 
 
+@slow_on_cpu
 @pytest.mark.parametrize("cut", mostly_slow([1, 3, 10, 30], 3))
 def test_after_a_cut_it_goes_on(device, cut):
     """Truncate staged tokens, tokens of the window, and tokens of the index."""
@@ -244,6 +251,7 @@ def test_after_a_cut_it_goes_on(device, cut):
     assert pair.made == 1
 
 
+@slow_on_cpu
 def test_tokens_by_steps_and_several_at_once_in_between(device):
     pair = replayed(device)
     for count in (1, 3, 1, 20, 2):
@@ -254,6 +262,7 @@ def test_tokens_by_steps_and_several_at_once_in_between(device):
     assert pair.made == 1
 
 
+@slow_on_cpu
 def test_another_order_of_the_batch_and_a_reset_are_other_graphs(device):
     pair = replayed(device, case=PADDED)
     pair.each(lambda layer: layer.reorder(torch.tensor([1, 0])))
@@ -294,6 +303,7 @@ def test_a_deep_copy_has_what_was_staged_and_a_graph_of_its_own(device):
     assert pair.made >= 2
 
 
+@slow_on_cpu
 def test_an_update_that_fails_leaves_the_token_and_comes_again(device, monkeypatch):
     pair = replayed(device, tokens=0)
     while (

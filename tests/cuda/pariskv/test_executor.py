@@ -23,7 +23,7 @@ from kvindex_cuda.pariskv.device_state import put
 from kvindex_cuda.pariskv.steps import workspace
 from kvindex_cuda.pariskv.steps.sign_votes import SignVotesStep
 from tests.cuda import emulator, sanitize
-from tests.cuda.devices import DEVICES, torch_ops_and_an_executor
+from tests.cuda.devices import DEVICES, mostly_slow_on_cpu, slow_on_cpu, torch_ops_and_an_executor
 from tests.cuda.launches import Launches
 from tests.support.beside import alone
 from tests.support.helpers import (
@@ -100,6 +100,7 @@ def test_it_follows_appends_truncation_reordering_and_reset(device):
     follow_changes(mine, theirs, CASE, device, assert_same)
 
 
+@slow_on_cpu
 def test_many_queries_at_once(device):
     case = Case(q_heads=4, kv_heads=2, head_dim=64)
     mine, theirs = pair(device, case)
@@ -120,6 +121,7 @@ def test_a_share_of_the_attention(device):
     torch.testing.assert_close(found[0].coverage, found[1].coverage, rtol=1e-3, atol=1e-3)
 
 
+@slow_on_cpu
 @pytest.mark.parametrize("softcap", mostly_slow([None, 5.0], None))
 def test_a_layer_attends_in_one_go(device, softcap, monkeypatch):
     monkeypatch.setattr(ParisKV, "supports_async_append", True)
@@ -144,6 +146,7 @@ def test_a_layer_attends_in_one_go(device, softcap, monkeypatch):
     assert float(mine.bytes_fetched) == float(theirs.bytes_fetched)
 
 
+@slow_on_cpu
 @pytest.mark.parametrize("preset", mostly_slow(["fast", "sampled"], "sampled"))
 def test_it_attends_where_few_tokens_are_valid(device, preset):
     case = replace(CASE, device=device)
@@ -182,6 +185,7 @@ def addresses(index):
     return [part.data_ptr() for part in kept.values() if isinstance(part, torch.Tensor)]
 
 
+@slow_on_cpu
 def test_nothing_that_a_search_reads_or_writes_moves(device):
     mine, theirs = pair(device)
     tokens, queries = moved(CASE.tokens(700), device), CASE.queries().to(device)
@@ -216,6 +220,7 @@ def test_a_view_leaves_its_index_alone(device):
     assert addresses(mine) == where
 
 
+@slow_on_cpu
 def test_indexes_of_a_shape_share_buffers_for_as_long_as_they_live(device):
     first, second = pair(device)[0], pair(device)[0]
     other = pair(device, seed=1)[0]
@@ -230,6 +235,7 @@ def test_indexes_of_a_shape_share_buffers_for_as_long_as_they_live(device):
     assert not workspace._alive
 
 
+@slow_on_cpu
 def test_what_signs_tell_follows_the_tokens_to_the_device(device):
     mine, theirs = pair(device, sign_decoder="regression")
     tokens, queries = moved(CASE.tokens(1100), device), CASE.queries().to(device)
@@ -241,6 +247,7 @@ def test_what_signs_tell_follows_the_tokens_to_the_device(device):
     assert not torch.equal(theirs._regressed(), theirs.encoding.fit(theirs._codes.every, 1))
 
 
+@slow_on_cpu
 def test_buffers_grow_once_for_all_when_candidates_outgrow_them(device):
     indexes = [pair(device)[0] for _ in range(2)]
     tokens, queries = moved(CASE.tokens(900), device), CASE.queries().to(device)
@@ -301,7 +308,9 @@ def test_attention_reads_no_more_near_rows_than_there_are(device):
         theirs.attend(CASE.queries().to(device), resident, k=20)
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["attend", "attend_hits"])
+@mostly_slow_on_cpu(
+    "given", [pytest.param(False, id="attend"), pytest.param(True, id="attend_hits")], False
+)
 def test_what_attention_gives_can_be_merged(device, given):
     """lse is the logarithm of the softmax denominator; found is the number of rows that the search
     found.
@@ -364,7 +373,7 @@ def test_a_query_that_is_not_finite_is_an_error_later(device, monkeypatch):
     assert [len(index._deferred), index._deferred["queries"][0].dtype] == [2, torch.int32]
 
 
-@pytest.mark.parametrize("check", [None, True, False])
+@mostly_slow_on_cpu("check", [None, True, False], None)
 def test_a_query_that_is_not_finite_is_an_error_at_once_or_none(device, check):
     index, resident, queries = attending(device, check=check)
     before = index.attend(queries, resident, k=20).output
@@ -380,6 +389,7 @@ def test_a_query_that_is_not_finite_is_an_error_at_once_or_none(device, check):
         index.raise_pending()
 
 
+@slow_on_cpu
 def test_results_are_the_callers_though_layers_share_buffers(device):
     (first, resident, queries), (second, *_) = attending(device), attending(device)
     other = CASE.queries(seed=1).to(device)
@@ -439,8 +449,8 @@ def layers_of(device, case, indexes, steps=6):
         yield torch.cat(outputs, 2), layer.traffic
 
 
-@pytest.mark.parametrize(
-    ("rows", "value_dim", "wrapper"),
+@mostly_slow_on_cpu(
+    "rows, value_dim, wrapper",
     [
         *(slow("plain", 64, wrapper) for wrapper in WRAPPERS),
         *(("int8", 64, wrapper) for wrapper in WRAPPERS),
@@ -448,6 +458,8 @@ def layers_of(device, case, indexes, steps=6):
         *(slow(*one) for one in zip(("plain", "int8", "fp8"), (12,) * 3, WRAPPERS, strict=True)),
         ("int4", 64, WRAPPERS[0]),
     ],
+    ("int8", 64, WRAPPERS[0]),
+    ("int4", 64, WRAPPERS[0]),
 )
 def test_a_layer_over_rows_of_every_codec(device, rows, value_dim, wrapper, monkeypatch):
     case, calls = Case(q_heads=4, kv_heads=2, head_dim=64, value_dim=value_dim), []
@@ -534,8 +546,10 @@ def test_a_padded_batch_may_be_cut_to_nothing_and_go_on(device):
     assert_same(*both, queries)
 
 
-@pytest.mark.parametrize(
-    ("wrapper", "rows"), sampled(["+sample", "+reuse:tau=2"], ["plain", "int8"])
+@mostly_slow_on_cpu(
+    "wrapper, rows",
+    sampled(["+sample", "+reuse:tau=2"], ["plain", "int8"]),
+    ("+sample", "plain"),
 )
 def test_rows_that_others_chose_are_read_from_the_cache(device, rows, wrapper):
     """Rows that are read again come from the cache: the stored rows have been overwritten since."""

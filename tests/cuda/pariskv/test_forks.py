@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvindex.layer import AttentionLayer
-from tests.cuda.devices import DEVICES, on
+from tests.cuda.devices import DEVICES, on, slow_on_cpu
 from tests.cuda.pariskv.test_rollback import placed
 from tests.support.helpers import (
     Case,
@@ -28,6 +28,7 @@ def device(request):
         yield request.param
 
 
+@slow_on_cpu
 @pytest.mark.parametrize(
     ("spec", "store"),
     [("pariskv", "host"), slow("pariskv:preset=paper", "device"), ("exact", "host")],
@@ -73,6 +74,7 @@ def test_any_interleaving_equals_separate_indexes(device, spec, store):
             assert_same_snapshot(snapshot(mine, case.queries()), snapshot(alone, case.queries()))
 
 
+@slow_on_cpu
 def test_layers_that_fork_decode_by_themselves(device):
     """Forks also have captured steps of their own."""
     case = placed(device)

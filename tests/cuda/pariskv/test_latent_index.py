@@ -15,7 +15,14 @@ from kvindex_cuda.pariskv.dispatch import kind_of, refusal
 from kvindex_cuda.pariskv.steps.latents import LatentsStep
 from tests.cuda import emulator
 from tests.cuda.buffers import addressed
-from tests.cuda.devices import DEVICES, on, on_devices, torch_ops_and_an_executor
+from tests.cuda.devices import (
+    DEVICES,
+    mostly_slow_on_cpu,
+    on,
+    on_devices_slowly,
+    slow_on_cpu,
+    torch_ops_and_an_executor,
+)
 from tests.cuda.launches import Launches
 from tests.cuda.pariskv.test_pool import joined
 from tests.support.helpers import (
@@ -53,6 +60,7 @@ def assert_same(mine, theirs, queries, k=20):
     assert_same_hits(mine.search(queries, k=k), theirs.search(queries, k=k), close=ROUNDED)
 
 
+@slow_on_cpu
 @pytest.mark.parametrize("preset", ["fast", pytest.param("sampled", marks=pytest.mark.slow)])
 def test_it_follows_appends_truncation_reordering_and_reset(device, preset):
     mine, theirs = pair(device, preset=preset)
@@ -68,7 +76,9 @@ def test_it_attends_where_few_tokens_are_valid(device):
     )
 
 
-@pytest.mark.parametrize(("preset", "rows"), sampled(["fast", "sampled"], ["plain", "int8"]))
+@mostly_slow_on_cpu(
+    "preset, rows", sampled(["fast", "sampled"], ["plain", "int8"]), ("fast", "plain")
+)
 def test_a_layer_attends_in_one_go(device, preset, rows):
     mine, theirs = pair(device, preset=preset, row_codec=rows)
     sizes = dict(k=20, sink=4, local_window=16, update_every=4, dense_below=64)
@@ -119,7 +129,7 @@ def test_a_chosen_row_is_read_where_it_lies(device):
         assert launches.names[:2] == ["attend_latents", "merge_latents"]
 
 
-@on_devices
+@on_devices_slowly
 @pytest.mark.parametrize("preset", mostly_slow(["sampled", "fast"], "fast"))
 def test_a_ragged_step_is_that_of_each_row_alone(preset, device):
     case, lengths = replace(CASE, batch=1), [700, 5, 256, 1]

@@ -15,7 +15,7 @@ from kvindex.layer import AttentionLayer
 from kvindex.pool import together
 from kvindex_cuda.memory.slab_pool import DeviceAllocator
 from kvindex_cuda.pariskv import executor
-from tests.cuda.devices import DEVICES, on
+from tests.cuda.devices import DEVICES, on, slow_on_cpu
 from tests.cuda.graphs import counted
 from tests.pool.layers import SIZES, FailsAt, LayersMachine, tokens
 from tests.support.helpers import Case, mostly_slow, sampled, slow
@@ -71,6 +71,7 @@ def test_any_interleaving_equals_separate_layers(device, examples):
     run_state_machine_as_test(Machine, settings=settings(how, derandomize=True))
 
 
+@slow_on_cpu
 @pytest.mark.parametrize(("preset", "on_host"), sampled(["paper", "fast"], [False, True]))
 def test_presets_and_rows_on_the_host(device, preset, on_host, monkeypatch):
     if device == "cpu":
@@ -150,6 +151,7 @@ def test_what_is_wrong_is_refused_and_changes_nothing(device):
     step(pool, alone, some, case, 1, 2)
 
 
+@slow_on_cpu
 def test_a_step_that_fails_after_a_cut_is_undone(device):
     case = case_on(device)
     pool, alone = pools(case, [30, 33])
@@ -183,6 +185,7 @@ class Fails:
         return self.function(*given, **options)
 
 
+@slow_on_cpu
 @pytest.mark.parametrize(
     ("whose", "name", "last", "others"),
     [

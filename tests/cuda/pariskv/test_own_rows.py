@@ -37,6 +37,7 @@ def outputs(index):
         yield layer.step(CASE.tensor(t, 2, 4, 1, 64), *part(tokens, t, t + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_host", mostly_slow([False, True], True))
 def test_a_layer_reads_them_as_those_of_the_backend(on_host):
     store = AddressedPages(GEOMETRY, on_host=on_host)

@@ -21,7 +21,7 @@ from kvindex_cuda.pariskv.steps.graph import WARM
 from kvindex_cuda.pariskv.steps.sign_votes import SignVotesStep
 from kvindex_cuda.pariskv.steps.tiered_votes import TieredVotesStep
 from tests.cuda.buffers import addressed
-from tests.cuda.devices import DEVICES, on, on_devices
+from tests.cuda.devices import DEVICES, on, on_devices, slow_on_cpu
 from tests.cuda.graphs import recorded
 from tests.pool.machine import PoolMachine
 from tests.support.helpers import Case, mostly_slow
@@ -109,6 +109,7 @@ def assert_all_free(index):
     assert sorted([*pool._free, *pool._unread]) == [*range(len(pool._views) * pool.slab_blocks)]
 
 
+@slow_on_cpu
 def test_any_interleaving_equals_separate_indexes(device):
     class Machine(PoolMachine):
         spec, begins, most = "pariskv", (300, 40), 4
@@ -125,6 +126,7 @@ def test_any_interleaving_equals_separate_indexes(device):
     run_state_machine_as_test(Machine, settings=settings(how, derandomize=True))
 
 
+@slow_on_cpu
 @pytest.mark.parametrize("on_host", mostly_slow([False, True], True))
 def test_lists_of_sequences_that_change_between_steps(device, on_host, monkeypatch):
     """After appends, truncations, forks and reorders, the batch's copy of each sequence's state is
@@ -177,6 +179,7 @@ def test_lists_of_sequences_that_change_between_steps(device, on_host, monkeypat
     check(b, c)
 
 
+@slow_on_cpu
 @pytest.mark.parametrize("row_codec", mostly_slow(["int8", "fp8"], "int8"))
 def test_coded_rows_are_read_from_the_center_of_their_sequence(device, row_codec):
     """This includes a sequence that starts again in a place whose address a graph contains."""

@@ -18,7 +18,13 @@ from kvindex_cuda.memory.code_blocks import CodeBlocks
 from kvindex_cuda.memory.layout import SubspaceLayout
 from kvindex_cuda.pariskv.dispatch import STEPS, kind_of, options_of
 from tests.cuda import emulator
-from tests.cuda.devices import on, on_devices, torch_ops_and_an_executor
+from tests.cuda.devices import (
+    on,
+    on_devices,
+    on_devices_slowly,
+    slow_on_cpu,
+    torch_ops_and_an_executor,
+)
 from tests.cuda.launches import Launches
 from tests.cuda.pariskv.steps.test_reference import CASES as TWINS
 from tests.cuda.pariskv.steps.test_sign_votes import assert_close, expected, run, setting
@@ -206,7 +212,7 @@ def test_a_table_of_the_query_is_the_references(device):
     assert (mine != want).float().mean() < 1e-3  # the order depends on the last bit
 
 
-@on_devices
+@on_devices_slowly
 def test_ties_in_pieces_of_several_chunks(device):
     """There are so few centroids that most keys have equal votes."""
     case, count = Case(q_heads=2, kv_heads=1, head_dim=16), 300_000
@@ -256,6 +262,7 @@ def test_it_follows_appends_truncation_reordering_and_reset(blocks):
     assert mine.nbytes()["codes"] > 0
 
 
+@slow_on_cpu
 def test_a_layer_attends_in_one_go(blocks):
     layers = [
         AttentionLayer(index, k=20, sink=4, local_window=16, update_every=8, dense_below=64)
@@ -272,6 +279,7 @@ def test_a_layer_attends_in_one_go(blocks):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
 
 
+@slow_on_cpu
 def test_it_attends_where_few_tokens_are_valid(blocks):
     case = replace(CASE, device=blocks)
     check_attention_where_few_tokens_are_valid(

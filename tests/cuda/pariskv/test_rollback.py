@@ -13,7 +13,7 @@ from kvindex.testing.contract.faults import (
     check_memory_that_runs_out_anywhere_changes_nothing,
     points,
 )
-from tests.cuda.devices import DEVICES, on
+from tests.cuda.devices import DEVICES, on, slow_on_cpu
 from tests.support.helpers import Case, assert_same_snapshot, left_padding, part, snapshot
 from tests.support.sequences import SIZES, Sequence
 
@@ -77,6 +77,7 @@ def test_a_copy_has_blocks_of_its_own(device):
     twin.search(case.queries(), k=5)
 
 
+@slow_on_cpu
 def test_a_step_that_fails_leaves_the_layer_as_it_was(device):
     """Return what kernels read of the window and the index, also in a captured step."""
     case, here = placed(device), Sequence.of(CASE, 60)

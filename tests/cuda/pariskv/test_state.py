@@ -1,16 +1,17 @@
 """State as named tensors, read from blocks and written back, on kernels and in plain torch."""
 
-import pytest
 import torch
 
 import kvindex
+from tests.cuda.devices import mostly_slow_on_cpu
 from tests.cuda.pariskv.test_backend import CASE, moved, pair
 from tests.support.helpers import left_padding, part, sampled
 
 
-@pytest.mark.parametrize(
-    ("spec", "row_codec"),
+@mostly_slow_on_cpu(
+    "spec, row_codec",
     sampled(["exact", "pariskv", "pariskv:preset=paper", "pariskv:center=0"], ["int8", "plain"]),
+    *(("exact", "int8"), ("pariskv", "plain"), ("pariskv:preset=paper", "int8")),
 )
 def test_an_index_that_loads_a_state_goes_on_as_the_one_that_gave_it(spec, row_codec, device):
     mine, plain = pair(spec, device, row_codec=row_codec)
@@ -39,7 +40,7 @@ def test_an_index_that_loads_a_state_goes_on_as_the_one_that_gave_it(spec, row_c
         assert torch.equal(tensor.cpu(), last[name].cpu()), name
 
 
-@pytest.mark.parametrize("count", [256, 600])
+@mostly_slow_on_cpu("count", [256, 600], 600)
 def test_what_is_saved_on_kernels_is_loaded_there_and_elsewhere(count, tmp_path, device):
     mine, _ = pair("pariskv", device, store="host")
     mine.append(*moved(CASE.tokens(count), device))

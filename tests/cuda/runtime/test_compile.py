@@ -315,6 +315,7 @@ def test_what_is_recorded_is_what_is_compiled(recorded):
         assert set.union(*found) == set(KERNEL.findall(launching.source(file)))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(compiler() is None, reason="no nvcc on the PATH (CUDA toolkit) to compile with")
 @pytest.mark.parametrize(
     ("file", "defines"),

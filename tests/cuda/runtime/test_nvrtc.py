@@ -19,13 +19,23 @@ WHEEL = "nvidia-cuda-nvrtc"
 NEWER, OLDER = (
     f"compute_{major}{minor}" for major, minor in (launching.OVERLAPS, launching.OLDEST)
 )
-CASES = [pytest.param(*row.values, NEWER, marks=row.marks) for row in few()]
+LONG = {"ops/coarse.cu", "step/rerank.cu", "step/scan.cu", "step/select_rows.cu"}
+LONG |= {file for file in DEFINES if file.endswith("_latents.cu")}
+"""Files that take long to compile. The emulator compiles them, too, with another compiler."""
+CASES = [
+    pytest.param(
+        *row.values,
+        NEWER,
+        marks=pytest.mark.slow if row.values[0] in LONG else row.marks,
+    )
+    for row in few()
+]
 CASES += [
     pytest.param(
         file,
         next(row for row in rows if not row.get("WARPGROUPS")),
         OLDER,
-        marks=() if file == "step/prepare_query.cu" else pytest.mark.slow,
+        marks=() if file == "ops/codes.cu" else pytest.mark.slow,
     )
     for file, rows in DEFINES.items()
 ]

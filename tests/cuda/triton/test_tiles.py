@@ -48,6 +48,7 @@ def test_a_usual_tile_of_several_sequences_gives_each_multiprocessor_a_program()
     assert table.usual(matrix(4096, 4096), 1) == Tile()
 
 
+@pytest.mark.slow
 def test_the_tuner_times_tokens_with_each_tile_and_prints_the_best(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "tools"))
     tool = importlib.import_module("tune_triton")

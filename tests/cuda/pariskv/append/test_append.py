@@ -10,6 +10,7 @@ from kvindex.ops import codes
 from kvindex.pariskv.index import ParisKV
 from kvindex_cuda.memory.layout import BLOCK
 from kvindex_cuda.runtime import launch
+from tests.cuda.devices import mostly_slow_on_cpu
 from tests.support.helpers import (
     ROUNDED,
     Case,
@@ -151,7 +152,7 @@ def test_blocks_are_shared_out_where_there_are_more_than_of_threads(device):
     assert_same(mine, theirs)
 
 
-@pytest.mark.parametrize("seed", mostly_slow(range(6), 0, 1))
+@mostly_slow_on_cpu("seed", mostly_slow(range(6), 0, 1), 0)
 def test_any_history_encodes_the_same(seed, device):
     """Padded sequences, blocks that become full, truncated blocks, other batches."""
     case = Case(q_heads=2, kv_heads=1, head_dim=16, batch=3)
@@ -241,11 +242,12 @@ def test_one_kernel_encodes_the_full_blocks_and_one_the_open_one(device, monkeyp
         assert names.count("encode") == encoded, names
 
 
-@pytest.mark.parametrize(
+@mostly_slow_on_cpu(
     "pieces",
     mostly_slow(
         [[1] * 20, [100, 300, 300], [256, 400, 44], [700, -1, 1]], [100, 300, 300], [700, -1, 1]
     ),
+    [700, -1, 1],
     ids=str,
 )
 def test_bytes_are_a_function_of_the_tokens(pieces, device):
@@ -284,12 +286,13 @@ def test_what_was_never_written_is_never_read(device, monkeypatch):
     assert_searches_alike(mine, theirs, queries)
 
 
-@pytest.mark.parametrize(
-    ("place", "wrong"),
+@mostly_slow_on_cpu(
+    "place, wrong",
     sampled(
         [(0, 0, 0, 0), (1, 1, 255, 63), (0, 1, 299, 5), (1, 0, 643, 63)],
         [float("nan"), float("inf"), -float("inf"), 1e20, -3e38],
     ),
+    *(((1, 1, 255, 63), float("inf")), ((1, 0, 643, 63), 1e20)),
     ids=str,
 )
 def test_keys_out_of_range_change_nothing(wrong, place, device):
@@ -307,7 +310,7 @@ def test_keys_out_of_range_change_nothing(wrong, place, device):
     assert_searches_alike(*both, CASE.queries().to(device))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@mostly_slow_on_cpu("dtype", [torch.float32, torch.bfloat16], torch.float32, ids=str)
 def test_the_largest_keys_have_the_centers_of_the_reference(dtype, device):
     case = Case(q_heads=2, kv_heads=2, head_dim=16, dtype=dtype)
     mine, theirs = pair(device, case, check=True)
@@ -391,7 +394,7 @@ def test_a_kernel_that_does_not_run_leaves_the_index_as_it_was(device, monkeypat
     assert_searches_alike(*both, CASE.queries().to(device))
 
 
-@pytest.mark.parametrize("center", [256, 0])
+@mostly_slow_on_cpu("center", [256, 0], 256)
 def test_a_state_goes_from_one_backend_to_the_other(center, device):
     both, others = pair(device, center=center), pair(device, center=center)
     tokens = tokens_of(CASE, 900, device)

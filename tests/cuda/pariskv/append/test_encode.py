@@ -13,7 +13,7 @@ from kvindex.ops import codes, transform
 from kvindex_cuda.memory.layout import BLOCK, Layout, places
 from kvindex_cuda.pariskv.append.encode import Encoder
 from tests.cuda import emulator
-from tests.cuda.devices import DEVICES, on
+from tests.cuda.devices import DEVICES, mostly_slow_on_cpu, on
 from tests.support.helpers import (
     Case,
     far_apart,
@@ -192,8 +192,13 @@ OTHERS = [*((dim, DTYPES[i % 3]) for i, dim in enumerate(DIMS)), (576, torch.bfl
 WIDTHS += mostly_slow(OTHERS, *OTHERS[:2])
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("dim", "dtype"), WIDTHS, ids=str)
+@mostly_slow_on_cpu(
+    "dim, dtype",
+    WIDTHS,
+    *((64, DTYPES[0]), (80, DTYPES[1]), (128, DTYPES[2]), OTHERS[0]),
+    indirect=False,
+    ids=str,
+)
 def test_centers_and_codes_are_the_references(dim, dtype, device):
     case = Case(q_heads=2, kv_heads=2, head_dim=dim, dtype=dtype)
     encode, keys, blocks = checked(case, 300, device=device)
@@ -203,8 +208,7 @@ def test_centers_and_codes_are_the_references(dim, dtype, device):
         compared(encode, blocks, keys, seed=1)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("bits", mostly_slow([0, 1, 2, 4, 5, 6, 7], 0, 7))
+@mostly_slow_on_cpu("bits", mostly_slow([0, 1, 2, 4, 5, 6, 7], 0, 7), 0, indirect=False)
 def test_any_number_of_bits(bits, device):
     checked(Case(head_dim=128, dtype=torch.bfloat16), 300, bits=bits, device=device)
 
@@ -220,8 +224,13 @@ def test_a_block_may_lack_keys(count, dim, dtype, device):
     checked(case, count, device=device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("dim", "dtype"), [(64, DTYPES[1]), (96, DTYPES[0])], ids=str)
+@mostly_slow_on_cpu(
+    "dim, dtype",
+    [(64, DTYPES[1]), (96, DTYPES[0])],
+    (96, DTYPES[0]),
+    indirect=False,
+    ids=str,
+)
 def test_padding_has_no_share_in_centers_and_no_weight(dim, dtype, device):
     """Padding before the tokens, a block of nothing but padding, and padding among the tokens."""
     case = Case(q_heads=4, kv_heads=2, head_dim=dim, batch=3, dtype=dtype)
@@ -338,8 +347,9 @@ def test_only_the_keys_places_and_centers_are_written(dim, centered, device):
     assert not sizes.any()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@mostly_slow_on_cpu(
+    "dtype", [torch.float32, torch.bfloat16], torch.float32, indirect=False, ids=str
+)
 def test_strides_do_not_matter(dtype, device):
     keys, encode = keys_of(Case(head_dim=64, batch=2, dtype=dtype), 300), encoder(64, device=device)
     keys, valid = keys.to(device), torch.rand(300, 2).gt(0.3).T.to(device)
@@ -427,7 +437,7 @@ def test_without_centers_codes_are_the_references(dim, dtype, device):
 def test_a_matrix_that_is_no_rotation_is_refused():
     rotation, levels = transform.rotation(96, 0), codes.levels(96, 3)
     for wrong in (rotation.T.contiguous(), torch.eye(96)):
-        with pytest.raises(ValueError, match="rotation: got another matrix"):
+        with pytest.raises(ValueError, match="rotation: got a matrix that"):
             Encoder(Layout(96, 3), wrong, levels)
     # out of float16's range
     for wrong in (torch.linspace(0, 1e-3, 8).cumsum(0) ** 4, levels * 1.001):

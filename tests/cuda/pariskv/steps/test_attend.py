@@ -25,6 +25,7 @@ from kvindex_cuda.memory.slab_pool import DeviceAllocator
 from kvindex_cuda.pariskv.device_state import State
 from kvindex_cuda.pariskv.steps.sign_votes import SignVotesStep
 from tests.cuda import emulator
+from tests.cuda.devices import on_devices_slowly
 from tests.cuda.pariskv.steps.test_sign_votes import DEVICES
 from tests.support.helpers import Case, mostly_slow, sampled
 
@@ -395,7 +396,7 @@ def test_a_tag_is_read_while_others_take_its_slot(monkeypatch):
         assert_kept(one, cache)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_devices_slowly
 def test_values_may_be_wide(device):
     # 256 KB if as many of these rows were in flight as of others
     case = replace(ONE, value_dim=2048)

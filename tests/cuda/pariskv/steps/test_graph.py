@@ -18,6 +18,7 @@ from kvindex.core import graphs as replaying
 from kvindex.layer import AttentionLayer
 from kvindex.pariskv.index import ParisKV
 from kvindex_cuda.pariskv.steps.graph import WARM
+from tests.cuda.devices import slow_on_cpu
 from tests.cuda.graphs import counted
 from tests.cuda.launches import Launches
 from tests.support.helpers import Case, Operations, mostly_slow, slow
@@ -114,6 +115,7 @@ def test_steps_are_captured_once_and_replayed_over_updates_of_the_window(
         assert float(getattr(mine, name)) == float(getattr(theirs, name))
 
 
+@slow_on_cpu
 @pytest.mark.parametrize(
     "case",
     [
@@ -140,6 +142,7 @@ def test_every_presets_step(device, graphs, preset):
     assert (graphs.made, graphs.replays) == (1, 4)
 
 
+@slow_on_cpu
 def test_a_padded_batch(device, graphs):
     pair = two(device, case=PADDED, pads=[0, 13])
     pair.feed(times=6)
@@ -193,6 +196,7 @@ def test_after_a_cut(device, graphs, length):
     assert graphs.made == 1
 
 
+@slow_on_cpu
 def test_after_another_order_of_the_batch_it_is_captured_again(device, graphs):
     pair = two(device, case=PADDED)
     pair.each(lambda layer: layer.reorder(torch.tensor([1, 0])))
@@ -203,6 +207,7 @@ def test_after_another_order_of_the_batch_it_is_captured_again(device, graphs):
     assert graphs.made == 2
 
 
+@slow_on_cpu
 def test_a_batch_of_another_size(device, graphs):
     pair = two(device, case=PADDED)
     pair.each(lambda layer: layer.reorder(torch.tensor([1])))
@@ -211,6 +216,7 @@ def test_a_batch_of_another_size(device, graphs):
     assert graphs.made == 2
 
 
+@slow_on_cpu
 def test_after_reset(device, graphs):
     pair = two(device)
     pair.each(lambda layer: layer.reset())
@@ -220,6 +226,7 @@ def test_after_reset(device, graphs):
     assert graphs.made == 2
 
 
+@slow_on_cpu
 def test_several_tokens_in_between_are_exact_and_the_graph_goes_on(device, graphs):
     pair = two(device)
     pair.feed(3)
@@ -229,6 +236,7 @@ def test_several_tokens_in_between_are_exact_and_the_graph_goes_on(device, graph
     assert graphs.made == 1
 
 
+@slow_on_cpu
 def test_another_k_is_another_graph(device, graphs):
     pair = two(device)
     for layer in pair.layers:
@@ -237,6 +245,7 @@ def test_another_k_is_another_graph(device, graphs):
     assert graphs.made == 2
 
 
+@slow_on_cpu
 def test_candidates_that_outgrow_their_buffers(device, graphs):
     """More than twice the candidates of the first search need new buffers and a new graph."""
     pair = two(device, k=2, beta=0.2)
@@ -258,6 +267,7 @@ def test_candidates_that_outgrow_their_buffers(device, graphs):
     )
 
 
+@slow_on_cpu
 def test_a_step_that_fails_after_a_replay_is_undone(device, graphs, monkeypatch):
     pair = two(device)
     traffic = float(pair.layers[0].traffic.rows_read)
@@ -272,6 +282,7 @@ def test_a_step_that_fails_after_a_replay_is_undone(device, graphs, monkeypatch)
     assert graphs.made == 1
 
 
+@slow_on_cpu
 def test_a_query_that_is_not_finite_is_an_error_later(device, graphs, monkeypatch):
     monkeypatch.setattr(ParisKV, "_defers", True)
     monkeypatch.setattr("kvindex.core.check.finite", lambda *_: None)
@@ -288,6 +299,7 @@ def test_a_query_that_is_not_finite_is_an_error_later(device, graphs, monkeypatc
         layer.index.raise_pending()
 
 
+@slow_on_cpu
 def test_layers_share_a_steps_buffers_and_what_graphs_read_and_write(device, graphs):
     pairs = [two(device) for _ in range(2)]
     for _ in range(3):
@@ -326,6 +338,7 @@ def test_graphs_must_be_a_flag(graphs):
         AttentionLayer(CASE.index("exact"), graphs=graphs)
 
 
+@slow_on_cpu
 def test_an_index_in_a_wrapper_and_a_share_of_the_mass_go_without(device, graphs):
     for options in (dict(name="pariskv:preset=fast+sample"), dict(coverage=0.9)):
         name = options.pop("name", "pariskv")
@@ -337,6 +350,7 @@ def test_an_index_in_a_wrapper_and_a_share_of_the_mass_go_without(device, graphs
     assert graphs.made == 0
 
 
+@slow_on_cpu
 def test_a_driver_that_refuses_is_said_once_and_steps_go_on(device, graphs, monkeypatch):
     def refuse(*given):
         raise RuntimeError("out of graphs")
@@ -353,6 +367,7 @@ def test_a_driver_that_refuses_is_said_once_and_steps_go_on(device, graphs, monk
         pair.feed(times=2)
 
 
+@slow_on_cpu
 def test_an_index_that_is_used_between_the_steps(device, graphs):
     """Searches with another k, and attention with other rows in addition, share the step's
     buffers.
@@ -366,6 +381,7 @@ def test_an_index_that_is_used_between_the_steps(device, graphs):
     assert graphs.made == 1
 
 
+@slow_on_cpu
 def test_it_ends_with_the_index(device, graphs):
     pair = two(device)
     replay = weakref.ref(pair.layers[0].index._executor._replays.replay)

@@ -12,7 +12,7 @@ from kvindex_adapters.vllm.options import Options
 from kvindex_cuda.memory.layout import BLOCK
 from kvindex_cuda.memory.pages import Pages
 from kvindex_cuda.pariskv.steps.paged import PagedSteps, unserved
-from tests.cuda.devices import on, on_devices
+from tests.cuda.devices import on, on_devices, on_devices_slowly
 from tests.support.helpers import mostly_slow, slow
 
 H, G, D, LAYERS, PAGES = 4, 2, 16, 2, 16
@@ -124,7 +124,7 @@ def assert_close(pairs, **bounds):
         torch.testing.assert_close(found, expected, **(bounds or dict(rtol=1e-4, atol=1e-5)))
 
 
-@on_devices
+@on_devices_slowly
 @pytest.mark.parametrize(
     ("tokens", "order"),
     mostly_slow([(256, "HND"), (512, "NHD")], (512, "NHD")),
@@ -155,7 +155,7 @@ def test_rows_that_are_drawn(device):
     assert_close(engine.decode())
 
 
-@on_devices
+@on_devices_slowly
 def test_a_block_that_fills_is_searched_once_the_window_has_passed_it(device):
     engine = Engine(device, sink=0, local_window=1, dense_below=0, k=4)
     engine.prefill()
@@ -167,7 +167,7 @@ def test_a_block_that_fills_is_searched_once_the_window_has_passed_it(device):
         assert_close(engine.decode(lengths))
 
 
-@on_devices
+@on_devices_slowly
 @pytest.mark.parametrize("index", ["pariskv:preset=fast", slow("pariskv:sign_decoder=mean")])
 def test_batches_of_all_sizes_take_turns_in_the_same_buffers(index, device):
     engine = Engine(device, index=index, k=6)

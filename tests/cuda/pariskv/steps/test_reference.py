@@ -18,7 +18,7 @@ from kvindex.pariskv.step_state import queries_of, rotated
 from kvindex_cuda.pariskv.steps.sign_votes import SignVotesStep
 from kvindex_cuda.pariskv.steps.tiered_votes import TieredVotesStep
 from tests.cuda.buffers import Buffers, addressed
-from tests.cuda.devices import on, on_devices
+from tests.cuda.devices import mostly_slow_on_cpu, on
 from tests.support.helpers import Case, left_padding, mostly_slow, slow_as
 from tests.support.steps import Layer
 
@@ -64,16 +64,19 @@ FAST["together-D120"] = (
     1500,
     dict(sign_decoder="regression"),
 )
-FAST["alone"] = (*FAST["g4"][:2], dict(SPARSE, sign_decoder="mean", sampling="priority"))
+FAST["alone"] = (FAST["257"][0], 700, dict(SPARSE, sign_decoder="mean", sampling="priority"))
 FAST["drawn-D192"] = (Case(q_heads=5, kv_heads=1, head_dim=192), 600, SPARSE)
 # a sequence of the batch without tokens
-FAST["padding"] = (*FAST["g1-B2"][:2], dict(pads=[700, 90]))
-FAST["drawn-padding"] = (*FAST["g1-B2"][:2], dict(SPARSE, pads=[700, 90]))
-FAST["drawn-few"] = (FAST["g4"][0], 900, dict(SPARSE, refine_factor=2))
+PADDED = Case(q_heads=4, kv_heads=2, head_dim=64, batch=2), 700
+FAST["padding"] = (*PADDED, dict(pads=[700, 90]))
+FAST["drawn-padding"] = (*PADDED, dict(SPARSE, pads=[700, 90]))
+FAST["drawn-few"] = (FAST["257"][0], 900, dict(SPARSE, refine_factor=2))
 ELSEWHERE = {"drawn-g3-D96": "drawn-D192", "drawn-g12": "g12", "drawn-bfloat16": "bfloat16"}
 """Shapes that are compiled again only for tests on a GPU, with the case that represents each."""
 OWN = {"g3-D96", "g12", "g5-127", "scales", "drawn-scales", "drawn-D192", "together-D120"}
 """Shapes for which no fast test compiles kernels."""
+EMULATED_SLOWLY = {"g1-B2", "drawn-g1-B2", "drawn-g4", "max_share", "int8", "fp8"}
+"""Shapes and options for which further kernels are compiled, which other tests compile, too."""
 OFTEN = [
     pytest.param(
         name, marks=slow_as(True) if name in ELSEWHERE else [pytest.mark.slow] * (name in OWN)
@@ -120,13 +123,14 @@ def fast(test):
     """Run a test for each case of `fast` and `precise`, with a layer and what its kernels have
     written.
     """
-    return on_devices(pytest.mark.parametrize("name", OFTEN)(test))
+    names = [case.values[0] for case in OFTEN if not case.marks]
+    fast = set(names) - EMULATED_SLOWLY
+    return mostly_slow_on_cpu("name", OFTEN, *fast, indirect=False)(test)
 
 
 def paper(test):
-    return on_devices(
-        pytest.mark.parametrize("name", mostly_slow(CASES, *CASES.keys() - OWN))(test)
-    )
+    names = mostly_slow(CASES, *CASES.keys() - OWN)
+    return mostly_slow_on_cpu("name", names, "g4", "ties", "max_share", indirect=False)(test)
 
 
 def assert_equal(got, want, *names):

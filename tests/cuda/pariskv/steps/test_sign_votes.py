@@ -22,7 +22,7 @@ from kvindex_cuda.pariskv.dispatch import STEPS, kind_of, layout_of, options_of,
 from kvindex_cuda.pariskv.steps.sign_votes import SignVotesStep
 from kvindex_cuda.runtime.constants import BINS
 from tests.cuda import emulator
-from tests.cuda.devices import DEVICES
+from tests.cuda.devices import DEVICES, mostly_slow_on_cpu, on_devices_slowly
 from tests.cuda.pariskv.steps.test_reference import FAST
 from tests.support.helpers import Case, left_padding, mostly_slow, sampled, slow_as
 from tests.support.steps import codes_of
@@ -183,9 +183,11 @@ def assert_close(got, want, hits, *, missing=0.0):
         torch.testing.assert_close(output, want, rtol=close, atol=close)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in WHOLE else slow_as(n in FAST)) for n in CASES]
+@mostly_slow_on_cpu(
+    "name",
+    [pytest.param(n, marks=() if n in WHOLE else slow_as(n in FAST)) for n in CASES],
+    "blocks",
+    indirect=False,
 )
 def test_a_step_selects_and_attends_as_the_reference(name, device):
     case, count, options = CASES[name]
@@ -196,15 +198,15 @@ def test_a_step_selects_and_attends_as_the_reference(name, device):
     assert_close(got, want, hits, missing=0.01)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
+@mostly_slow_on_cpu(
     "options",
     [
-        dict(multiprocessors=1),
-        dict(votes=dict(BINNED=800)),
-        pytest.param(dict(votes=dict(BINNED=0)), marks=pytest.mark.slow),
+        pytest.param(dict(multiprocessors=1), id="more than a warp reads at once"),
+        pytest.param(dict(votes=dict(BINNED=800)), id="a histogram that fills"),
+        pytest.param(dict(votes=dict(BINNED=0)), marks=pytest.mark.slow, id="none"),
     ],
-    ids=["more than a warp reads at once", "a histogram that fills", "none"],
+    dict(multiprocessors=1),
+    indirect=False,
 )
 def test_a_long_list(device, options):
     case, count, index_options = CASES["blocks"]
@@ -225,7 +227,7 @@ def test_a_long_list(device, options):
     assert_close(got, want, hits, missing=0.01)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_devices_slowly
 def test_padded_tokens_and_hidden_rows_are_never_read(device):
     case = Case(q_heads=4, kv_heads=2, head_dim=64, batch=3)
     valid = left_padding([0, 130, 600], 600).to(device)
@@ -320,11 +322,12 @@ def test_queries_may_begin_anywhere(device):
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("name", "bad"),
+@mostly_slow_on_cpu(
+    "name, bad",
     sampled(["g4", "g12", "bfloat16"], [torch.nan, torch.inf, -torch.inf, 1e20])
     + [pytest.param("g2-D80", bad, marks=pytest.mark.slow) for bad in (torch.nan, 1e20)],
+    *(("g4", 1e20), ("bfloat16", -torch.inf)),
+    indirect=False,
 )
 def test_a_query_out_of_range_is_told_and_harms_no_other_group(name, bad, device):
     case, count, options = CASES[name]
@@ -406,7 +409,7 @@ def test_what_the_kernels_do_not_serve_is_refused(options, message):
         SignVotesStep(geometry, Layout(64, 3), batch=1, k=5, most=20, policy=policy)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_devices_slowly
 def test_rows_that_were_fetched_are_read_from_the_cache(device):
     case = Case(q_heads=8, kv_heads=2, head_dim=64, batch=2)
     index, layout, state, kept, k = setting(case, 700, device=device)
@@ -429,7 +432,7 @@ def test_rows_that_were_fetched_are_read_from_the_cache(device):
     assert run(index, layout, cached, queries, k, device=device)[0].isnan().any()
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_devices_slowly
 @pytest.mark.parametrize("rows", mostly_slow([4, 16, 1024], 16))
 def test_a_cache_of_any_size_changes_no_output(rows, device):
     """The cache may be smaller than a step's rows: those that find no slot are fetched."""
