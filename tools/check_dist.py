@@ -2,8 +2,9 @@
 
     python tools/check_dist.py dist/kvindex_torch-*.whl
 
-Each environment gets the CPU build of torch, and is deleted after its check. `build` makes the
-wheel from the sdist, so a file that is missing in the sdist is missing here, too.
+Each environment gets the CPU build of torch, and is deleted after its check. The check also covers
+the sdist: `python -m build` makes the wheel from the sdist, so a file that is missing in the sdist
+is missing in the wheel, too.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CREATE = 'kvindex.create("pariskv", q_heads=2, kv_heads=1, head_dim=16, backend={!r})'
 BASE = "import kvindex, kvindex_adapters.vllm, kvindex_cuda"
-"""Code that needs no extra."""
+"""Imports that must work in every environment, because they need no extra."""
 
 MISSING = """
 try:
@@ -38,12 +39,13 @@ CODE = {
 """Extra -> code that runs in its environment. "" is the environment without extras."""
 
 COMMANDS = {"hf": (["--version"],), "cli": (["--help"], ["--version"], ["indexes"])}
-"""Extra -> arguments of `kvindex` that must succeed (transformers brings typer). In the other
-environments, the command must print one line that names the extra."""
+"""Extra -> arguments with which the command `kvindex` must succeed. (`kvindex` needs typer, which
+transformers depends on.) Without one of these extras, the command must print one line that names
+them."""
 
 
 def example() -> tuple[str, str]:
-    """Return the README's example without a model, and what it prints."""
+    """Return the code of the README's first Python example that needs no model, and its output."""
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     at = next(
@@ -53,7 +55,10 @@ def example() -> tuple[str, str]:
 
 
 def run(*command: str | Path, folder: Path, status: int = 0) -> str:
-    """Run a command in a folder, and return its output. Ends this program on another status."""
+    """Run a command in a folder, and return its output.
+
+    End this program with an error message if the exit status of the command is not `status`.
+    """
     done = subprocess.run(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -63,7 +68,7 @@ def run(*command: str | Path, folder: Path, status: int = 0) -> str:
 
 
 def check(wheel: Path, extra: str, install: list[str], folder: Path) -> None:
-    """Install the wheel with an extra into a new environment, and run what should work there."""
+    """Install the wheel with an extra into a new environment, and test imports and commands."""
     venv.create(folder / "venv", with_pip=True)
     python, command = folder / "venv/bin/python", folder / "venv/bin/kvindex"
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *install]
@@ -83,14 +88,17 @@ def check(wheel: Path, extra: str, install: list[str], folder: Path) -> None:
 
 
 def main() -> None:
-    """Check the environments one after another, and print how long each check took."""
+    """Check the wheel with each set of extras in a new environment.
+
+    Print how long each check took.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--extras", nargs="*", default=list(CODE), choices=list(CODE))
     parser.add_argument(
         "--torch-index",
         default="https://download.pytorch.org/whl/cpu",
-        help="index with the CPU build of torch",
+        help="URL of a package index that has the CPU build of torch",
     )
     given = parser.parse_args()
     install = ["--constraint", str(ROOT / "constraints.txt"), "--extra-index-url"]

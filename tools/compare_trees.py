@@ -1,34 +1,43 @@
 """Compare the speed or the results of several checkouts of this repository on one machine.
 
+The code of each checkout runs in a process of its own. The command times decode steps of all
+checkouts in alternation. With `--equal`, it compares results instead of times: they must be equal
+bit by bit.
+
     PYTHONPATH=.:adapters python tools/compare_trees.py NAME=FOLDER NAME=FOLDER …
         [--tokens N …] [--batch B] [--rounds R] [--times device cached host append update token]
         [--q-heads H] [--kv-heads G] [--hit-rate H] [--index SPEC] [--replays R] --json OUT
     PYTHONPATH=.:adapters python tools/compare_trees.py NAME=FOLDER NAME=FOLDER … --equal
         [--match REGEX] --json OUT
 
-A tree is a whole checkout, for example from `git worktree add FOLDER COMMIT`. Each tree has a
-process that stays alive, and runs the `benchmarks` of its own checkout. First the results of every
-tree are checked. If a tree fails, its error is printed, and the other trees continue. The output of
-a tree is written next to OUT, to a file that ends in `NAME.log`. The exit status is 1 if a tree
-failed.
+Each FOLDER is a whole checkout, for example from `git worktree add FOLDER COMMIT`. (The code calls
+a checkout a tree.) For each checkout, the command starts a process that runs the `benchmarks` of
+this checkout. First the results of every checkout are checked. If a checkout fails, its error is
+printed, and the other checkouts continue. The output of its process is written next to OUT, to a
+file that ends in `NAME.log`. The exit status is 1 if a checkout failed.
 
-Without `--equal`, the command times the trees on a GPU in turn, A B A B, because two runs of the
-same code on one machine can differ by more than a percent. `--times` selects what is timed:
+Without `--equal`, the command times the checkouts on a GPU in alternation (A B A B), because two
+runs of the same code on one machine can differ by more than a percent. `--times` selects what is
+timed:
 
 - `host`, `device`, `cached`: the decode step of `benchmarks/latency.py`, with rows (keys and
   values) in host memory, in device memory, or in host memory with a cache on the device;
-- `append`, `update`: a prompt, and decode steps that move tokens into the index, as in
+- `append`: an append of a prompt, as in `benchmarks/append.py`;
+- `update`: decode steps in which a layer moves tokens from its window into its index, as in
   `benchmarks/append.py`;
 - `token`: a decode step of a model of Qwen3-8B's size, as in `benchmarks/generation.py`.
 
 The printed table has the median, minimum and maximum time over the rounds, and the median ratio to
-the time of the first tree in the same round. To see how far the ratios vary by chance, pass the
-same folder under two names.
+the time of the first checkout in the same round. To see how much the ratios vary by chance, pass
+the same folder under two names.
 
-With `--equal`, each tree computes codes, hits, rows and attention of every index, preset and
-wrapper from the same seeded data, on the backends `torch` and `cpu`, and on a GPU also `cuda`
-(`tree_worker.py` has the details). The exit status is 1 if any result is not equal bit by bit.
-Indexes are given in the current names of options; a tree from before a renaming gets its own names.
+With `--equal`, results are compared instead of times. Each checkout computes codes, search results,
+keys and values, and attention of every index, preset and wrapper from the same random data, on the
+backends `torch` and `cpu`, and on a GPU also `cuda` (`tree_worker.py` has the details). The exit
+status is 1 if any result is not equal bit by bit.
+
+Options of indexes have their current names in the command line. The process of an older checkout
+translates them to the names that this checkout uses.
 """
 
 from __future__ import annotations
@@ -51,7 +60,7 @@ from benchmarks.reporting.parts import table
 from kvindex_adapters.evaluate.output_files import output, write_json
 
 TIMES = ("device", "cached", "host", "append", "update", "token")
-"""Values of the option `--times`: what to time in each tree (see the module's docstring)."""
+"""Values of the option `--times`: what to time in each checkout (see the module's docstring)."""
 
 NEEDED = ("kvindex", "kvindex_cuda", "adapters", "benchmarks/common")
 """Folders that a checkout must contain."""
@@ -76,7 +85,8 @@ class Tree:
     """
 
     def __init__(self, name: str, folder: Path, log: Path, worker: Path = WORKER) -> None:
-        # the same form as in sys.path: without "..", and with links not resolved
+        # make the path comparable to the paths of imported modules: absolute, without "..", but
+        # without resolving symbolic links
         self.name, self.folder, self.failed = name, Path(os.path.abspath(folder)), ""
         self._log, self._asked = log, ""
         paths = f"{self.folder}{os.pathsep}{self.folder / 'adapters'}"
@@ -105,7 +115,10 @@ class Tree:
             self.fail("its process ended")
 
     def answer(self) -> dict[str, Any] | None:
-        """Wait for the answer to the last command. Return None if the tree has failed."""
+        """Wait for the answer to the last command. Return None if the checkout has failed.
+
+        It has failed if its process ended, or if the answer is an error.
+        """
         if self.failed:
             return None
         assert self.process.stdout is not None
@@ -130,7 +143,7 @@ class Tree:
 
 
 def at_once(trees: Iterable[Tree], *command: Any) -> Answers:
-    """Send the same command to all trees (processes), which run it at the same time."""
+    """Send the same command to the processes of all checkouts, which run it at the same time."""
     trees = [*trees]
     for tree in trees:
         tree.ask(*command)
@@ -139,7 +152,9 @@ def at_once(trees: Iterable[Tree], *command: Any) -> Answers:
 
 
 def in_turn(trees: Iterable[Tree], *command: Any) -> Answers:
-    """Send the same command to one tree after the other, while the other trees are idle."""
+    """Send a command to the process of each checkout. Each process runs it after the previous one
+    has answered.
+    """
     found: Answers = {}
     for tree in trees:
         found |= at_once([tree], *command)
@@ -156,10 +171,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "trees",
         nargs="+",
         metavar="NAME=FOLDER",
-        help="name and folder of a checkout; all others are compared with the first one",
+        help="name and folder of each checkout; the first one is the baseline of the comparison",
     )
     parser.add_argument(
-        "--tokens", nargs="+", type=int, default=[131_072], help="lengths of the sequence to time"
+        "--tokens", nargs="+", type=int, default=[131_072], help="context lengths to time"
     )
     parser.add_argument("--batch", type=int, default=1, help="number of sequences in the batch")
     parser.add_argument(
@@ -183,7 +198,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     )
     add_heads(parser)
     add_index(parser)
-    parser.add_argument("--json", type=output(), required=True, help="file for the result")
+    parser.add_argument(
+        "--json", type=output(), required=True, help="JSON file to which the result is written"
+    )
     found = parser.parse_args(given)
     trees: dict[str, Path] = {}
     for pair in found.trees:
@@ -202,7 +219,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def started(trees: list[Tree], options: dict[str, Any]) -> Answers:
-    """Start the worker of each tree (checkout). It fails if it imports from another checkout."""
+    """Start the worker process of each checkout. A worker fails if it imports a module from another
+    checkout."""
     found = at_once(trees, "start", options)
     for tree in trees:
         for path in found.get(tree.name, {}).get("modules", ()):
@@ -212,7 +230,16 @@ def started(trees: list[Tree], options: dict[str, Any]) -> Answers:
 
 
 def compare(trees: list[Tree], given: argparse.Namespace) -> dict[str, Any]:
-    """Check the results of all trees, and time the trees in turn, for one length after another."""
+    """For each sequence length of the option `--tokens`, check the results of all checkouts, and
+    then time the checkouts in alternation.
+
+    Args:
+        trees: Process of each checkout.
+        given: The parsed command line.
+
+    Returns:
+        The times of each checkout, and the error messages of checkouts that failed.
+    """
     names = "index", "hit_rate", "batch", "replays", "q_heads", "kv_heads"
     step = {name: getattr(given, name) for name in names}
     result: dict[str, Any] = {
@@ -242,7 +269,10 @@ def compare(trees: list[Tree], given: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare_results(trees: list[Tree], given: argparse.Namespace) -> dict[str, Any]:
-    """Compare the results of all trees for one index after another, and print each comparison."""
+    """Compare the results that all checkouts compute, for one index after another.
+
+    The outcome for each index is printed, and written to the JSON file.
+    """
     begun = started(trees, {"equal": True})
     specs = {name: found["specs"] for name, found in begun.items()}
     every = dict.fromkeys(spec for some in specs.values() for spec in some)
@@ -272,10 +302,17 @@ def compare_results(trees: list[Tree], given: argparse.Namespace) -> dict[str, A
 
 
 def differing(found: Answers) -> dict[str, dict[str, str]]:
-    """Return the results that are not the same in all trees: name -> tree -> digest.
+    """Find the results that are not the same in all checkouts.
 
-    The digest is "" for a tree without this result. Two runs that raise an error have the same
-    result if the errors have the same type, because messages may have been reworded.
+    Two runs that raise an error have the same result if the errors have the same type, because
+    messages may have been reworded.
+
+    Args:
+        found: Name of a checkout -> its answer, which contains digests (hashes) of its results.
+
+    Returns:
+        Name of a result that differs -> name of a checkout -> digest, or "" if the checkout does
+        not have this result.
     """
     kinds = {}
     for tree, answer in found.items():
@@ -294,7 +331,9 @@ def summary(result: dict[str, Any]) -> str:
     counts = [len(next(iter(some.values()), {})) for some in result["compared"].values()]
     lines = [f"{sum(counts):,} results of {len(counts)} specs and backends compared"]
     if raised := sum(map(len, result["errors"].values())):
-        lines.append(f"{raised} runs raise the same error in every tree (errors in the JSON file)")
+        lines.append(
+            f"{raised} runs raise the same error in every checkout (errors in the JSON file)"
+        )
     lines += [
         f"differs: {one}: {name}" for one, some in result["different"].items() for name in some
     ]
@@ -303,15 +342,24 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def medians(point: dict[str, Any], tree: str, what: str) -> list[float | None]:
-    """Return a checkout's median time in µs for each round, or None for a round without a time."""
+    """Return how long an operation takes in a checkout: the median time of each round, in µs.
+
+    The time is None for a round in which the operation was not measured.
+
+    Args:
+        point: Measured times for one number of tokens.
+        tree: Name of the checkout.
+        what: Name of the operation.
+    """
     rounds = [one.get(tree, {}).get(what) for one in point["rounds"]]
     return [times["median_us"] if times else None for times in rounds]
 
 
 def compared(result: dict[str, Any]) -> str:
-    """Make a table of the times of each checkout in µs, and of its ratio to the first checkout.
+    """Make a table that compares the times of several checkouts of the repository.
 
-    `–` stands for a time that was not measured.
+    The table has the time of each checkout in µs, and this time divided by the time of the first
+    checkout. `–` stands for a time that was not measured.
     """
     first, *others = result["trees"]
     head = ["tokens", "what", first, *(part for n in others for part in (n, f"to {first}"))]
@@ -332,7 +380,10 @@ def compared(result: dict[str, Any]) -> str:
 
 
 def main(given: list[str] | None = None) -> None:
-    """Compare the checkouts, and print the result. Exit with 1 if one failed or results differ."""
+    """Compare the checkouts, and print the result.
+
+    The exit status is 1 if a checkout failed, or if results differ with `--equal`.
+    """
     options, trees = arguments(given), []
     try:
         for name, folder in options.trees.items():

@@ -4,14 +4,14 @@
 PYTHONPATH=.:adapters python tools/families.py [--only NAME ...] [--check]
 ```
 
-Each family in transformers' mapping of causal language models reads a prompt and decodes a few
-tokens twice: with its own attention, and inside `attach` with an index that returns every row. The
-logits must agree.
+A tiny model of each family in transformers' mapping of causal language models reads a prompt and
+decodes a few tokens. It does so twice: with its own attention, and inside `attach` with an index
+that returns every row (the key and the value of each token). The logits must agree.
 
 Two further tests follow for families whose logits agree:
 
-- If the family's rotary frequencies can change at some sequence length, a prompt is read in chunks
-  past this length, and an answer is decoded past it (`family_switches.py`).
+- A longer prompt is read in chunks. If the family's rotary frequencies can change at some sequence
+  length, the prompt or the answer exceeds this length (`family_switches.py`).
 - Decode steps with the option `token_graph` show whether a decode step of this model could be
   captured as one CUDA graph, with an index that supports it.
 
@@ -50,10 +50,10 @@ from kvindex_adapters.evaluate.machine import describe
 ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs/adapters/families.md", ROOT / "benchmarks/results/families.json"
 
-PROMPT, STEPS = 40, 12  # longer than sliding windows; tokens move into the index
+PROMPT, STEPS = 40, 12  # longer than sliding windows, so that tokens move into the index
 REGIONS = dict(sink=2, local_window=4, update_every=4, dense_below=0)
 EVERY_ROW = 500
-TOLERANCE = 1e-4  # relative to the largest logit, for sums in another order
+TOLERANCE = 1e-4  # relative to the largest logit; sums in another order give small differences
 CAPTURED = "it would be captured"
 LIMIT_S, LIMIT_BYTES = 120, 8 << 30
 
@@ -72,11 +72,11 @@ class Captured(AttentionLayer):
     """An attention layer that claims to support CUDA graphs, whether or not its index does."""
 
     def capture_refusal(self) -> str | None:
-        """Return None, which means that the layer has no reason against a graph."""
+        """Return None: this layer claims that its decode step can be captured in a CUDA graph."""
         return None
 
     def prepare_replay(self) -> object | None:
-        """Return the same object each time, which means that a graph may be replayed."""
+        """Return the same object in each call: a captured graph can be replayed in all steps."""
         return self
 
 
@@ -109,7 +109,14 @@ def decode(model: Any, ids: Tensor, cache: Any = None, placed: bool = False) -> 
 
 
 def served(model: Any, ids: Tensor, k: int, codec: str = "plain") -> tuple[list[Tensor], str]:
-    """Return the logits with the index `exact`, and how many layers used the index."""
+    """Return the logits of the model with the index `exact`, and how many layers used the index.
+
+    Args:
+        model: The model.
+        ids: Int64 `[1, N]`, the prompt, followed by the tokens of the decode steps.
+        k: Number of rows that each decode step retrieves per KV head.
+        codec: Format in which the index stores keys and values (option `row_codec`).
+    """
     with kvhf.attach(model, index=f"exact:row_codec={codec}", k=k, **REGIONS) as cache:
         logits = decode(model, ids, cache)
         searched = sum(layer.traffic.steps > 0 for layer in cache.attention_layers())
@@ -139,7 +146,11 @@ def difference(some: list[Tensor], others: list[Tensor]) -> float:
 
 
 def outcome(family: str) -> dict[str, Any]:
-    """Test one family. Return its outcome, the reason for it, and the difference of the logits."""
+    """Test one model family.
+
+    Return the outcome, the reason for it, and how much the logits with kvindex differ from those
+    without it.
+    """
     ids = torch.randint(3, 100, (1, PROMPT + STEPS), generator=torch.Generator().manual_seed(0))
     assert ids.max() < VOCABULARY
     try:
@@ -169,10 +180,10 @@ def compare(
     logits: list[Tensor],
     words: str,
 ) -> dict[str, Any]:
-    """Compare the logits of the index with those of the model's own attention.
+    """Compare the model's logits with an index to its logits with its own attention.
 
-    The comparison counts only if at least one layer searched, and if the logits change when other
-    rows are read.
+    The comparison counts only under two conditions: at least one layer has searched, and the logits
+    change if other keys and values are read.
     """
     worst = difference(logits, expected)
     found = {"words": words, "difference": float(f"{worst:.1e}")}
@@ -182,7 +193,8 @@ def compare(
         return {"outcome": DIFFERENT, **found}
     if difference(decode(model, ids), expected) > 0:
         return {"outcome": DIFFERENT, **found, "words": "the model is not as it was before"}
-    # other rows: one row instead of all, or int8 rows in case the model chooses rows and ignores k
+    # check that the logits depend on the rows (keys and values) that the index returns: return only
+    # one row, or all rows rounded to int8 (for models that select rows themselves and ignore k)
     others = (1, "plain"), (EVERY_ROW, "int8")
     if all(difference(served(model, ids, *how)[0], expected) <= TOLERANCE for how in others):
         return {"outcome": NONE, "words": f"{words}, but its logits do not show what was read"}
@@ -190,9 +202,18 @@ def compare(
 
 
 def across(family: str, model: Any, ids: Tensor, found: dict[str, Any]) -> dict[str, Any]:
-    """Run a second test, with a longer prompt in chunks, after a family has passed the first.
+    """Test a model family with a longer prompt, which is read in chunks.
 
-    Returns `found`, the outcome of the first test, with that of the second added.
+    This is the second test of a family, and runs only after the first test has passed.
+
+    Args:
+        family: Name of the model family.
+        model: A tiny model of the family.
+        ids: Token ids of the prompt and later tokens, int64 `[1, N]`.
+        found: What is known from the first test.
+
+    Returns:
+        The outcome of the two tests: `found`, with results of the second test added.
     """
     try:
         name, worst = crossed(family, model, ids[0])
@@ -205,7 +226,10 @@ def across(family: str, model: Any, ids: Tensor, found: dict[str, Any]) -> dict[
 
 
 def is_refusal(error: Exception) -> bool:
-    """Return True if the error is one of the adapter's own messages."""
+    """Return True if the adapter raised the error because it does not support the model.
+
+    Its messages have the form `name: got X, allowed is Y`.
+    """
     ours = isinstance(error, kvhf.UnsupportedError)
     return ours or (isinstance(error, ValueError) and ": got " in str(error))
 
@@ -225,7 +249,7 @@ def _child(family: str, answer: Any) -> None:
 
 
 def ask(family: str) -> dict[str, Any]:
-    """Test one family in a separate process, with limits of time and memory."""
+    """Test one model family in a separate process, with limits of time and memory."""
     context = multiprocessing.get_context("fork")  # the libraries are loaded already
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(family, theirs))
@@ -258,32 +282,42 @@ def page(families: dict[str, Any], machine: dict[str, Any]) -> str:
         "# Families of transformers",
         "",
         f"This page lists all {len(families)} families that transformers "
-        f"{machine['transformers']} maps to causal language models, and whether `attach` supports "
-        f"them. `tools/families.py` tests each family with a tiny random model in float32 (torch "
+        f"{machine['transformers']} maps to causal language models, and says whether `attach` "
+        "supports them.",
+        "",
+        "`tools/families.py` tests each family with a tiny random model in float32 (torch "
         f"{machine['torch']}; sizes in `tools/family_sizes.py`) and writes this page. The model "
-        f"reads a prompt of {PROMPT} tokens and runs {STEPS} decode steps, once with its own "
-        "attention, and once inside `attach` with the index `exact`, which retrieves every row (a "
-        "*row* is the key and the value of one token). The test compares the logits.",
+        f"reads a prompt of {PROMPT} tokens and runs {STEPS} decode steps. It does so twice: with "
+        "its own attention, and inside `attach` with the index `exact`, which retrieves every row "
+        "(a *row* is the key and the value of one token). The test compares the logits.",
         "",
         *("| outcome | families | meaning |", "|---|---|---|"),
         *(f"| {name} | {counts[name]} | {MEANING[name]} |" for name in MEANING),
         "",
-        f"**Equal** means that the difference of the logits is at most {TOLERANCE:g} times the "
-        "largest logit. In addition, the test checks that other rows give other logits (one row "
-        "instead of all, or int8 rows where the model itself chooses the rows), and that the model "
-        "is unchanged afterwards. The column *details* says how many layers searched, or attended "
-        "to rows that the model chose. For other outcomes it has the error message.",
+        f"**Equal** means that the logits differ by at most {TOLERANCE:g} times the largest logit. "
+        "Two more conditions must be met. First, the logits must change if the index returns only "
+        "one row, or (for models that select rows themselves) if it returns rows rounded to int8. "
+        "So the logits show which rows were read. Second, the model must be unchanged after "
+        "`attach`. For families with this outcome, the column *details* says how many layers "
+        "searched the index, or attended to rows that the model selected. For families with "
+        "another outcome, it contains the error message.",
         "",
         "**Long prompt.** In a second test, `kvhf.generate` reads a prompt of "
-        f"{LONG} tokens in chunks of {CHUNK}, and the answer's logits must be equal as well "
-        "(`tools/family_switches.py`). In the column *long prompt*, `longrope` means that the "
-        "rotary frequencies change at a length that the prompt exceeds; models of the Phi-3 family "
-        "are also tested with a change during the answer. `chunks` means that the family has no "
-        "such frequencies. Every prompt is longer than the sliding windows.",
+        f"{LONG} tokens in chunks of {CHUNK}, and generates an answer with the index `exact`. The "
+        "logits of the answer must equal those of the same model without an index "
+        "(`tools/family_switches.py`). The prompt is longer than the sliding windows of all "
+        "tested models. The column *long prompt* says what was tested:",
         "",
-        "**One graph.** This column says whether a decode step can be captured as one CUDA graph "
-        "([how to use it](transformers.md#a-token-as-one-graph)) with an index that supports it. "
-        f"It can for {sum(one.get('graph') == 'yes' for one in families.values())} of the "
+        "- `longrope`: the test also checks rotary frequencies that change when the sequence "
+        "exceeds a certain length. The prompt of the test exceeds this length. In a further test "
+        "of the Phi-3 family, the sequence exceeds it only during the answer.",
+        "- `chunks`: the test only checks that the prompt can be read in chunks, because the "
+        "rotary frequencies of this family do not depend on the length.",
+        "",
+        "**One graph.** The column *one graph* says whether a decode step of the model can be "
+        "captured as one CUDA graph ([how to use it](transformers.md#a-token-as-one-graph)), with "
+        "an index that supports CUDA graphs. This is possible for "
+        f"{sum(one.get('graph') == 'yes' for one in families.values())} of the "
         f"{sum('graph' in one for one in families.values())} families that were tested.",
         "",
         *("| family | outcome | details | long prompt | one graph |", "|---|---|---|---|---|"),
@@ -306,7 +340,9 @@ def main() -> int:
         help="names of the families to test (default: all families)",
     )
     parser.add_argument(
-        "--check", action="store_true", help="test only, and write neither the page nor the JSON"
+        "--check",
+        action="store_true",
+        help="only test; do not write docs/adapters/families.md or its JSON file",
     )
     options = parser.parse_args()
     stored = json.loads(RESULTS.read_text(encoding="utf-8"))["families"] if RESULTS.exists() else {}

@@ -1,4 +1,4 @@
-"""Make a tiny random model of every family that transformers maps to a causal language model."""
+"""Make a tiny random model of any family that transformers maps to a causal language model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def small(default: Any) -> dict[str, Any]:
         if name in TOKENS:
             options[name] = TOKENS[name]
         elif name in SPREAD:
-            options[name] = 0.15  # large, so that attention is uneven and a wrong row shows
+            options[name] = (
+                0.15  # large, so that attention weights differ, and a wrong row changes the logits
+            )
         elif isinstance(value, bool) or not isinstance(value, int):
             continue
         elif name in SMALL:

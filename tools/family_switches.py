@@ -1,9 +1,11 @@
 """Test a model family with prompts in chunks, at lengths where its rotary frequencies change.
 
-`kvhf.generate` reads a prompt in chunks and generates an answer, with the index `exact`, which
-retrieves all rows. Its logits are compared with those of the same model without an index, which
-reads the prompt in one call. Without an index, the model uses transformers' cache, or no cache if
-the family must read all tokens again when the frequencies change.
+With the index `exact`, which retrieves all tokens, `kvhf.generate` reads a prompt in chunks and
+generates an answer. Its logits are compared with those of the same model without an index, which
+reads the prompt in one call.
+
+Without an index, the model usually uses transformers' cache. It uses no cache if the family must
+read all tokens again when the frequencies change.
 """
 
 from __future__ import annotations
@@ -37,9 +39,9 @@ REGIONS = dict(index="exact", k=500, sink=2, local_window=4, update_every=4, den
 
 
 TIED = ("dots3_note", "dots3_note_text")
-"""Families that are not tested, because they choose rows with a trained indexer.
+"""Families that are not tested. Their models select the tokens to attend to with a trained indexer.
 
-In such a short text the indexer gives equal scores to several rows. Which of these rows it chooses
+In a short text, the indexer gives equal scores to several tokens. Which of these tokens it selects
 depends on the number of tokens per call, even with transformers' own cache.
 """
 
@@ -48,7 +50,7 @@ Change = Callable[[Any], None] | None
 
 
 class Words:
-    """A replacement for a tokenizer, which `kvhf.generate` requires."""
+    """A minimal tokenizer for the tests. `kvhf.generate` requires a tokenizer."""
 
     def decode(self, ids: Tensor, **options: Any) -> str:
         """Return token ids as a string of numbers."""
@@ -68,10 +70,11 @@ class Record(LogitsProcessor):
 
 
 def variants(model: PreTrainedModel) -> Iterator[tuple[str, list[Change]]]:
-    """Yield ways to make a model's rotary frequencies depend on the sequence length.
+    """Yield configurations with which a model's rotary frequencies depend on the sequence length.
 
-    Each item is a name, and a list of functions that change a configuration. Each function is for a
-    separate model. The last item, `chunks`, changes nothing.
+    Each item has a name and a list of functions. A function changes the configuration of a model
+    before the model is made, so each function needs a model of its own. The last item, `chunks`,
+    has None in place of a function: the configuration is not changed.
     """
     parameters = vars(model.config.get_text_config(decoder=True)).get("rope_parameters")
     sizes = {
@@ -87,9 +90,11 @@ def variants(model: PreTrainedModel) -> Iterator[tuple[str, list[Change]]]:
 
 
 def _all_parameters(config: Any) -> dict[str, dict[str, Any]]:
-    """Return the rotary parameters of a configuration: name of the buffer -> parameters.
+    """Return the rotary parameters of a configuration, separately for each type of layer.
 
-    A family has one buffer of frequencies, or one for each type of layer.
+    The result maps the name of a buffer of the model to rotary parameters. The model stores the
+    frequencies that follow from the parameters in this buffer. If all layers have the same
+    parameters, there is only one buffer.
     """
     parameters = config.rope_parameters
     by_type = {
@@ -99,7 +104,7 @@ def _all_parameters(config: Any) -> dict[str, dict[str, Any]]:
 
 
 def _longrope(sizes: dict[str, int], switch: int, config: Any) -> None:
-    """Configure one set of frequencies up to `switch` tokens, and another for longer sequences.
+    """Configure rotary frequencies that change when the sequence has more than `switch` tokens.
 
     `sizes` maps the name of a buffer of frequencies to the number of frequencies.
     """
@@ -117,7 +122,10 @@ def _longrope(sizes: dict[str, int], switch: int, config: Any) -> None:
 
 
 def _dynamic(config: Any) -> None:
-    """Configure rotary frequencies that depend on the length beyond `SWITCHES[0]` tokens."""
+    """Configure rotary frequencies that depend on the sequence length.
+
+    If a sequence has at most `SWITCHES[0]` tokens, its frequencies do not depend on its length.
+    """
     for parameters in _all_parameters(config).values():
         parameters.update(rope_type="dynamic", factor=4.0)
     config.max_position_embeddings = SWITCHES[0]
@@ -173,16 +181,19 @@ def difference(model: PreTrainedModel, plain: PreTrainedModel, ids: Tensor) -> f
 
 
 def crossed(family: str, model: PreTrainedModel, ids: Tensor) -> tuple[str, float]:
-    """Test the first of `variants` that works for the family.
+    """Compare the logits of a model with an index and without one.
+
+    The function `variants` yields several configurations of the attention. This function tests only
+    the first configuration with which the model runs.
 
     Args:
-        family: Name of the family.
+        family: Name of the model family.
         model: A model of the family with its usual rotary frequencies.
         ids: Token ids, int64 `[N]`. The first `LONG` of them are the prompt.
 
     Returns:
-        The name of the variant, or the reason why the family is not tested; and the difference of
-        logits.
+        The name of the tested configuration, or the reason why none is tested; and the largest
+        difference of the logits.
     """
     if family in TIED:
         return "no: equal scores of its indexer", 0.0
@@ -209,14 +220,16 @@ def _own_failure(model: PreTrainedModel, ids: Tensor) -> str:
 def _pair(
     family: str, model: PreTrainedModel, change: Change, ids: Tensor
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Make two equal models whose configuration is changed by `change`.
+    """Make two equal models of a family, after `change` was applied to the configuration.
 
-    Raises an error if the family does not support the change, or if it has no effect.
+    Raises an error if the family does not support the change, or if the change has no effect.
     """
     if change is None:
         return model, model
     pair = build(family, change), build(family, change)
     if not length_dependent(pair[0]):
-        raise LookupError(f"{family}: got a model whose rotary embedding ignores the length")
+        raise LookupError(
+            f"{family}: got a model whose rotary embedding does not depend on the sequence length"
+        )
     own_logits(pair[0], ids[None, : LONG + 1])
     return pair

@@ -4,13 +4,15 @@
 PYTHONPATH=.:adapters python tools/foreign_suite.py --transformers CHECKOUT [--families NAME …]
 ```
 
-CHECKOUT is a checkout of transformers' sources; its tests import the `src` of the same checkout.
-Each call of `generate` in a test of `GenerationTesterMixin` runs twice: on a copy of the model
-without an index, and inside `attach` with an index that returns every row. Tokens, scores and
-logits must agree. The test then continues with the output of the second run.
+CHECKOUT is a checkout of transformers' sources, whose tests import the folder `src` of the same
+checkout. The tests of the class `GenerationTesterMixin` run with a replacement for `generate`. It
+runs `generate` twice: on a copy of the model without an index, and inside `attach` with an index
+that returns every row (the key and the value of each token). Tokens, scores and logits must agree.
+The test then continues with the output of the run with the index.
 
 The command prints which tests it leaves out, and exits with status 1 if any other test fails. It
-needs the packages that these tests import: pytest, parameterized, pytest-rerunfailures, datasets.
+needs the packages that transformers' tests import: pytest, parameterized, pytest-rerunfailures,
+datasets.
 """
 
 from __future__ import annotations
@@ -63,7 +65,10 @@ ADAPTED = (
 
 
 class Suite:
-    """A pytest plugin that replaces `generate` by a function that also runs it with an index."""
+    """A pytest plugin that replaces the method `generate` of transformers' models.
+
+    The replacement runs the original `generate` twice: without an index, and with an index.
+    """
 
     def __init__(self, index: str, k: int) -> None:
         from transformers import GenerationMixin
@@ -100,7 +105,7 @@ class Suite:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        """Replace `generate` while the test runs."""
+        """Run a test of transformers with the method `generate` of all models replaced."""
         from transformers import GenerationMixin, set_seed
 
         from tests import test_modeling_common
@@ -134,7 +139,10 @@ class Suite:
         self.left_out.setdefault((test, reason), []).append(family)
 
     def routed(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run `generate` without and with the index, compare the results, and return the second."""
+        """Run `generate` once with full attention and once with the index. Compare the outputs.
+
+        Return the output of the second run, with the index.
+        """
         import torch
 
         if self.inside:  # a nested call, for example by an assistant model
@@ -160,7 +168,8 @@ class Suite:
         compare(output, expected)
         self.calls += 1
         self.copies[id(cache)] = plain, getattr(expected, "past_key_values", None)
-        # if the output is only a tensor, without a cache, the test cannot continue from it
+        # If `generate` returned only a tensor, the test did not get the cache. So it cannot call
+        # `generate` again to continue this text.
         if isinstance(output, torch.Tensor):
             self.close(id(model))
         return output
@@ -174,7 +183,10 @@ class Suite:
 
 
 def adapt(tests: Any, cache_class: type) -> None:
-    """Make the changes that `ADAPTED` lists to a class of tests, unless they were made before."""
+    """Change a class of transformers' tests so that its tests can run with an index.
+
+    `ADAPTED` lists the changes. A class that was changed before stays as it is.
+    """
     if vars(tests).get("has_attentions") is False:
         return
     tests.has_attentions = False
@@ -202,7 +214,13 @@ def adapt(tests: Any, cache_class: type) -> None:
 
 
 def lengths(check: Callable[..., None], cache_class: type) -> Callable[..., None]:
-    """Return a function that calls `check`, but only compares lengths for caches with indexes."""
+    """Return a test function that replaces `check`, a test function of transformers.
+
+    `check` compares the tensors in caches of transformers. Caches with indexes do not have these
+    tensors. So if an argument of the new function is a cache of the class `cache_class`, the
+    function only asserts that all such caches contain the same number of tokens. Otherwise, it
+    calls `check`.
+    """
 
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         caches = [one for one in (*args, *kwargs.values()) if isinstance(one, cache_class)]
@@ -215,7 +233,8 @@ def lengths(check: Callable[..., None], cache_class: type) -> Callable[..., None
 
 
 def compare(output: Any, expected: Any) -> None:
-    """Raise AssertionError unless tokens are equal, and scores and logits agree."""
+    """Raise AssertionError unless the tokens are equal, and the scores and logits are nearly
+    equal."""
     import torch
 
     if isinstance(expected, torch.Tensor):
@@ -273,7 +292,8 @@ def main() -> int:
         "--k",
         type=int,
         default=EVERY_ROW,
-        help="number of rows to retrieve per KV head; tests must fail if these are not all rows",
+        help="number of tokens to retrieve per KV head. If it is smaller than the number of tokens "
+        "in a test, tests must fail, which shows that they notice missing tokens.",
     )
     options = parser.parse_args()
     if not (options.transformers / "tests/generation/test_utils.py").exists():

@@ -1,4 +1,4 @@
-"""Command-line options for the numbers of query heads and KV heads of a layer to time."""
+"""Command-line options for the numbers of query heads and KV heads of the layer that is timed."""
 
 from __future__ import annotations
 

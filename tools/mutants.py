@@ -1,21 +1,23 @@
-"""Mutation tests: make small random changes to the library, and see whether a test fails.
+"""Mutation testing: make small random changes to the library, and check that a test fails.
 
     .venv/bin/python tools/mutants.py [--count N] [--seed S] [--limit SECONDS] [--json FILE]
 
-The package mutmut makes the mutants: each changes one operator, argument or constant of a function.
-mutmut does not change decorated functions, such as properties, nor the modules and lines that
-`[tool.mutmut]` in pyproject.toml excludes. Running all mutants would take days, so the script
-selects a random sample, with the same fraction of each package.
+A mutant is the library with one such change: the package mutmut changes one operator, argument or
+constant of a function. It does not change decorated functions, such as properties, nor the modules
+and lines that `[tool.mutmut]` in pyproject.toml excludes. To test all mutants would take days, so
+the script selects a random sample: the same fraction of the mutants of each package.
 
-Each mutant is written into a copy of the checkout, and tested with the tests that call the changed
-function, for at most `--limit` seconds. A first run of all tests finds out which tests call which
-function. Its result is stored in `.mutants/reached.json`: delete that file when tests have changed.
-The first failure ends the tests of a mutant. A mutant counts as noticed if a test fails, if its
-tests hang, or if its process dies.
+Each mutant is written into a copy of the checkout. The tests that call the changed function run for
+at most `--limit` seconds, until the first test fails. A mutant counts as noticed if a test fails,
+if its tests hang, or if its process dies.
 
-The script prints the fraction of mutants that were noticed with its 95% interval, and each survivor
-as a diff. A survivor shows that a test is missing, or that the change affects no result (but only
-speed, a message, or the device on a machine that has only one). A person has to decide which.
+To find out which tests call which function, the script first runs all tests once. It stores the
+result in `.mutants/reached.json`. Delete this file when tests have changed.
+
+The script prints the fraction of mutants that were noticed, with its 95% interval. It also prints a
+diff of each mutant that was not noticed (a survivor). Either a test is missing, or the change
+affects no result, but only speed, a message, or the choice of a device on a machine that has only
+one. A person has to decide which is the case.
 """
 
 from __future__ import annotations
@@ -58,10 +60,13 @@ FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(
     ["torch", "transformers", "numba", "faiss", "safetensors", "hypothesis", "pytest"]
 )
-"""A server process imports these modules once. Every run of tests is a fork of this process."""
+"""A server process imports these modules once. Each process that runs tests is forked from it."""
 
 FILE_LIMIT_S = 900
-"""Seconds after which the first run stops a file of tests. No mutant then uses its tests."""
+"""Seconds after which the first run of all tests stops a file of tests.
+
+Tests that have not run by then are not used for mutants.
+"""
 
 LEAST = 12
 """Smallest number of mutants of each package in a sample."""
@@ -73,25 +78,28 @@ UNTRACED = {
     "tests/wrappers/test_sharded.py": ("core/ranks", "core/shards", "wrappers/sharded"),
     "tests/core/test_transaction.py": ("core/transaction",),
 }
-"""File of tests -> modules that it tests. The first run cannot record which functions these tests
-call, because they start other processes or use `sys.settrace` themselves. So a mutant of these
-modules is tested with the whole file."""
+"""File of tests -> modules that it tests.
+
+The first run of all tests cannot record which functions these tests call, because they start other
+processes or use `sys.settrace` themselves. So the whole file is run for a mutant of these modules.
+"""
 
 UNTRACED_S = 300
 """Seconds that each file of tests in `UNTRACED` may take."""
 
 Reached = dict[str, dict[str, dict[str, float]]]
-"""Function (file and qualified name) -> file of tests -> test that calls it -> seconds it takes."""
+"""Function (file and qualified name) -> file of tests -> test that calls the function -> its run
+time in seconds."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change to one function.
+    """One small change to one function of the library.
 
     Attributes:
         path: File of the function.
         function: Name of the function.
-        number: Which change of this function it is, from 0 on.
+        number: Number of the change among all changes of this function, from 0 on.
         make: Function that returns the text of the changed file.
     """
 
@@ -107,7 +115,10 @@ class Mutant:
 
     @property
     def group(self) -> str:
-        """Folder of the package. A sample has the same fraction of the mutants of each folder."""
+        """Folder of the file that the mutant changes, such as `kvindex/layer`.
+
+        The function `sample` selects the same fraction of the mutants of each folder.
+        """
         return "/".join(Path(self.path).parts[:2])
 
     def diff(self) -> str:
@@ -120,19 +131,19 @@ class Mutant:
 def main() -> int:
     """Parse the command line, test a sample of mutants, and print a report.
 
-    Returns the exit status: 1 if tests noticed fewer mutants than the fraction `--least`.
+    Returns the exit status: 1 if the tests noticed less than the fraction `--least` of the mutants.
     """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=200, help="number of mutants to test")
     parser.add_argument("--seed", type=int, default=0, help="seed for sampling the mutants")
     parser.add_argument(
-        "--limit", type=float, default=60, help="run time in seconds of the tests for each mutant"
+        "--limit", type=float, default=60, help="seconds that the tests of each mutant may take"
     )
     parser.add_argument(
         "--least",
         type=float,
         default=0.8,
-        help="fraction of the mutants that tests must notice for exit status 0",
+        help="exit with status 0 if tests notice at least this fraction of the mutants",
     )
     parser.add_argument("--jobs", type=int, default=2, help="number of mutants to test in parallel")
     parser.add_argument(
@@ -150,7 +161,7 @@ def main() -> int:
 
 
 def run_sample(trees: list[Path], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Test the mutants that the options select, and return the outcome of each."""
+    """Test the mutants (changes of the library) that the options select. Return the outcomes."""
     stored = WORK / "reached.json"
     if not stored.exists():
         stored.write_text(json.dumps(find_reached(trees)), encoding="utf-8")
@@ -175,7 +186,7 @@ def run_sample(trees: list[Path], options: argparse.Namespace) -> list[dict[str,
 
 
 def all_mutants(paths: Container[str] | None = None) -> list[Mutant]:
-    """Return all mutants that mutmut makes of the modules in pyproject.toml.
+    """Return all mutants that mutmut makes of the modules that pyproject.toml lists.
 
     If `paths` is given, return only the mutants of these modules.
     """
@@ -212,7 +223,10 @@ def all_mutants(paths: Container[str] | None = None) -> list[Mutant]:
 
 
 def sample(mutants: list[Mutant], count: int, seed: int) -> list[Mutant]:
-    """Select about `count` random mutants: the same fraction of each package, at least `LEAST`."""
+    """Select about `count` random mutants: the same fraction of the mutants of each package.
+
+    At least `LEAST` mutants of each package are selected, or all if it has fewer.
+    """
     groups: defaultdict[str, list[Mutant]] = defaultdict(list)
     for mutant in mutants:
         groups[mutant.group].append(mutant)
@@ -253,8 +267,9 @@ def run_mutant(mutant: Mutant, tree: Path, reached: Reached, limit: float) -> di
 def in_order(mutant: Mutant, files: dict[str, dict[str, float]]) -> dict[str, float]:
     """Sort the tests of a mutant so that those most likely to fail come first.
 
-    First comes one case of each parametrized test, then a second case of each, and so on. Among
-    these, tests in the folder of the mutant's package come first, and fast tests before slow ones.
+    First comes one case of each parametrized test, then a second case of each, and so on. Within
+    such a group of cases, tests in the folder of the mutant's package come first, and fast tests
+    come before slow ones.
 
     Returns:
         Name of a test -> its run time in seconds.
@@ -295,7 +310,10 @@ def report(found: list[dict[str, Any]]) -> str:
 
 
 def copy_tree(tree: Path) -> Path:
-    """Copy the files of the checkout to the folder `tree`, over the files of an earlier run."""
+    """Copy the files of the checkout to the folder `tree`, and return the folder.
+
+    Files that an earlier run copied there are overwritten.
+    """
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.check_output(listed, cwd=ROOT, text=True).split("\0"):
         if name and (ROOT / name).is_file():
@@ -305,7 +323,7 @@ def copy_tree(tree: Path) -> Path:
 
 
 def find_reached(trees: list[Path]) -> Reached:
-    """Run all tests without a mutant, and record which functions each test calls."""
+    """Run all tests on the unchanged library, and record which functions each test calls."""
     files = []
     for name in TESTS:
         path = ROOT / name
@@ -329,7 +347,13 @@ def find_reached(trees: list[Path]) -> Reached:
 
 
 def in_trees(run: Callable[[Any, Path], None], items: Iterable[Any], trees: list[Path]) -> None:
-    """Call `run` for each item in parallel, with a copy of the checkout that no other call uses."""
+    """Call `run` for the items in parallel. No two calls use the same copy of the checkout at once.
+
+    Args:
+        run: Function to call with an item and a copy of the checkout.
+        items: The items, for example mutants.
+        trees: Folders of the copies. As many calls run in parallel as there are copies.
+    """
     free: queue.SimpleQueue[Path] = queue.SimpleQueue()
     for tree in trees:
         free.put(tree)
@@ -365,7 +389,10 @@ def run_forked(target: Callable[..., None], args: tuple[Any, ...], limit: float)
 
 
 def begin(tree: Path, log: Path) -> None:
-    """Set up this process to run the tests of the copy `tree`, and to write its output to `log`."""
+    """Prepare this process to run the tests of `tree`, a copy of the checkout.
+
+    The output of the process is written to `log`.
+    """
     os.setsid()
     os.chdir(tree)
     places = [str(tree), str(tree / "adapters")]
@@ -377,7 +404,7 @@ def begin(tree: Path, log: Path) -> None:
 
 
 def run_selected(tree: Path, tests: list[str], log: Path) -> None:
-    """Run tests, given by name or as whole files, until the first test fails."""
+    """Run tests until the first one fails. `tests` contains names of tests, or of whole files."""
     begin(tree, log)
     import pytest
 

@@ -12,9 +12,10 @@ selects what to profile:
 - `append`: an append of `--keys` keys, with rows in device memory;
 - `update`: an append of 256 keys, with rows in host memory.
 
-`ncu` runs each launch separately and with cold caches, and repeats it until all counters are read.
-So times are longer than in a decode step, where launches overlap. The results of decode steps are
-checked first. The command needs `ncu`, and a machine on which it may read counters.
+The profiler `ncu` runs each kernel launch separately and with cold caches, and repeats it until all
+counters are read. So the times of the kernels are longer than in a decode step, where launches
+overlap. The results of decode steps are checked first. The command needs `ncu`, and a machine on
+which `ncu` has permission to read counters.
 """
 
 from __future__ import annotations
@@ -69,11 +70,13 @@ PIPES = {
 }
 
 MOST = 60
-"""A kernel counts as limited by a pipe if the pipe runs at this percentage of its peak or more."""
+"""Percentage of the peak from which a pipe limits a kernel. Pipes are the keys of `PIPES`."""
 
 
 def limit(found: dict[str, Any]) -> str:
-    """Return what limits a kernel: the busiest pipe, or the most frequent reason of warp stalls.
+    """Return what limits a kernel: the busiest pipe, or latency.
+
+    For latency, the most frequent reason why warps wait is added.
 
     `found` has the counters of a launch, by the names of `COUNTERS`.
     """
@@ -91,8 +94,8 @@ def parsed(text: str) -> list[dict[str, Any]]:
         text: The output of `ncu --csv --page raw --print-units base`.
 
     Raises:
-        ValueError: The output has no launch, or a launch has no value for a counter. A missing
-            counter of stalls is 0 instead.
+        ValueError: The output has no launch, or a counter of a launch is missing. (If only a
+            counter of warp stalls is missing, it is set to 0 instead.)
     """
     lines = text.splitlines()
     starts = [i for i, line in enumerate(lines) if line.startswith('"ID"')]
@@ -121,7 +124,13 @@ def parsed(text: str) -> list[dict[str, Any]]:
 
 
 def work_of(name: str, tokens: int, keys: int) -> Callable[[], Any]:
-    """Return a function that runs the decode step or the append called `name`."""
+    """Return a function that runs a decode step or an append, as `name` says.
+
+    Args:
+        name: One of `WORKS`.
+        tokens: Context length, the number of tokens in the index.
+        keys: Number of keys that "append" appends.
+    """
     g = workload.geometry("cuda")
     if name in STEPS:
         check(g, name)
@@ -176,7 +185,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line. Exit with a message if it is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--tokens", type=int, default=2**17, help="number of tokens that a decode step searches"
+        "--tokens", type=int, default=2**17, help="context length: number of tokens in the index"
     )
     parser.add_argument(
         "--keys", type=int, default=2**20, help="number of keys that `append` appends"
@@ -189,9 +198,12 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         help="what to profile: decode steps of these indexes, `append` or `update`",
     )
     parser.add_argument(
-        "--run", choices=WORKS, help="run only this, without ncu (the command that ncu itself runs)"
+        "--run",
+        choices=WORKS,
+        help="run only this decode step or append, without ncu. Do not pass this option yourself: "
+        "ncu uses it to run what it profiles.",
     )
-    parser.add_argument("--json", type=output(), help="file for the result")
+    parser.add_argument("--json", type=output(), help="JSON file to which the result is written")
     found = parser.parse_args(given)
     if not found.run and found.json is None:
         parser.error("json: got None, allowed is a file in a folder that exists")
@@ -201,9 +213,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Profile decode steps and appends with ncu, and write the result.
+    """Profile decode steps and appends with the profiler ncu, and write the result.
 
-    With `--run`, which ncu uses, run a single one of them.
+    With `--run`, only run a single decode step or append. ncu starts the command in this way.
     """
     given = arguments()
     if given.run:

@@ -1,14 +1,16 @@
 """Compile copies of CUDA kernels that record the time at certain lines of their source.
 
-Thread 0 of each block stores %globaltimer, which is called a stamp, at these points:
+Thread 0 of each block reads the time from the register %globaltimer and stores it. A stored time is
+called a stamp. A place in the source at which a stamp is stored is called a point. These are the
+points:
 
 - at the start of the kernel, and at its end, wherever a block returns;
 - after each line that waits or signals: `after_previous();`, `let_next_begin();`, `await(…);`,
-  `tell(…);` or `__syncthreads();`, also behind an `if` or `else` on the same line;
+  `tell(…);` or `__syncthreads();`, also if an `if` or `else` precedes it on the same line;
 - after each line that ends in `// MARK`, which must follow a whole statement or a brace.
 
-Points can also be in functions that stand before the kernel in the same file, but not in headers.
-If a point is reached several times, the last time is recorded.
+Points can also be in functions that the same file defines before the kernel, but not in headers. If
+a block reaches a point several times, its last time is recorded.
 """
 
 from __future__ import annotations
@@ -64,7 +66,13 @@ struct Leaving {{
 
 @dataclass(frozen=True)
 class Point:
-    """A point at which a kernel stores the time: the kernel, the line number, and its text."""
+    """A place in the source of a kernel at which the kernel stores the time.
+
+    Args:
+        kernel: Name of the kernel.
+        line: Number of the line.
+        what: "start", "end", or the text of the line.
+    """
 
     kernel: str
     line: int
@@ -74,7 +82,10 @@ class Point:
 def stamped(
     text: str, kernels: list[str], *, file: str, first: int = 0
 ) -> tuple[str, dict[int, Point]]:
-    """Insert code that stores the time into the source of kernels, without adding lines.
+    """Change CUDA source so that its kernels store the time at certain points.
+
+    The changes do not add lines, so line numbers stay the same. The module's docstring says where
+    the points are. Points are numbered.
 
     Args:
         text: The source.
@@ -83,7 +94,7 @@ def stamped(
         first: Number of the first point.
 
     Returns:
-        The new source, and its points by number.
+        The new source, and a dict: number of a point -> the point.
 
     Raises:
         ValueError: A `// MARK` is in the middle of a statement, or the source has no such kernel.
@@ -142,9 +153,10 @@ def _closing(text: str, opened: int) -> int:
 
 @contextmanager
 def launched() -> Iterator[dict[str, str]]:
-    """Record which kernels are launched in this context: name of the kernel -> source file.
+    """Record which kernels are launched in a `with` block.
 
-    The names are in the order in which the kernels are first launched.
+    Yields:
+        Name of a kernel -> source file, in the order in which the kernels are first launched.
     """
     found: dict[str, str] = {}
     before = dict(launching.LOADERS)
@@ -161,15 +173,20 @@ def launched() -> Iterator[dict[str, str]]:
 
 
 class Stamped:
-    """A context in which kernels are compiled again, so that they store times at their points.
+    """A context in which kernels record the times at which they reach certain lines.
+
+    In the context, kernels are compiled from a source that `stamped` has changed: each block of a
+    kernel stores the time when it reaches one of these lines. Such a line is called a point, and
+    each point has a number.
 
     Args:
         kernels: Name of a kernel -> source file, from `launched`.
         device: Device on which the times are stored.
 
     Attributes:
-        points: Number of a point -> the point.
-        marks: Times in nanoseconds, int64 `[points, BLOCKS]`; 0 where no time was stored.
+        points: Number of a point -> the kernel and the line where the time is stored.
+        marks: Time in nanoseconds at which each block reached each point, int64 `[points, BLOCKS]`.
+            It is 0 where no time was stored.
     """
 
     def __init__(self, kernels: dict[str, str], device: torch.device | str) -> None:

@@ -6,17 +6,20 @@ PYTHONPATH=.:adapters python tools/timeline.py [--tokens N] [--rows host] [--ind
 ```
 
 The decode step is the one that `benchmarks/latency.py` times, with batch size 1. With `--decoder`
-it is the attention of one layer in a decode step of `benchmarks/generation.py`. The kernels are
-compiled a second time, from a copy that stores the time (a stamp) at the points that `stamps.py`
-describes. To add a point, end a line of a kernel with `// MARK`.
+it is the attention of one layer in a decode step of `benchmarks/generation.py`.
 
-The command prints for each point when the first, the median and the last block reached it, each as
-the median over replays. Times are in µs since the first block of the layer's first kernel began.
-The layer is the last one of a CUDA graph with 16 layers, or of the decoder.
+The kernels are compiled a second time, from a copy of their source that stores the time at certain
+lines. Such a line is called a point, and a stored time is called a stamp. `stamps.py` describes
+where the points are. To add a point, end a line of a kernel with `// MARK`.
 
-Storing times slows kernels down, so the command also prints the time of the step with and without
-stamps. Finally it prints the smallest difference between two stamps. If this is about 1 µs, the
-device's timer is too coarse for the measurement.
+The command prints a line for each point: the times at which the first, the median and the last
+block reached it, each as the median over replays. Times are in µs since the first block of the
+layer's first kernel began. The layer is the last one of a CUDA graph with 16 layers, or of the
+decoder.
+
+Storing times slows kernels down, so the command also prints the time of the decode step with and
+without stamps. Finally it prints the smallest difference between two stamps. If this is about 1 µs,
+the device's timer is too coarse for the measurement.
 """
 
 from __future__ import annotations
@@ -61,10 +64,12 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--decoder",
         choices=SHAPES,
-        help="measure a layer in a decode step of a whole model of this shape",
+        help="run decode steps of a whole model with the shape of this one, and measure one layer",
     )
     add_index(parser)
-    parser.add_argument("--json", type=output(), required=True, help="file for the result")
+    parser.add_argument(
+        "--json", type=output(), required=True, help="JSON file to which the result is written"
+    )
     found = parser.parse_args(given)
     refuse_heads(parser, found)
     refuse(parser, found, tokens=4096, replays=10)
@@ -74,7 +79,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 def measure(
     work: Layers, before: Callable[[int], None], replays: int, timed: Any, capture: Any = captured
 ) -> dict[str, Any]:
-    """Measure a decode step of several layers with kernels that store times.
+    """Measure a decode step of several layers, in which kernels store times.
+
+    The source of the kernels is changed before it is compiled (`stamps.py`). With these changes,
+    each thread block stores the time when it reaches certain lines.
 
     Args:
         work: The layers.
@@ -84,8 +92,8 @@ def measure(
         capture: Function that captures `work.run`, and returns an object with a method `replay`.
 
     Raises:
-        SystemExit: The kernels that store times give wrong results.
-        ValueError: A `// MARK` is in the middle of a statement.
+        SystemExit: The kernels give wrong results when they store times.
+        ValueError: A comment `// MARK` in a kernel is in the middle of a statement.
     """
     with launched() as kernels:
         want = work.answers()
@@ -108,7 +116,10 @@ def measure(
 def measure_token(
     shape: Shape, g: Geometry, index: str, tokens: int, hit_rate: float, replays: int
 ) -> dict[str, Any]:
-    """Measure a decode step of a whole model, in which the index's kernels store times."""
+    """Measure a decode step of a whole model.
+
+    During the step, the kernels of the index read the GPU's timer and store the times.
+    """
     weights, room = weights_of(shape, g), token.MOST_SHARPENED + 4 * (replays + token.WARM)
     layers = token.indexed(g, index, tokens, shape.layers, room)
 
@@ -138,12 +149,19 @@ def measure_token(
 
 
 def of_stamps(stamps: Stamped, names: list[str], taken: list[Tensor]) -> dict[str, Any]:
-    """Return the times of all points, and the smallest difference between two stored times.
+    """Summarize the times that kernels have stored at certain lines of their source.
+
+    Such a line is called a point.
 
     Args:
         stamps: The context in which the kernels ran.
         names: Names of the kernels in the order of their launches.
-        taken: The `marks` of each replay.
+        taken: For each replay, the time in ns at which each block reached each point, int64
+            `[points, blocks]` (the attribute `marks` of `Stamped`).
+
+    Returns:
+        `points`: the times of each point (see `figures`). `tick_ns`: the smallest difference
+        between two stored times of the last replay.
     """
     apart = taken[-1][taken[-1] > 0].unique().diff()
     tick_ns = int(apart.min()) if len(apart) else 0
@@ -153,12 +171,16 @@ def of_stamps(stamps: Stamped, names: list[str], taken: list[Tensor]) -> dict[st
 def figures(
     points: dict[int, Point], names: list[str], taken: list[Tensor]
 ) -> list[dict[str, Any]]:
-    """Return the times of each point that was reached, in µs, sorted by kernel and line.
+    """Return the times at which thread blocks reached certain lines of their kernels (points).
+
+    Times are in µs after the layer's first thread block started. The result is sorted by kernel and
+    line, and contains only points that were reached.
 
     Args:
-        points: Number of a point -> the point.
+        points: Number of a point -> its kernel and line.
         names: Names of the kernels in the order of their launches.
-        taken: The `marks` of each replay.
+        taken: For each replay, the time in ns at which each thread block reached each point, int64
+            `[points, blocks]`; 0 where no time was stored.
     """
     begun = next(n for n, at in points.items() if (at.kernel, at.what) == (names[0], "start"))
     found = []
@@ -167,7 +189,10 @@ def figures(
         for marks in taken:
             start = marks[begun][marks[begun] > 0].min()
             mine = marks[number]
-            # an earlier time is from a previous layer, so this layer did not reach the point
+            # The kernels of all layers write their times to the same addresses, so a layer
+            # overwrites the times of the layers before it. Only times of the last layer are used.
+            # Older times remain where a thread block of the last layer has written no time,
+            # because it did not reach the place in the kernel. They are left out here.
             if len(blocks := mine[mine >= start]):
                 there.append((blocks - start).double() / 1e3)
         if there:
@@ -182,7 +207,11 @@ def figures(
 
 
 def shown(result: dict[str, Any]) -> str:
-    """Return the text to print: a table of the points, and the time with and without stamps."""
+    """Return the text to print.
+
+    It has a table of the times at which thread blocks reached certain lines of their kernels, and
+    the time of a decode step with and without the code that stores these times.
+    """
     rows = [
         (
             *(point["kernel"], str(point["blocks"])),

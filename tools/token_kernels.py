@@ -6,10 +6,10 @@ PYTHONPATH=.:adapters python tools/token_kernels.py [--decoder SHAPE] [--context
     [--rows R]
 ```
 
-The decoder is the one in `benchmarks/common/token.py`. The command replays a few decode steps, and
+The decoder is the one in `benchmarks/common/token.py`. The command runs a few decode steps, and
 prints a line for each kernel: microseconds per step, launches per step, and name. The first line
-has the time of a step and the sum over all kernels, which is smaller because of gaps between
-kernels.
+has the time of a step, and the sum of the times of all kernels. The sum is usually smaller, because
+there are gaps between kernels.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ REPLAYS = 8
 
 
 def lines(plan: token.Plan, rows: int) -> Iterator[str]:
-    """Replay decode steps, and yield lines to print: a total, and the `rows` slowest kernels."""
+    """Replay decode steps, and yield lines to print.
+
+    The first line has the time of a whole decode step. The next lines have the times of the `rows`
+    slowest kernels.
+    """
     whole = sorted(plan.turn(4 * REPLAYS)["device_ms"])[2 * REPLAYS] * 1e3
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         plan.turn(REPLAYS)
@@ -44,7 +48,7 @@ def lines(plan: token.Plan, rows: int) -> Iterator[str]:
 
 
 def main() -> None:
-    """Parse the command line, create the decoder, and print its kernels."""
+    """Parse the command line, create a decoder, and print the kernels of its decode step."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--decoder", choices=SHAPES, default="qwen3-8b", help="shape of the model")
     parser.add_argument(
@@ -65,7 +69,7 @@ def main() -> None:
     parser.add_argument(
         "--apart", action="store_true", help="start each kernel only after the previous one ended"
     )
-    parser.add_argument("--rows", type=int, default=24, help="number of kernels to print")
+    parser.add_argument("--rows", type=int, default=24, help="number of kernels in the table")
     given = parser.parse_args()
     shape = SHAPES[given.decoder]
     g = shape.geometry(torch.bfloat16, "cuda")

@@ -1,12 +1,13 @@
 """Worker process of `compare_trees.py`: times decode steps of one checkout, or hashes its results.
 
-A tree is a checkout. PYTHONPATH points to the tree, so the worker imports all modules from there.
-It uses only modules that have the same name in old and new trees.
+PYTHONPATH points to the checkout, so the worker imports all modules from there. It uses only
+modules that have the same name in old and new checkouts. (The code calls a checkout a tree.)
 
-The worker reads commands from standard input. Each is one line with a JSON list: the name of the
-command and its arguments. The worker answers with one line of JSON: the result, or `error`. Names
-and options of indexes (specs) in commands are the current ones; `spec_of_tree` translates them for
-an older tree.
+The worker reads commands from standard input. Each command is one line with a JSON list: its name
+and its arguments. The worker answers each command with one line of JSON: the result, or `error`.
+
+Commands contain specs (names and options of indexes) with the current names of options. For an
+older checkout, `spec_of_tree` translates them to the names that this checkout uses.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ OLD_NAMES = {
     "coarse=sign_votes": "coarse=dots",
     "coarse=tiered_votes": "coarse=tiers",
 }
-"""Current name of an option of an index -> its name in older trees."""
+"""Current name of an option of an index -> its name in older checkouts."""
 
 OTHER_SPECS = (
     "pariskv:preset=paper:coarse=tiered_votes:candidates_per=group",
@@ -85,15 +86,19 @@ LAYERS: dict[str, dict[str, Any]] = {
     "often": dict(prompt=200, update_every=8, sink=8),
     "blocks": dict(prompt=530, update_every=256, sink=64, update_phase=38 / 256),
 }
-"""Prompt length and options of two attention layers. In both, tokens move from the window into the
-index while the layer decodes: 8 tokens every 8 decode steps, or, at a length of 550 tokens, the
-second block of an index that encodes 256 tokens together."""
+"""Name -> prompt length and options of an attention layer whose results are compared.
+
+In each of these layers, tokens move from the window into the index while the layer decodes. In
+`often`, 8 tokens move every 8 decode steps. In `blocks`, 256 tokens move once, at a length of 550
+tokens: the second block of an index that encodes 256 tokens together.
+"""
 
 
 def spec_of_tree(spec: str, *, back: bool = False) -> str:
-    """Translate the options of an index from their current names to those of this checkout.
+    """Translate the options of an index from their current names to the names in this checkout.
 
-    With `back`, translate from the names of this checkout to the current ones.
+    The names differ if the checkout is from before a renaming. With `back`, translate from the
+    names in this checkout to the current names.
     """
     if "sampling" in {part.name for part in fields(ParisKVConfig)}:
         return spec
@@ -103,7 +108,10 @@ def spec_of_tree(spec: str, *, back: bool = False) -> str:
 
 @dataclass
 class Bench:
-    """Times decode steps of one checkout. Each public method is a command that returns JSON."""
+    """Times decode steps of one checkout.
+
+    Each public method runs one command of `COMMANDS`, and returns the answer.
+    """
 
     timed: Timed
     geometry: Geometry
@@ -111,7 +119,7 @@ class Bench:
     hit_rate: float = 0.9
     batch: int = 1
     layers: int = 16
-    trees: int = 1  # number of trees that share the GPU's memory
+    trees: int = 1  # number of checkouts whose processes share the GPU's memory
     sizes: dict[str, Any] = field(default_factory=dict)  # further arguments of `Layers`
     tokens: int = 0
     works: dict[str, Any] = field(default_factory=dict)  # what to time, by its name in `--times`
@@ -121,10 +129,14 @@ class Bench:
         return {"check": check(self.geometry, self.index, **self.sizes)}
 
     def build(self, tokens: int, places: list[str]) -> dict[str, Any]:
-        """Build layers with indexes of `tokens` tokens, in order to time them.
+        """Build the layers that are timed, with `tokens` tokens in each index.
 
-        `places` has values of the option `--times`. Raises SystemExit if the results of a layer are
-        wrong.
+        Args:
+            tokens: Number of tokens in each index.
+            places: Values of the option `--times`, which say what will be timed.
+
+        Raises:
+            SystemExit: The results of a layer are wrong.
         """
         self.tokens, self.works = tokens, {}
         workload.free()
@@ -144,7 +156,11 @@ class Bench:
         return found
 
     def _build_decoder(self, tokens: int) -> float:
-        """Create a decoder of Qwen3-8B's size, and return the sharpness of its attention."""
+        """Create a decoder of Qwen3-8B's size, and store it in `self.works["token"]`.
+
+        Attention logits are multiplied by a factor, so that device caches have the hit rate of the
+        option `--hit-rate`. Return this factor.
+        """
         g = self.geometry
         shape = SHAPES["qwen3-8b"]._replace(q_heads=g.q_heads, kv_heads=g.kv_heads)
         weights, room = weights_of(shape, g), 16 * UPDATE
@@ -156,7 +172,7 @@ class Bench:
     def round(self, places: list[str]) -> dict[str, Any]:
         """Measure one round, and return the times in µs.
 
-        `places` has values of the option `--times`, which say what to measure.
+        `places` contains values of the option `--times`, which say what to measure.
         """
         return {place: self._round(place) for place in places}
 
@@ -176,13 +192,17 @@ class Bench:
 
 
 class Results:
-    """Computes SHA-256 digests of a tree's results on seeded data. Public methods are commands."""
+    """Computes SHA-256 digests of the results that one checkout computes from seeded random data.
+
+    The public method runs the command `digests`, and returns the answer.
+    """
 
     def digests(self, spec: str, backend: str) -> dict[str, Any]:
         """Return the digest of every result of an index, and the errors that were raised.
 
         Args:
-            spec: Name and options of the index, in the current names.
+            spec: Name and options of the index. Options have the names of the newest version of
+                kvindex, even if the checkout is older and uses other names.
             backend: "torch" or "cpu" on the CPU, "cuda" on a GPU.
         """
         found: dict[str, dict[str, str]] = {"digests": {}, "errors": {}}
@@ -206,7 +226,7 @@ class Results:
                 try:
                     for part, tensor in run():
                         found["digests"][f"{shape}.{name}.{part}"] = digest(tensor)
-                except Exception as error:  # equal trees raise equal errors
+                except Exception as error:  # other checkouts must raise the same error
                     traceback.print_exc()
                     found["errors"][f"{shape}.{name}"] = f"{type(error).__name__}: {error}"
         return found
@@ -227,7 +247,10 @@ def tokens_of(g: Geometry, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def run_index(
     create: Callable[[], KVIndex], chunks: tuple[int, int]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors of an index's results, while two chunks of tokens are appended."""
+    """Append two chunks of tokens to an index, and search in it. Yield the results.
+
+    Each result is a tensor with a name.
+    """
     index = create()
     g, first, total = index.geometry, chunks[0], sum(chunks)
     queries, keys, values, valid = tokens_of(g, total)
@@ -259,7 +282,10 @@ def run_index(
 def run_layer(
     create: Callable[[], KVIndex], *, prompt: int, **options: Any
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and outputs of a layer that reads a prompt in two chunks and then decodes."""
+    """Let an attention layer read a prompt in two chunks and run decode steps. Yield the outputs.
+
+    Each output is a tensor with a name.
+    """
     index = create()
     layer = AttentionLayer(index, k=FOUND, local_window=32, dense_below=0, **options)
     queries, keys, values, valid = tokens_of(index.geometry, prompt + DECODED)
@@ -275,7 +301,10 @@ def run_layer(
 
 
 def named(name: str, found: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a result with names; it is a tensor, a mapping or a dataclass."""
+    """Yield all tensors of a result with their names.
+
+    `found` is a tensor, a mapping or a dataclass. Any other value has no tensors.
+    """
     if isinstance(found, Tensor):
         yield name, found
     elif isinstance(found, Mapping):
@@ -294,9 +323,11 @@ def digest(tensor: Tensor) -> str:
 
 
 def all_specs() -> list[str]:
-    """Return name and options of all indexes and presets, with and without wrappers.
+    """Return the specs (names and options) of all indexes whose results are compared.
 
-    The list also has `OTHER_SPECS`. Options have their current names.
+    These are all indexes and all their presets, without a wrapper and with each of `WRAPPERS`.
+    `OTHER_SPECS` are added to these. The result contains the names that options have today, even
+    if this process runs an older checkout, in which the options had other names.
     """
     plain = []
     for name in kvindex.names():
@@ -308,10 +339,16 @@ def all_specs() -> list[str]:
 
 
 def start(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Run the command `start`.
+    """Run the command `start`, which prepares the worker.
 
-    Returns an object whose methods are the other commands, and the answer, which describes the
-    machine and the files from which modules were imported.
+    Args:
+        options: Settings of the measurement of times. If the option `equal` is true, the worker
+            instead computes digests of results, and ignores all other options.
+
+    Returns:
+        An object whose methods run all later commands, and the answer to the command `start`. The
+        answer contains a description of the machine, and the files from which modules were
+        imported.
     """
     modules = [str(Path(module.__file__ or "")) for module in (kvindex, kvindex_cuda, benchmarks)]
     if options.get("equal"):
@@ -326,7 +363,7 @@ def start(options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def serve(lines: Iterable[str], out: TextIO, begin: Callable[..., tuple[Any, Any]] = start) -> None:
-    """Read commands from `lines`, and write the answers to `out`, until the lines end."""
+    """Run the command in each of the `lines`, and write its result or error to `out`."""
     bench = None
     for line in lines:
         name, *given = json.loads(line)
@@ -338,7 +375,10 @@ def serve(lines: Iterable[str], out: TextIO, begin: Callable[..., tuple[Any, Any
                 raise ValueError(f"command: got {name!r}, allowed is {allowed}")
             else:
                 found = getattr(bench, name)(*given)
-        except (Exception, SystemExit) as error:  # report it; the driver then ends this process
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # report it; compare_trees.py then ends this process
             traceback.print_exc()
             found = {"error": f"{type(error).__name__}: {error}"}
         out.write(json.dumps(found) + "\n")

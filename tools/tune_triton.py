@@ -6,16 +6,16 @@ PYTHONPATH=.:adapters python tools/tune_triton.py [--decoder SHAPE] [--batch B â
 ```
 
 A tile is the set of block sizes and launch options of one matrix product. Each tile is timed in
-whole decode steps, because the tile that is fastest for a product alone may not be fastest in a
-decode step, where kernels overlap and share the L2 cache. The decode steps are those of
-`benchmarks/generation.py --decoder`, without attention, or with indexes of `--context` tokens.
-Steps with a new tile alternate with steps with the current tiles, and the ratio of their times is
-used.
+whole decode steps, because the tile that is fastest for a matrix product alone may not be fastest
+in a decode step, where kernels overlap and share the L2 cache. The decode steps are those of
+`benchmarks/generation.py --decoder`. They have no attention, or attention with indexes of
+`--context` tokens. Steps with a new tile alternate with steps with the current tiles, and the ratio
+of their times is used.
 
 If several batch sizes are given, one tile is selected for all of them: the tile with the smallest
-geometric mean of the ratios. The command prints a line for each product. Copy the lines into
-`TILES` of `kvindex_cuda/triton/tiles.py`. The comment in each line has the ratio and the current
-tile.
+geometric mean of the ratios. The command prints a line for each matrix product. Copy these lines
+into the dict `TILES` of `kvindex_cuda/triton/tiles.py`. The comment in each line has the ratio and
+the current tile.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ SEVERAL = [
 
 
 class Asked(dict[Case, Tile]):
-    """A dict of tiles that records for which matrix products a tile was looked up."""
+    """A dict from matrix products to tiles (block sizes and launch options).
+
+    The dict also records for which matrix products a tile was looked up.
+    """
 
     def __init__(self, table: dict[Case, Tile]) -> None:
         super().__init__(table)
@@ -77,7 +80,11 @@ class Asked(dict[Case, Tile]):
 
 @contextmanager
 def using(more: dict[Case, Tile]) -> Iterator[Asked]:
-    """Use the tiles `more`, in place of the current ones, in decode steps within this context."""
+    """Context manager that changes the tile sizes of some matrix products.
+
+    `more` contains these matrix products and their new tiles. All other matrix products keep their
+    tiles.
+    """
     before, asked = tiles.TILES, Asked(tiles.TILES | more)
     tiles.TILES = asked
     try:
@@ -89,7 +96,7 @@ def using(more: dict[Case, Tile]) -> Iterator[Asked]:
 def ratios(
     shape: Shape, g: Geometry, kind: str, batch: int, context: int, rounds: int
 ) -> dict[Case, dict[Tile, float]]:
-    """Time decode steps with each tile for each matrix product.
+    """Time decode steps with each tile (block sizes and launch options) for each matrix product.
 
     Returns:
         Matrix product -> tile -> time of a decode step, relative to the time with the current
@@ -120,7 +127,7 @@ def ratios(
     for _ in range(rounds):
         today = median(base.turn(TOKENS)["device_ms"])
         for (case, tile), one in plans.items():
-            with using({case: tile}):  # because a step may be captured again
+            with using({case: tile}):  # the step may be captured again, which looks up tiles
                 of[case, tile].append(median(one.turn(TOKENS)["device_ms"]) / today)
     found: dict[Case, dict[Tile, float]] = {}
     for (case, tile), each in of.items():
@@ -131,7 +138,7 @@ def ratios(
 def line(case: Case, found: Sequence[dict[Tile, float]]) -> str:
     """Return a line for `tiles.TILES` with the best tile for a matrix product.
 
-    `found` has the relative times of each tile, for each batch size.
+    `found` contains one dict for each batch size, with the relative time of each tile.
     """
     all_have = [tile for tile in found[0] if all(tile in one for one in found)]
     means = {tile: geometric_mean(one[tile] for one in found) for tile in all_have}
@@ -149,7 +156,9 @@ def _shown(tile: Tile | None) -> str:
 def main() -> None:
     """Parse the command line, time all tiles, and print a line for each matrix product."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--decoder", choices=SHAPES, default="qwen3-8b", help="shape of the model")
+    parser.add_argument(
+        "--decoder", choices=SHAPES, default="qwen3-8b", help="model whose matrix shapes are timed"
+    )
     parser.add_argument(
         "--batch",
         nargs="+",
