@@ -52,7 +52,7 @@ def _ratio(found: Result, over: str = "of_dense") -> str:
 
 def indexes(result: Result) -> str:
     """Make a table of decode step times: each index in plain torch and with compiled operations."""
-    (point,), plain = result["points"], ":backend=torch"
+    (point,), plain = some(result["points"], threads=1), ":backend=torch"
     pairs = [(name.removesuffix(plain), name) for name in point if name.endswith(plain)]
     rows = [
         (f"`{name}`", f"{point[torch]['ms']:.2f}", f"{point[name]['ms']:.2f}", ratio)
@@ -73,7 +73,7 @@ def row_codecs(result: Result) -> str:
 
     Each time is also given as a ratio to the time with the codec `plain`.
     """
-    (point,), mark = result["points"], ":row_codec="
+    (point,), mark = some(result["points"], threads=1), ":row_codec="
     pairs = [name.split(mark) for name in point if mark in name]
     names, codecs = (list(dict.fromkeys(part)) for part in zip(*pairs, strict=True))
     rows = [["`plain`", *(cell for name in names for cell in (f"{point[name]['ms']:.2f}", "1"))]]
