@@ -264,16 +264,33 @@ def attend_causal(
 
 
 def _serves(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Return True if `_fused`, the fused attention on a CPU, supports these tensors.
+    """Return True if `_fused`, a kernel of torch that also returns the log-sum-exp, supports these
+    tensors.
 
-    They must be on a CPU, contiguous in the last dimension, and must not need gradients. Keys and
-    values must have the same last dimension.
+    They must be contiguous in the last dimension, and must not need gradients. Keys and values must
+    have the same last dimension. On a GPU, the kernel is cuDNN's, which supports only some dtypes
+    and head dimensions.
     """
     parts = queries, keys, values
     learns = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
     dense = all(part.stride(3) == 1 for part in parts)
-    return (
-        queries.device.type == "cpu" and dense and keys.shape[3] == values.shape[3] and not learns
+    if learns or not dense or keys.shape[3] != values.shape[3]:
+        return False
+    if queries.device.type == "cpu":
+        return True
+    return queries.device.type == "cuda" and _cudnn_serves(queries, keys, values)
+
+
+def _cudnn_serves(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Return True if cuDNN can compute the attention, and is faster than torch's default kernel.
+
+    It is, from compute capability 9.0 on (docs/lab/prompts.md).
+    """
+    if torch.cuda.get_device_capability(queries.device) < (9, 0):
+        return False
+    cuda = torch.backends.cuda
+    return cuda.can_use_cudnn_attention(
+        cuda.SDPAParams(queries, keys, values, None, 0.0, False, True)
     )
 
 
@@ -284,9 +301,7 @@ def _past_and_own(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -
     tokens to each other needs a square causal mask, for which torch has a fast path. The two
     results are merged.
     """
-    (B, H, T, D), (_, G, N, _) = queries.shape, keys.shape
-    queries = queries.reshape(B * G, H // G, T, D)
-    keys, values = keys.reshape(B * G, 1, N, D), values.reshape(B * G, 1, N, D)
+    T, N = queries.shape[2], keys.shape[2]
     past = keys[:, :, : N - T], values[:, :, : N - T]
     own = keys[:, :, N - T :], values[:, :, N - T :]
     before, before_lse = _fused(queries, *past, scale, causal=False)
@@ -295,27 +310,37 @@ def _past_and_own(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -
     merged = torch.lerp(before.to(fraction.dtype), among.to(fraction.dtype), fraction)
     # store the heads of a token one after the other in memory, because callers read them in this
     # order
-    output = queries.new_empty(B, T, G, H // G, D)
-    output.permute(0, 2, 3, 1, 4).copy_(merged.view(B, G, H // G, T, D))
-    return output.flatten(2, 3).transpose(1, 2)
+    B, H, _, Dv = merged.shape
+    output = queries.new_empty(B, T, H, Dv).transpose(1, 2)
+    return output.copy_(merged)
 
 
 def _fused(
     queries: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention and log-sum-exp with torch's fused kernel for CPUs.
+    """Compute attention and log-sum-exp with a fused kernel of torch.
 
     Args:
-        queries: `[X, g, T, D]` for `X` KV heads with `g` query heads each.
-        keys: `[X, 1, R, D]`, shared by the query heads of a KV head.
-        values: `[X, 1, R, D]`.
+        queries: `[B, H, T, D]`.
+        keys: `[B, G, R, D]`.
+        values: `[B, G, R, D]`.
         scale: Factor of the logits.
-        causal: Whether to use a causal mask.
+        causal: Whether to use a causal mask. `T` must then be equal to `R`.
 
     Returns:
-        Output `[X, g, T, D]` and log-sum-exp `[X, g, T]`.
+        Output `[B, H, T, D]` and log-sum-exp `[B, H, T]`.
     """
-    keys, values = (rows.expand(-1, queries.shape[1], -1, -1) for rows in (keys, values))
+    (B, H, T, D), (_, G, R, _) = queries.shape, keys.shape
+    if queries.is_cuda:
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        given = queries, keys, values, None, True, 0.0, causal, False
+        output, lse = cudnn(*given, scale=scale)[:2]
+        return output, lse.view(B, H, T)
+    # the kernel for CPUs needs as many KV heads as query heads, so each KV head becomes a sequence
+    queries = queries.reshape(B * G, H // G, T, D)
+    keys, values = (
+        rows.reshape(B * G, 1, R, D).expand(-1, H // G, -1, -1) for rows in (keys, values)
+    )
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     output, lse = fused(queries, keys, values, is_causal=causal, scale=scale)
-    return output, lse
+    return output.reshape(B, H, T, D), lse.reshape(B, H, T)
