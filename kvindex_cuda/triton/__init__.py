@@ -1,11 +1,14 @@
-"""Triton kernels for the layers of a language model. They process one token of each of 1 to 16
-sequences, that is, a decode step.
+"""Triton kernels for the layers of a language model.
+
+Most of them process one token of each of 1 to 16 sequences, that is, a decode step. The kernels
+`attend_prompt`, `rotate_heads` and `swiglu` process a chunk of a prompt.
 
 The module `reference` implements the same functions in plain torch. This package imports `triton`,
 which no other part of `kvindex_cuda` needs. Therefore it must be imported by its full name.
 """
 
 from kvindex_cuda.triton import reference
+from kvindex_cuda.triton.chunk import rotate_heads, swiglu
 from kvindex_cuda.triton.ends import begin_token, most_likely
 from kvindex_cuda.triton.heads import project_heads
 from kvindex_cuda.triton.operands import Matrix, Norm, Tile, stack, to_fp8
@@ -32,7 +35,9 @@ __all__ = [
     "norm_swiglu",
     "project_heads",
     "reference",
+    "rotate_heads",
     "stack",
+    "swiglu",
     "swiglu_linear",
     "tile_of",
     "to_fp8",

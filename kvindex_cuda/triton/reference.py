@@ -89,10 +89,42 @@ def project_heads(
 def _rotated(heads: Tensor, norm: Norm | None, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply RMS normalization (if there is a norm) and the rotary embedding to heads `[B, heads,
     D]`. Returns float32."""
+    return _rotated_heads(heads, norm, cos[:, None], sin[:, None])
+
+
+def _rotated_heads(heads: Tensor, norm: Norm | None, cos: Tensor, sin: Tensor) -> Tensor:
+    """Do the same for heads `[..., D]`. Cosines and sines broadcast to their shape."""
     wide = heads.float() if norm is None else normalize(heads, norm)
     first, second = wide.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
-    return wide * cos[:, None].float() + turned * sin[:, None].float()
+    return wide * cos.float() + turned * sin.float()
+
+
+def rotate_heads(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    query_norm: Norm | None = None,
+    key_norm: Norm | None = None,
+) -> None:
+    """Compute queries `[B, H, T, D]`, keys and values `[B, G, T, D]` from the projections `[B, T,
+    heads·D]` of a chunk of a prompt. `cos` and `sin` are `[B, T, D]`."""
+    D = queries.shape[3]
+    for projected, to, norm in ((query, queries, query_norm), (key, keys, key_norm)):
+        heads = projected.view(*projected.shape[:2], -1, D)
+        to.copy_(_rotated_heads(heads, norm, cos[:, :, None], sin[:, :, None]).transpose(1, 2))
+    values.copy_(value.view(*value.shape[:2], -1, D).transpose(1, 2))
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return `silu(gate) · up` in the dtype of `gate`."""
+    return (functional.silu(gate.float()) * up.float()).to(gate.dtype)
 
 
 def begin_token(

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvindex.core.protocol import Rows
+from kvindex_adapters.llama import prompt
 from kvindex_adapters.llama.rotary import rotate
 from kvindex_adapters.llama.weights import LayerWeights, Linear, Norm, Weights, whole
 
@@ -62,12 +65,19 @@ def add_block(
     angles: tuple[Tensor, Tensor],
     head_dim: int,
     valid: Tensor | None,
+    into: Rows | None = None,
 ) -> None:
     """Run one transformer layer in place: add its attention, then its MLP, to `hidden` `[B, T,
-    hidden]`."""
+    hidden]`.
+
+    `into` are the tensors `[B, G, T, D]` for the new keys and values. If it is None, they are
+    allocated.
+    """
     normed = normalize(hidden, layer.attention_norm)
-    hidden += attend(normed, layer, attention, angles, head_dim, valid)
-    hidden += perceptron(normalize(hidden, layer.mlp_norm), layer)
+    attended = attend(normed, layer, attention, angles, head_dim, valid, into)
+    add_product(hidden, attended, layer.output, layer)
+    del normed, attended
+    add_product(hidden, gated(normalize(hidden, layer.mlp_norm), layer), layer.down, layer)
 
 
 def logits(hidden: Tensor, weights: Weights) -> Tensor:
@@ -85,19 +95,37 @@ def attend(
     angles: tuple[Tensor, Tensor],
     head_dim: int,
     valid: Tensor | None,
+    into: Rows | None = None,
 ) -> Tensor:
-    """Compute the output of the attention block of a layer, `[B, T, hidden]`.
+    """Compute the attention of a layer before its output projection, `[B, T, H·D]`.
 
     `hidden` contains the normalized inputs of the block. The attention output of padding tokens is
-    set to zero before the output projection.
+    zero. `into` are the tensors for the new keys and values, or None.
     """
-    queries = rotate(heads(hidden, layer.query, layer.query_norm, head_dim), *angles)
-    keys = rotate(heads(hidden, layer.key, layer.key_norm, head_dim), *angles)
-    values = heads(hidden, layer.value, None, head_dim)
+    queries, keys, values = project(hidden, layer, angles, head_dim, into)
     output = attention.step(queries, keys, values, valid=valid)
     if valid is not None:
         output = output.masked_fill(~valid[:, None, :, None], 0)
-    return summed(linear(output.transpose(1, 2).flatten(2), layer.output), layer)
+    return output.transpose(1, 2).flatten(2)
+
+
+def project(
+    hidden: Tensor,
+    layer: LayerWeights,
+    angles: tuple[Tensor, Tensor],
+    head_dim: int,
+    into: Rows | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute queries `[B, H, T, D]`, keys and values `[B, G, T, D]` of new tokens, rotated."""
+    if prompt.fuses(hidden):
+        query, key, value = multiply(hidden, layer.query, layer.key, layer.value)
+        return prompt.rotated_heads(query, key, value, layer, angles, head_dim, into)
+    queries = rotate(heads(hidden, layer.query, layer.query_norm, head_dim), *angles)
+    keys = rotate(heads(hidden, layer.key, layer.key_norm, head_dim), *angles)
+    values = heads(hidden, layer.value, None, head_dim)
+    if into is None:
+        return queries, keys, values
+    return queries, into.keys.copy_(keys), into.values.copy_(values)
 
 
 def heads(hidden: Tensor, projection: Linear, norm: Norm | None, head_dim: int) -> Tensor:
@@ -109,13 +137,38 @@ def heads(hidden: Tensor, projection: Linear, norm: Norm | None, head_dim: int) 
     return parts.transpose(1, 2)
 
 
-def perceptron(hidden: Tensor, layer: LayerWeights) -> Tensor:
-    """Apply the gated MLP to `hidden` `[B, T, hidden]`.
+def gated(hidden: Tensor, layer: LayerWeights) -> Tensor:
+    """Compute the gated activations of the MLP, before its down projection, `[B, T, inner]`.
 
     Source: Shazeer, GLU Variants Improve Transformer (2020), SwiGLU.
     """
+    if prompt.fuses(hidden):
+        gate, up = multiply(hidden, layer.gate, layer.up)
+        return prompt.activated(gate, up)
     gate = functional.silu(linear(hidden, layer.gate))
-    return summed(linear(gate.mul_(linear(hidden, layer.up)), layer.down), layer)
+    return gate.mul_(linear(hidden, layer.up))
+
+
+def multiply(hidden: Tensor, *projections: Linear) -> Sequence[Tensor]:
+    """Multiply `hidden` by several matrices, by all at once if they are adjacent in memory."""
+    one = prompt.joined(*projections)
+    if one is None:
+        return [linear(hidden, projection) for projection in projections]
+    sizes = [len(projection.weight) for projection in projections]
+    return torch.split(linear(hidden, one), sizes, dim=-1)
+
+
+def add_product(hidden: Tensor, x: Tensor, projection: Linear, layer: LayerWeights) -> None:
+    """Add the product of `x` and a matrix to `hidden` `[B, T, hidden]` in place.
+
+    On a GPU, the matrix product itself adds, so the sum is rounded once.
+    """
+    alone = layer.ranks is None and projection.bias is None
+    if alone and hidden.is_cuda and hidden.is_contiguous():
+        weight = plain(projection, hidden.dtype)
+        hidden.flatten(0, 1).addmm_(x.flatten(0, 1), weight.mT)
+    else:
+        hidden += summed(linear(x, projection), layer)
 
 
 def summed(partial: Tensor, layer: LayerWeights) -> Tensor:
@@ -135,9 +188,14 @@ def normalize(hidden: Tensor, norm: Norm) -> Tensor:
 
 
 def linear(hidden: Tensor, projection: Linear) -> Tensor:
-    """Multiply `hidden` by a projection matrix, and add the bias. FP8 matrices are first converted
-    to the dtype of `hidden`."""
-    weight, bias, scale = projection
-    if scale is not None:  # this product is exact, because the scales are powers of two
-        weight = weight.to(hidden.dtype) * scale[:, None].to(hidden.dtype)
-    return functional.linear(hidden, weight, bias)
+    """Multiply `hidden` by a projection matrix, and add the bias."""
+    return functional.linear(hidden, plain(projection, hidden.dtype), projection.bias)
+
+
+def plain(projection: Linear, dtype: torch.dtype) -> Tensor:
+    """Return the matrix of a projection. FP8 matrices are converted to `dtype`."""
+    weight, scale = projection.weight, projection.scale
+    if scale is None:
+        return weight
+    # this product is exact, because the scales are powers of two
+    return weight.to(dtype) * scale[:, None].to(dtype)

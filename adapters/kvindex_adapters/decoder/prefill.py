@@ -41,11 +41,19 @@ class PromptLayer:
         self, queries: Tensor, keys: Tensor, values: Tensor, *, valid: Tensor | None = None
     ) -> Tensor:
         """Append one chunk of the prompt, and attend to all tokens in the buffer."""
-        start, end = len(self._layer), len(self._layer) + keys.shape[2]
-        self._buffer.keys[:, :, start:end] = keys
-        self._buffer.values[:, :, start:end] = values
+        end = len(self._layer) + keys.shape[2]
+        own = self.room(keys.shape[2])
+        for given, target in ((keys, own.keys), (values, own.values)):
+            if given.data_ptr() != target.data_ptr():
+                target.copy_(given)
         rows = Rows(self._buffer.keys[:, :, :end], self._buffer.values[:, :, :end])
         return self._layer.read_chunk(queries, rows, valid=valid)
+
+    def room(self, tokens: int) -> Rows:
+        """Return the part of the buffer for the next `tokens` tokens, keys and values `[B, G, T,
+        D]`. The caller may write them there before `step`."""
+        new = slice(len(self._layer), len(self._layer) + tokens)
+        return Rows(self._buffer.keys[:, :, new], self._buffer.values[:, :, new])
 
 
 def default_chunk(weights: Weights, batch: int, device: torch.device) -> int:
@@ -93,7 +101,7 @@ def read_by_layer(
     hidden = functional.embedding(ids, weights.embedding)
     buffer, before = None, None
     for layer, attention in zip(weights.layers, attentions, strict=True):
-        reader = attention
+        reader: layers.Attention = attention
         if isinstance(attention, AttentionLayer) and has_plain_steps(attention):
             buffer = buffer or _buffer(config, hidden)
             reader = PromptLayer(attention, buffer)
@@ -102,8 +110,9 @@ def read_by_layer(
             if start < longest:
                 valid, positions = positions >= 0, positions.clamp_min(0)
             angles = weights.rotary.at(positions, hidden.dtype)
+            into = reader.room(end - start) if isinstance(reader, PromptLayer) else None
             some = hidden[:, start:end]
-            layers.add_block(some, layer, reader, angles, config.head_dim, valid)
+            layers.add_block(some, layer, reader, angles, config.head_dim, valid, into)
             on_chunk(attention, start, end)
         if before is not None:
             before.settle()

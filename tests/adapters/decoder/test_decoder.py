@@ -186,11 +186,11 @@ def breaking(function, calls):
 def test_after_an_exception_the_next_prompt_is_as_ever(decoder, monkeypatch, where):
     given = dict(max_new_tokens=30, **FEW)
     before = decoder.generate(ids_of(60), **given)
-    broken, streamer = breaking(layers.perceptron, 4 * LAYERS + 2), None
+    broken, streamer = breaking(layers.gated, 4 * LAYERS + 2), None
     if where == "between tokens":
-        broken, streamer = layers.perceptron, Breaks()
+        broken, streamer = layers.gated, Breaks()
     with monkeypatch.context() as patch:
-        patch.setattr(layers, "perceptron", broken)
+        patch.setattr(layers, "gated", broken)
         with pytest.raises(KeyboardInterrupt):
             decoder.generate(ids_of(60), streamer=streamer, **given)
     again = decoder.generate(ids_of(60), **given)

@@ -15,6 +15,7 @@ triton = pytest.importorskip("triton")
 
 import kvindex_cuda.triton as layers  # noqa: E402
 from kvindex_adapters.decoder import Decoder  # noqa: E402
+from kvindex_adapters.llama import prompt  # noqa: E402
 from kvindex_adapters.llama.fused import Fused, refusal  # noqa: E402
 from kvindex_adapters.llama.weights import adjacent, join_in_memory  # noqa: E402
 from tests.adapters.decoder.families import ids_of, model_of  # noqa: E402
@@ -36,6 +37,25 @@ def together(model):
         join_in_memory(attention.q_proj, attention.k_proj, attention.v_proj)
         join_in_memory(mlp.gate_proj, mlp.up_proj)
     return model
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("weights", ["together", "apart", "fp8"])
+def test_logits_of_a_prompt_are_those_of_plain_torch(device, weights, monkeypatch):
+    model = model_of("qwen3", **SMALL["qwen3"], num_hidden_layers=2).to(device)
+    if weights == "together":
+        together(model)
+    decoder = Decoder.of(model, weights="fp8" if weights == "fp8" else "plain")
+    made = []
+    for fuses in (False, True):
+        monkeypatch.setattr(prompt, "fuses", lambda hidden, fuses=fuses: fuses)
+        run = decoder.start([ids_of(30), ids_of(20)], index="exact", fused=False)
+        made.append([run.session.read_prompt(run.ids, 8, 40)])
+        session = decoder.session(index="exact")
+        decoder.read(ids_of(30), session, chunk=8)
+        made[-1].append(session.read_prompt(ids_of(21)[None].to(device), 8, 60))
+    for plain, fused in zip(*made, strict=True):
+        torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("device", DEVICES)

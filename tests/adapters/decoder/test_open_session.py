@@ -105,7 +105,7 @@ def test_a_call_that_fails_leaves_the_session_as_it_was(decoder, monkeypatch, op
     with pytest.raises(KeyboardInterrupt):
         asked(decoder, session, question, streamer=Breaks())
     with monkeypatch.context() as patch:
-        patch.setattr(layers, "perceptron", breaking(layers.perceptron, 5))
+        patch.setattr(layers, "gated", breaking(layers.gated, 5))
         with pytest.raises(KeyboardInterrupt):
             decoder.read(more, session, chunk=4)
     assert (session.length, len(session.ids)) == (60, 60)

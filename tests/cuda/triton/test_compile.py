@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from kvindex_cuda.triton import Matrix  # noqa: E402
-from kvindex_cuda.triton.kernels import attention, ends, heads, product  # noqa: E402
+from kvindex_cuda.triton.kernels import attention, chunk, ends, heads, product  # noqa: E402
 from kvindex_cuda.triton.tiles import usual  # noqa: E402
 
 pytestmark = [
@@ -50,6 +50,7 @@ HEADS = PRODUCT | dict(H=32, G=8, D=128, BATCH=1)
 PROMPT = dict(G=8, GROUP=4, D=128, DV=128, PAGE=256, WIDE=128, WIDE_V=128, BLOCK_M=64, BLOCK_N=64)
 SPLIT = dict(G=8, GROUP=4, D=128, DV=128, ROWS=16, BLOCK_N=64, WIDE=128, WIDE_V=128, SPLITS=64)
 MERGE = dict(DV=128, WIDE_V=128, SPLITS=64, output="*bf16")
+ROTATED = dict(H=32, G=8, D=128, WIDE=64, BLOCK=16, cos="*bf16", sin="*bf16", values="*bf16")
 BEGIN = dict(D=128, BLOCK=1024, HALF=64, cos="*bf16", sin="*bf16")
 CASES = [
     (product.multiply, "bf16", MULTIPLY | dict(BATCH=1, residual=None)),
@@ -68,6 +69,9 @@ CASES = [
     (heads.project_heads, "bf16", HEADS | dict(BATCH=16, query_norm=None, key_norm=None)),
     (attention.attend_prompt, "bf16", PROMPT | dict(CAUSAL=True, scale="fp32")),
     (attention.attend_prompt, "fp16", PROMPT | dict(CAUSAL=False, scale="fp32")),
+    (chunk.rotate_heads, "bf16", ROTATED),
+    (chunk.rotate_heads, "fp16", ROTATED | dict(query_norm=None, key_norm=None, values="*fp16")),
+    (chunk.swiglu, "bf16", dict(BLOCK=2048)),
     (attention.attend_split, "bf16", SPLIT | dict(STAGES=3, scale="fp32", values="*bf16")),
     (attention.merge_splits, "bf16", MERGE),
 ]
@@ -76,6 +80,7 @@ SHARED = 227 * 1024
 
 TENSORS = {
     *("x", "norm", "weight", "bias", "residual", "output", "logits", "projected"),
+    *("query", "key", "value", "gate", "up"),
     *("query_norm", "key_norm", "queries", "keys", "embedding", "hidden"),
 }
 

@@ -25,7 +25,7 @@ FILES = [
 ]
 
 
-SAMPLE = "norm_linear or project_heads or attend_token or most_likely"
+SAMPLE = "norm_linear or project_heads or attend_token or most_likely or rotate_heads"
 """Tests of one kernel of each file of `kvindex_cuda/triton/kernels/`."""
 
 

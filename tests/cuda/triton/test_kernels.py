@@ -354,6 +354,52 @@ def test_attend_prompt(run, causal, B, H, G, T, D, Dv, lengths):
 
 
 @weightless
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(
+    ("B", "T", "H", "G", "D"), [(1, 5, 2, 1, 16), (2, 19, 4, 2, 12), (2, 33, 6, 2, 96)]
+)
+def test_rotate_heads(run, normed, B, T, H, G, D):
+    projected = drawn(run, B, T, (H + 2 * G) * D).split([H * D, G * D, G * D], dim=-1)
+    angles = drawn(run, 2, B, T, D).unbind(0)
+    norm = layers.Norm(drawn(run, D), 1e-5) if normed else None
+    made = []
+    for module in (layers, reference):
+        queries, buffer = drawn(run, B, T, H, D).transpose(1, 2), drawn(run, 2, B, G, T + 7, D)
+        buffer.zero_()
+        keys, values = buffer[:, :, :, 3 : 3 + T].unbind(0)
+        given = *projected, *angles, queries, keys, values
+        module.rotate_heads(*given, query_norm=norm, key_norm=norm)
+        made.append((queries, buffer))
+    for found, expected in zip(*made, strict=True):
+        close(found, expected, run[1])
+
+
+@weightless
+def test_swiglu(run):
+    gate, up = drawn(run, 5, 3000).chunk(2, dim=-1)
+    close(layers.swiglu(gate, up), reference.swiglu(gate, up), run[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("query", lambda of: of["query"][:, :, 1:]),
+        ("keys", lambda of: of["keys"].double()),
+        ("sin", lambda of: of["sin"][:, 1:]),
+        ("value", lambda of: of["value"].mT.contiguous().mT),
+    ],
+)
+def test_rotate_heads_refuses_what_does_not_fit(name, wrong):
+    sizes = dict(query=(1, 4, 16), key=(1, 4, 8), value=(1, 4, 8), cos=(1, 4, 8), sin=(1, 4, 8))
+    sizes |= dict(queries=(1, 2, 4, 8), keys=(1, 1, 4, 8), values=(1, 1, 4, 8))
+    given = {each: torch.zeros(size) for each, size in sizes.items()}
+    given[name] = wrong(given)
+    with pytest.raises(ValueError, match=f"^{name}"):
+        layers.rotate_heads(**given)
+    assert not given["queries"].any()
+
+
+@weightless
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize(
     ("B", "H", "G", "D", "Dv", "starts", "ends"),
