@@ -65,6 +65,17 @@ def accelerate(
     return made
 
 
+def prompt_kernels(device: torch.device) -> ModuleType | None:
+    """Return the module with kernels for sparse attention of prompts, or None to use plain torch.
+
+    The kernels need a CUDA device, `kvindex_cuda` and Triton.
+    """
+    installed = all(importlib.util.find_spec(name) for name in ("triton", "kvindex_cuda"))
+    if device.type != "cuda" or not installed:
+        return None
+    return importlib.import_module("kvindex_cuda.triton.block_sparse")
+
+
 def refusal(backend: str, geometry: Geometry, config: object) -> str:
     """Return the reason why the backend has no executor for this geometry and configuration."""
     if backend == "torch":

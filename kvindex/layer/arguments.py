@@ -108,6 +108,35 @@ def check_visible(visible: Tensor, queries: Tensor, length: int) -> None:
     check.tensor("visible", visible, shape, torch.bool, queries.device)
 
 
+def check_sparse(g: Geometry) -> None:
+    """Raise ValueError if a layer of this geometry does not support sparse attention of prompts."""
+    if g.softcap is not None:
+        raise ValueError(
+            f"prefill: got 'sparse' for a layer with softcap={g.softcap}, allowed is 'dense'"
+        )
+    if g.value_in_key:
+        raise ValueError(
+            "prefill: got 'sparse' for a layer with latent attention (MLA), allowed is 'dense'"
+        )
+
+
+def check_plain(
+    valid: Tensor | None, bias: Tensor | None, sinks: Tensor | None, visible: Tensor | None
+) -> None:
+    """Raise ValueError if sparse attention does not support a chunk of a prompt.
+
+    The arguments are those of `AttentionLayer.step`.
+    """
+    given = {"valid": valid, "bias": bias, "sink_logits": sinks, "visible": visible}
+    what = {"valid": "padding tokens", "bias": "a bias", "sink_logits": "learned sinks"}
+    for name, tensor in given.items():
+        if tensor is not None:
+            raise ValueError(
+                f"{name}: got {what.get(name, 'a mask')}, which prefill='sparse' does not support; "
+                "pass prefill='dense', or prompts without padding one at a time"
+            )
+
+
 def checked_sinks(sink_logits: Tensor | None, queries: Tensor) -> Tensor | None:
     """Return the logits of learned sinks as float32 `[B, H, T]`, or None if `sink_logits` is None.
 

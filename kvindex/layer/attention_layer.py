@@ -10,6 +10,7 @@ These classes implement the layer:
 - `LayerContents`: the index and the window.
 - `Updates`: when tokens move into the index.
 - `Retrieval`: how a decoded token searches and attends.
+- `SparsePrompt`: sparse attention of a prompt.
 - `Tally`: counts for `traffic`.
 - `CapturedSteps`: decode steps that a caller captures in a CUDA graph.
 - `JoinedSteps`: decode steps that run together with those of other sequences.
@@ -42,8 +43,10 @@ from kvindex.layer.arguments import (
     check_bias,
     check_finite,
     check_new_rows,
+    check_plain,
     check_queries,
     check_rows,
+    check_sparse,
     check_tokens,
     check_valid,
     check_visible,
@@ -54,6 +57,7 @@ from kvindex.layer.chosen import attend_chosen, check_ids
 from kvindex.layer.contents import LayerContents
 from kvindex.layer.dense import attend_densely
 from kvindex.layer.retrieval import Retrieval, output_of
+from kvindex.layer.sparse import IndexedRows, SparsePrompt, StoredRows
 from kvindex.layer.stats import Tally, Traffic
 from kvindex.layer.updates import LAG, Updates, longest_buffer, unit_of
 from kvindex.layer.window import Window
@@ -61,6 +65,10 @@ from kvindex.storage.layout import TensorSpec, check_layout
 from kvindex.storage.recipe import Recipe, class_name
 from kvindex.storage.saved import save_folder
 from kvindex.storage.state import ABOUT, State, check_signed, signed
+
+SPARSE = "read_sparsely"
+"""Name of the entry of a state that says that tokens were read with sparse attention. Their keys
+and values in later layers differ from those of dense attention."""
 
 SETTLING = frozenset({"state_dict", "__deepcopy__"})
 """Methods that only read the layer, except that they first finish a pending append. The append
@@ -100,6 +108,12 @@ class AttentionLayer(Transactional):
             are in the window.
         graphs: Whether an index with `protocol.DecodesStep` may capture its decode step in a CUDA
             graph and replay the graph for later tokens. The results are the same.
+        prefill: How the tokens of a prompt attend: "dense" to all tokens before them, or "sparse"
+            to chosen blocks of 128 tokens (docs/prompts.md).
+        prefill_mass: With `prefill="sparse"`, the fraction of the estimated attention weight that
+            the chosen blocks of each query head have.
+        prefill_last: With `prefill="sparse"`, number of tokens at the end of a prompt that attend
+            to all tokens, for example those of a question after a long text.
 
     Raises:
         ValueError: A size is out of range, the index is not empty, or `coverage` is given and the
@@ -128,6 +142,9 @@ class AttentionLayer(Transactional):
         search_up_to: int = 1,
         update_phase: float | None = None,
         graphs: bool = True,
+        prefill: str = "dense",
+        prefill_mass: float = 0.95,
+        prefill_last: int = 128,
     ) -> None:
         self.k = check.wanted_rows(k)
         self.coverage = None if coverage is None else check.within("coverage", coverage, 0, 1)
@@ -140,6 +157,12 @@ class AttentionLayer(Transactional):
         self.local_window = check.at_least("local_window", local_window, 0)
         self.update_every = check.at_least("update_every", update_every, 1)
         self.search_up_to = check.at_least("search_up_to", search_up_to, 1)
+        self.prefill = check.one_of("prefill", prefill, ("dense", "sparse"))
+        self.prefill_mass = check.within("prefill_mass", prefill_mass, 0, 1)
+        self.prefill_last = check.at_least("prefill_last", prefill_last, 0)
+        self._sparse = SparsePrompt(self.prefill_mass, self.prefill_last)
+        if prefill == "sparse":
+            check_sparse(index.geometry)
         if update_phase is not None and not 0 <= update_phase < 1:
             raise ValueError(
                 f"update_phase: got {update_phase}, allowed is a number in [0, 1), or None"
@@ -221,6 +244,29 @@ class AttentionLayer(Transactional):
         """
         return self._contents.nbytes()
 
+    @property
+    def prefill_fraction(self) -> float:
+        """Fraction of the blocks of keys that sparse attention of prompts has read.
+
+        1 is the number of blocks that dense attention reads. Tokens that attended densely do not
+        count. On a GPU, the host waits for the device.
+        """
+        return self._sparse.fraction
+
+    def expect_prompt(self, length: int) -> None:
+        """Announce the length of the sequence at the end of the prompt.
+
+        With `prefill="sparse"`, the last `prefill_last` tokens before this length attend to all
+        tokens. Without this call, the last tokens of each chunk do.
+
+        Args:
+            length: Number of tokens, those that the layer has included.
+
+        Raises:
+            ValueError: `length` is less than the number of tokens in the layer.
+        """
+        self._sparse.end = check.at_least("length", length, len(self))
+
     # Steps
 
     def decodes(self, tokens: int) -> bool:
@@ -290,6 +336,9 @@ class AttentionLayer(Transactional):
         sinks = checked_sinks(sink_logits, queries)
         if ids is not None:
             ids = check_ids(ids, queries, self.index, before)
+        sparse = self.prefill == "sparse" and not self.decodes(T) and ids is None
+        if sparse:
+            check_plain(self._window.valid if valid is None else valid, bias, sinks, visible)
         decoded = self.decodes(T) and visible is None
 
         # 1. If the last call of `step` postponed an update, do the update now: move tokens from the
@@ -314,6 +363,9 @@ class AttentionLayer(Transactional):
             self._retrieval.observe(queries, valid)
             if ids is not None:  # attend to the rows that the caller chose
                 output = self._attend_chosen(queries, sinks, ids, counts=decoded)
+            elif sparse:  # a chunk of a prompt: attend to chosen blocks of tokens
+                indexed = IndexedRows(self.index, self._window.rows, self._window.sink)
+                output = self._sparse.attend(queries, before, indexed)
             else:  # attend to all tokens
                 output = self._attend_densely(queries, bias, sinks, visible)
 
@@ -415,10 +467,15 @@ class AttentionLayer(Transactional):
         check_rows(self.index.geometry, self.batch_size, rows, before + T)
         new = rows.keys[:, :, before:], rows.values[:, :, before:]
         keys, values, valid = self._checked(queries, *new, valid)
+        if self.prefill == "sparse":
+            check_plain(self._window.valid if valid is None else valid, None, None, None)
         self.settle()
         self._window.append(len(self.index), keys, values, valid)
         self._retrieval.observe(queries, valid)
-        output = attend_densely(self.index, rows, queries, self.valid, indexed=0)
+        if self.prefill == "sparse":
+            output = self._sparse.attend(queries, before, StoredRows(self.index, rows))
+        else:
+            output = attend_densely(self.index, rows, queries, self.valid, indexed=0)
         self._updates.update_chunk()
         return output
 
@@ -525,6 +582,7 @@ class AttentionLayer(Transactional):
         self._searched = 0
         self._updates.keep(length)
         self._contents.truncate(length)
+        self._sparse.truncate(length)
 
     def reorder(self, batch_indices: Tensor) -> None:
         """Replace sequence `b` of the batch by sequence `batch_indices[b]`.
@@ -541,11 +599,13 @@ class AttentionLayer(Transactional):
         if batch:
             self._updates.finish()
             self._contents.reorder(batch_indices)
+            self._sparse.reorder(batch_indices)
 
     def reset(self) -> None:
         """Remove all tokens, and reset the counts of `traffic`."""
         self._updates.reset()
         self._contents.reset()
+        self._sparse.reset()
         self._searched, self._broken = 0, None
         self._tally.reset()
 
@@ -755,8 +815,8 @@ class AttentionLayer(Transactional):
 
     def checkpoint(self) -> Any:
         """Return the layer's present state for `rollback`, without waiting for the GPU."""
-        parts = self._contents.checkpoint(), self._updates.checkpoint(), self._tally.checkpoint()
-        return parts, self._searched
+        parts = self._contents, self._updates, self._tally, self._sparse
+        return tuple(part.checkpoint() for part in parts), self._searched
 
     def rollback(self, checkpoint: Any) -> None:
         """Restore the state that `checkpoint` returned.
@@ -764,7 +824,8 @@ class AttentionLayer(Transactional):
         An index that is not `Restorable` has no checkpoints, so it is only truncated to its former
         length. If it has learned from queries since the checkpoint, this is not undone.
         """
-        (contents, updates, tally), self._searched = checkpoint
+        (contents, updates, tally, sparse), self._searched = checkpoint
+        self._sparse.rollback(sparse)
         self._captured.forget()
         self._updates.rollback(updates)
         self._tally.rollback(tally)
@@ -790,8 +851,10 @@ class AttentionLayer(Transactional):
             ValueError: The index does not offer `protocol.KeepsState`.
         """
         self.settle()
-        prompt_ended = {"prompt_ended": torch.tensor(self._updates.prompt_ended)}
-        return signed(self._whose(), self._contents.packed() | prompt_ended)
+        flags = {"prompt_ended": torch.tensor(self._updates.prompt_ended)}
+        if self._sparse.used:
+            flags[SPARSE] = torch.tensor(True)
+        return signed(self._whose(), self._contents.packed() | flags)
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Check whether `load_state_dict` would load a state.
@@ -813,8 +876,14 @@ class AttentionLayer(Transactional):
             for name, part in state.items()
             if name != ABOUT and not name.startswith("index.")
         }
-        prompt_ended = {name: parts.pop(name) for name in ("prompt_ended",) if name in parts}
-        check_layout({"prompt_ended": TensorSpec("", torch.bool)}, prompt_ended, {})
+        flags = {name: parts.pop(name) for name in ("prompt_ended", SPARSE) if name in parts}
+        check_layout(dict.fromkeys(("prompt_ended", *flags), TensorSpec("", torch.bool)), flags, {})
+        if SPARSE in flags and self.prefill != "sparse":
+            raise ValueError(
+                "state: got tokens that were read with sparse attention, but this layer has "
+                "prefill='dense'; load them into a layer with prefill='sparse', or read the text "
+                "again"
+            )
         self._contents.check_window(parts, state)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -837,6 +906,7 @@ class AttentionLayer(Transactional):
             )
         self._contents.unpack(state)
         self._updates.prompt_ended, self._broken = bool(state["prompt_ended"]), None
+        self._sparse.used = SPARSE in state
 
     def _whose(self) -> dict[str, Any]:
         sizes = dict(sink=self.sink, local_window=self.local_window, update_every=self.update_every)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, TypeAlias, overload
 
 import torch
@@ -11,6 +11,13 @@ from torch import Tensor
 from kvindex.core.protocol import Attended
 
 NEVER = float("-inf")
+
+HOPPER = (9, 0)
+"""First compute capability on which cuDNN's attention is much faster than FlashAttention 2 (about
+640 and 350 TFLOP/s with D = 128 on an H200; docs/lab/prompts.md)."""
+
+PIECE = 1024
+"""Smallest number of keys for which cuDNN computes the attention of a chunk of a prompt."""
 
 Block: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 """Keys `[B, G, R, D]`, values `[B, G, R, Dv]`, and a bias to add to the logits, or None."""
@@ -238,6 +245,8 @@ def attend_causal(
     """
     T, N = queries.shape[2], keys.shape[2]
     if valid is None and 1 < T < N and _serves(queries, keys, values):
+        if queries.is_cuda:
+            return _by_pieces(queries, keys, values, scale)
         return _past_and_own(queries, keys, values, scale)
     mask: Tensor | None = None
     if valid is None and N > T > 1 and queries.is_cuda:
@@ -264,12 +273,10 @@ def attend_causal(
 
 
 def _serves(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Return True if `_fused`, a kernel of torch that also returns the log-sum-exp, supports these
-    tensors.
+    """Return True if a kernel of torch that also returns the log-sum-exp supports these tensors.
 
     They must be contiguous in the last dimension, and must not need gradients. Keys and values must
-    have the same last dimension. On a GPU, the kernel is cuDNN's, which supports only some dtypes
-    and head dimensions.
+    have the same last dimension. On a GPU, see `_cudnn_serves`.
     """
     parts = queries, keys, values
     learns = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
@@ -284,14 +291,14 @@ def _serves(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
 def _cudnn_serves(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
     """Return True if cuDNN can compute the attention, and is faster than torch's default kernel.
 
-    It is, from compute capability 9.0 on (docs/lab/prompts.md).
+    cuDNN prepares each new combination of shapes and strides for about 60 ms. Therefore it computes
+    only chunks of a multiple of `PIECE` queries, whose keys `_by_pieces` divides into few sizes.
     """
-    if torch.cuda.get_device_capability(queries.device) < (9, 0):
+    if queries.shape[2] % PIECE or torch.cuda.get_device_capability(queries.device) < HOPPER:
         return False
     cuda = torch.backends.cuda
-    return cuda.can_use_cudnn_attention(
-        cuda.SDPAParams(queries, keys, values, None, 0.0, False, True)
-    )
+    given = queries, keys, values, None, 0.0, False, True
+    return cuda.can_use_cudnn_attention(cuda.SDPAParams(*given))
 
 
 def _past_and_own(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
@@ -301,7 +308,9 @@ def _past_and_own(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -
     tokens to each other needs a square causal mask, for which torch has a fast path. The two
     results are merged.
     """
-    T, N = queries.shape[2], keys.shape[2]
+    (B, H, T, D), (_, G, N, _) = queries.shape, keys.shape
+    queries = queries.reshape(B * G, H // G, T, D)
+    keys, values = keys.reshape(B * G, 1, N, D), values.reshape(B * G, 1, N, D)
     past = keys[:, :, : N - T], values[:, :, : N - T]
     own = keys[:, :, N - T :], values[:, :, N - T :]
     before, before_lse = _fused(queries, *past, scale, causal=False)
@@ -310,37 +319,100 @@ def _past_and_own(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -
     merged = torch.lerp(before.to(fraction.dtype), among.to(fraction.dtype), fraction)
     # store the heads of a token one after the other in memory, because callers read them in this
     # order
-    B, H, _, Dv = merged.shape
-    output = queries.new_empty(B, T, H, Dv).transpose(1, 2)
-    return output.copy_(merged)
+    output = queries.new_empty(B, T, G, H // G, D)
+    output.permute(0, 2, 3, 1, 4).copy_(merged.view(B, G, H // G, T, D))
+    return output.flatten(2, 3).transpose(1, 2)
 
 
 def _fused(
     queries: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention and log-sum-exp with a fused kernel of torch.
+    """Compute attention and log-sum-exp with torch's fused kernel for CPUs.
 
     Args:
-        queries: `[B, H, T, D]`.
-        keys: `[B, G, R, D]`.
-        values: `[B, G, R, D]`.
+        queries: `[X, g, T, D]` for `X` KV heads with `g` query heads each.
+        keys: `[X, 1, R, D]`, shared by the query heads of a KV head.
+        values: `[X, 1, R, D]`.
+        scale: Factor of the logits.
+        causal: Whether to use a causal mask.
+
+    Returns:
+        Output `[X, g, T, D]` and log-sum-exp `[X, g, T]`.
+    """
+    keys, values = (rows.expand(-1, queries.shape[1], -1, -1) for rows in (keys, values))
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output, lse = fused(queries, keys, values, is_causal=causal, scale=scale)
+    return output, lse
+
+
+def _by_pieces(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Compute the causal attention of `T` new tokens to `N > T` tokens with cuDNN, on a GPU.
+
+    The keys before the new tokens are divided into pieces, whose sizes are powers of two. The
+    results of the pieces, and of the new tokens among themselves, are merged by their log-sum-exp.
+    """
+    (B, H, T, D), N = queries.shape, keys.shape[2]
+    output = queries.new_empty(B, T, H, D).transpose(1, 2)
+    each = (torch.split(part, 1) for part in (queries, output, keys, values))
+    for query, to, key, value in zip(*each, strict=True):
+        own = slice(N - T, N)
+        merged, lse = _cudnn(query, key[:, :, own], value[:, :, own], scale, causal=True)
+        for start, stop in _pieces(N - T):
+            rows = key[:, :, start:stop], value[:, :, start:stop]
+            part, part_lse = (_flash if stop - start < PIECE else _cudnn)(query, *rows, scale)
+            fraction = torch.sigmoid(part_lse - lse)[..., None]
+            merged = torch.lerp(merged.float(), part.float(), fraction)
+            lse = torch.logaddexp(lse, part_lse)
+        to.copy_(merged)
+    return output
+
+
+def _pieces(rows: int) -> Iterator[tuple[int, int]]:
+    """Divide rows into pieces: powers of two, the largest first, and a rest below `PIECE`."""
+    start = 0
+    while rows - start >= PIECE:
+        stop = start + (1 << (rows - start).bit_length() - 1)
+        yield start, stop
+        start = stop
+    if start < rows:
+        yield start, rows
+
+
+def _cudnn(
+    queries: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Compute attention and log-sum-exp of one sequence with cuDNN.
+
+    Args:
+        queries: `[1, H, T, D]`.
+        keys: `[1, G, R, D]`.
+        values: `[1, G, R, D]`.
         scale: Factor of the logits.
         causal: Whether to use a causal mask. `T` must then be equal to `R`.
 
     Returns:
-        Output `[B, H, T, D]` and log-sum-exp `[B, H, T]`.
+        Output `[1, H, T, D]` and log-sum-exp, float32 `[1, H, T]`.
     """
-    (B, H, T, D), (_, G, R, _) = queries.shape, keys.shape
-    if queries.is_cuda:
-        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
-        given = queries, keys, values, None, True, 0.0, causal, False
-        output, lse = cudnn(*given, scale=scale)[:2]
-        return output, lse.view(B, H, T)
-    # the kernel for CPUs needs as many KV heads as query heads, so each KV head becomes a sequence
-    queries = queries.reshape(B * G, H // G, T, D)
-    keys, values = (
-        rows.reshape(B * G, 1, R, D).expand(-1, H // G, -1, -1) for rows in (keys, values)
-    )
-    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    output, lse = fused(queries, keys, values, is_causal=causal, scale=scale)
-    return output.reshape(B, H, T, D), lse.reshape(B, H, T)
+    cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+    rows = (_token_major(part) for part in (queries, keys, values))
+    output, lse = cudnn(*rows, None, True, 0.0, causal, False, scale=scale)[:2]
+    return output, lse.view(queries.shape[:3])
+
+
+def _flash(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Compute the same with torch's FlashAttention, which prepares nothing for a new shape."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    output, lse = flash(queries, keys, values, 0.0, False, False, scale=scale)[:2]
+    return output, lse
+
+
+def _token_major(part: Tensor) -> Tensor:
+    """Return `[1, heads, T, D]` with strides that depend only on the shape.
+
+    The heads of a token are stored one after the other. The tensor is copied if its strides differ.
+    """
+    _, heads, tokens, width = part.shape
+    strides = heads * tokens * width, width, heads * width, 1
+    if part.stride()[1:] == strides[1:]:
+        return part.as_strided(part.shape, strides, part.storage_offset())
+    return part.transpose(1, 2).contiguous().transpose(1, 2)

@@ -130,7 +130,10 @@ def has_plain_steps(layer: AttentionLayer) -> bool:
 def _buffer(config: DecoderConfig, hidden: Tensor) -> Rows:
     """Allocate a buffer for the keys and values `[B, G, N, D]` of a layer.
 
+    The heads of a token are stored one after the other, so that strides within a sequence do not
+    depend on the length of the prompt. cuDNN prepares its kernels anew for other strides.
     `hidden` contains the hidden states of the prompt, `[B, N, hidden]`.
     """
-    shape = len(hidden), config.kv_heads, hidden.shape[1], config.head_dim
-    return Rows(hidden.new_empty(shape), hidden.new_empty(shape))
+    shape = *hidden.shape[:2], config.kv_heads, config.head_dim
+    keys, values = (hidden.new_empty(shape).transpose(1, 2) for _ in range(2))
+    return Rows(keys, values)
