@@ -310,7 +310,7 @@ def reached(name="kvindex_cuda"):
 
 
 DOORS = (
-    *("kvindex_cuda", "kvindex_cuda.triton"),
+    *("kvindex_cuda", "kvindex_cuda.triton", "kvindex_cuda.triton.block_sparse"),
     *("kvindex_cuda.pariskv.steps.paged", "kvindex_cuda.pariskv.steps.host_rows"),
 )
 """Files of the CUDA backend that other packages import; all but the first serve an adapter."""

@@ -56,8 +56,8 @@ class SparsePrompt(Restorable):
     def __init__(self, mass: float, last: int) -> None:
         self.selector, self.last = PooledSelector(mass), last
         self.end: int | None = None
-        """Length of the sequence at the end of the prompt, or None if unknown. If it is unknown,
-        the last tokens of each chunk attend to all tokens."""
+        """Length of the sequence at the end of the prompt, or None if unknown. If it is unknown, or
+        the prompt has ended, the last tokens of each chunk attend to all tokens."""
         self.used = False
         """True if some tokens of the sequence were read with sparse attention."""
         self._summaries: Tensor | None = None  # of the first blocks of keys, [B, G, m, ...]
@@ -81,7 +81,7 @@ class SparsePrompt(Restorable):
             Attention outputs `[B, H, T, Dv]`.
         """
         B, H, T, _ = queries.shape
-        end = first + T if self.end is None else self.end
+        end = max(self.end or 0, first + T)  # an announced prompt may have ended before
         start = -(-first // BLOCK) * BLOCK
         stop = min(first + T, max(end - self.last, 0)) // BLOCK * BLOCK
         if start >= stop:
@@ -101,6 +101,14 @@ class SparsePrompt(Restorable):
         self._causal += B * H * sum(range(start // BLOCK + 1, stop // BLOCK + 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
+    def _summarized(self, keys: Tensor) -> Tensor:
+        """Return the summaries of whole blocks of keys, `[B, G, n, ...]`."""
+        kernels = prompt_kernels(keys.device)
+        if kernels is None or type(self.selector) is not PooledSelector:
+            return self.selector.summarize(keys)
+        means: Tensor = kernels.mean_keys(keys)
+        return means
+
     def _choose(self, queries: Tensor, summaries: Tensor, first: int, scale: float) -> Tensor:
         """Choose blocks of keys, bool `[B, H, QB, KB]`."""
         kernels = prompt_kernels(queries.device)
@@ -116,7 +124,7 @@ class SparsePrompt(Restorable):
         known = self._summaries
         have = 0 if known is None else known.shape[2]
         if known is None or have < block:
-            new = self.selector.summarize(rows.keys(have * BLOCK, block * BLOCK))
+            new = self._summarized(rows.keys(have * BLOCK, block * BLOCK))
             known = new if known is None else torch.cat([known, new], 2)
             self._summaries = known
         return known[:, :, :block]

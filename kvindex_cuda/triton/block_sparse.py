@@ -155,6 +155,15 @@ def choose_pooled(
     return chosen
 
 
+def mean_keys(keys: Tensor) -> Tensor:
+    """Return the mean key of each block, float32 `[B, G, n, D]`, of keys `[B, G, 128 n, D]`.
+
+    Unlike `PooledSelector.summarize`, it does not raise an error for NaN.
+    """
+    B, G, N, D = keys.shape
+    return keys.reshape(B, G, N // BLOCK, BLOCK, D).mean(3, dtype=torch.float32)
+
+
 def tile_of(width: int, item_bytes: int) -> Tile:
     """Return the default tile of `attend_chosen` for a head dimension and the bytes of a number."""
     if item_bytes > 2:

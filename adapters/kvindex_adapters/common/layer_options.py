@@ -47,6 +47,9 @@ class LayerOptions:
     layer_options: Mapping[int, Mapping[str, Any]] | None = None
     layer: type[AttentionLayer] = AttentionLayer
     graphs: bool = True
+    prefill: str = "dense"
+    prefill_mass: float = 0.95
+    prefill_last: int = 128
 
     def __post_init__(self) -> None:
         _check_options(self.index, self.index_options, self.layer_options)
@@ -75,6 +78,9 @@ class LayerOptions:
             search_up_to=self.search_up_to,
             update_phase=list(ropes).index(number) / len(ropes),
             graphs=self.graphs,
+            prefill=self.prefill,
+            prefill_mass=self.prefill_mass,
+            prefill_last=self.prefill_last,
         )
 
     def probe(self, ropes: Ropes, geometry: Callable[[int], dict[str, Any]]) -> list[KVIndex]:

@@ -39,17 +39,34 @@ def chunk_of(token_bytes: int, device: torch.device) -> int:
     return min(MAX_CHUNK, max(MIN_CHUNK, 1 << room.bit_length() >> 1))
 
 
-def chunks(stop: int, chunk: int) -> Iterator[tuple[int, int]]:
+def chunks(stop: int, chunk: int, *, first: int = 0, unit: int = 1) -> Iterator[tuple[int, int]]:
     """Divide `stop` tokens into chunks, and yield the start and the end position of each chunk.
 
     Chunks have `chunk` tokens. The last chunk can be shorter. If only one token would remain for
     it, the chunk before it takes this token too.
+
+    Args:
+        stop: Number of tokens.
+        chunk: Number of tokens of a chunk.
+        first: Number of tokens of the sequence before these tokens.
+        unit: Chunks end at multiples of `unit` in the sequence, if they are long enough. The last
+            chunk ends at `stop`.
     """
     start = 0
     while start < stop:
-        end = start + chunk if stop - start - chunk > 1 else stop
+        end = aligned(start + chunk, first, unit)
+        end = end if end > start else start + chunk
+        end = end if stop - end > 1 else stop
         yield start, end
         start = end
+
+
+def aligned(stop: int, first: int, unit: int) -> int:
+    """Reduce a number of tokens so that they end at a multiple of `unit` in the sequence.
+
+    `first` is the number of tokens of the sequence before them. The result is at least 0.
+    """
+    return max((first + stop) // unit * unit - first, 0)
 
 
 def check_prompt(ids: Tensor, vocabulary: int) -> None:

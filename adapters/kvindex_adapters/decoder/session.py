@@ -16,11 +16,12 @@ from kvindex.core.graphs import GRAPHS
 from kvindex.core.protocol import Explains, KVIndex
 from kvindex.core.transaction import in_plain_torch
 from kvindex.layer import AttentionLayer
+from kvindex.ops.block_sparse import BLOCK
 from kvindex.wrappers import Sharded
 from kvindex_adapters.common.exclusive import Exclusive
 from kvindex_adapters.common.parallel import sharded
 from kvindex_adapters.common.placement import expect, make_room
-from kvindex_adapters.common.prompt_chunks import Progress, chunks
+from kvindex_adapters.common.prompt_chunks import Progress, aligned, chunks
 from kvindex_adapters.decoder import layers
 from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.decoder.dense import DenseAttention
@@ -136,12 +137,16 @@ class Session:
         expect([layer.index for layer in self._indexed()], room, batch)
         for layer in self._dense():
             layer.reserve(room)
-        stop = max(N - chunk, 0)
+        unit = 1
+        for indexed in self._indexed():
+            indexed.expect_prompt(self.length + N)
+            unit = BLOCK if indexed.prefill == "sparse" else unit
+        stop = aligned(max(N - chunk, 0), self.length, unit)
         if (
             self.length and stop == 1
         ):  # a chunk of one token would run as a decode step, which searches the index
             stop = 0
-        parts = [*chunks(stop, chunk), (stop, N)]
+        parts = [*chunks(stop, chunk, first=self.length, unit=unit), (stop, N)]
         if not self.length:
             logits = self._read_by_layer(ids, parts, report)
             make_room(self.indexes(), room)

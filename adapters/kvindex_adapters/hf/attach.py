@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from kvindex.core import check
 from kvindex.core.graphs import GRAPHS
 from kvindex.layer import AttentionLayer
+from kvindex.ops.block_sparse import BLOCK
 from kvindex_adapters.common.context import context
 from kvindex_adapters.common.layer_options import IndexFactory, LayerOptions, Ropes
 from kvindex_adapters.common.parallel import check_shards
@@ -53,6 +54,9 @@ def attach(
     graphs: bool = True,
     token_graph: bool | None = None,
     fused: bool = False,
+    prefill: str = "dense",
+    prefill_mass: float = 0.95,
+    prefill_last: int = 128,
 ) -> Iterator[IndexCache]:
     """Context manager that makes a model attend through indexes, and yields the cache to use.
 
@@ -93,6 +97,13 @@ def attach(
         fused: In the graph of the whole decode step, use fused kernels instead of the model's own
             forward pass. Requires a model of the Llama family, a GPU, Triton, and at most 16
             sequences.
+        prefill: How prompts attend in layers with an index. "dense" attends to all tokens.
+            "sparse" attends to chosen blocks of 128 tokens, which is faster for long prompts, but
+            changes the result a little (docs/prompts.md).
+        prefill_mass: With `prefill="sparse"`, fraction of the estimated attention weight that the
+            chosen blocks of each query head have, in (0, 1].
+        prefill_last: With `prefill="sparse"`, number of tokens at the end of a prompt that attend
+            to all tokens, for example a question after a long text.
 
     Yields:
         The cache to pass as `past_key_values`.
@@ -125,6 +136,9 @@ def attach(
         layer_options=layer_options,
         layer=layer,
         graphs=graphs,
+        prefill=prefill,
+        prefill_mass=prefill_mass,
+        prefill_last=prefill_last,
     )
     if token_graph is not None:
         check.flag("token_graph", token_graph)
@@ -138,6 +152,7 @@ def attach(
         tokens = TokenGraph(asked=token_graph is not None) if wanted else None
         tokens = tokens if by_kernels is None else FusedGraph(by_kernels)
         cache = IndexCache(config, make, dense_layers, attachment, tokens)
+        cache.chunk_unit = BLOCK if prefill == "sparse" else 1
         ropes.update({number: rotary_frequencies(decoder, number) for number in cache.indexed})
         # make trial indexes, so that wrong arguments raise an error before the first forward pass
         probed = options.probe(ropes, partial(layer_geometry, config))

@@ -172,7 +172,7 @@ def generate(
         new = unread(model, holder, past, ids, more=max_new_tokens)
         # model.generate() reads the last chunk of the prompt. This chunk has several tokens, so
         # the model uses full attention for it, and the first token of the answer is exact.
-        stop = 0 if whole else prefilled(model, len(new), chunk)
+        stop = 0 if whole else prefilled(model, holder, len(new), chunk)
         length = past_length + len(ids)
         room = length + max_new_tokens
         prefill(model, new, holder, stop=stop, chunk=chunk, room=room, report=on_progress)

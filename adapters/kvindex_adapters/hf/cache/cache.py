@@ -154,6 +154,8 @@ class IndexCache(DynamicCache):
         """Function to call when a traced decode step branches on the number of tokens."""
         self.steps = 0
         """Number of forward passes that the decoder has started, including failed ones."""
+        self.chunk_unit = 1
+        """Chunks of a prompt should end at multiples of this number of tokens in the sequence."""
         self._config, self._make = config, make
         self._broken: str | None = None
         self.layers = self._empty_layers()
@@ -256,6 +258,17 @@ class IndexCache(DynamicCache):
         """Return the `AttentionLayer` of each cache layer that has an index and contains tokens."""
         made = [layer.attention for layer in self._indexed()]
         return [one for one in made if one is not None and one.tokens]
+
+    def expect_prompt(self, length: int) -> None:
+        """Announce the length of the sequence at the end of the prompt that is read next.
+
+        With `attach(prefill="sparse")`, the last tokens of a prompt attend to all tokens.
+
+        Args:
+            length: Number of tokens, those in the cache included.
+        """
+        for layer in self._indexed():
+            layer.expected = length
 
     def indexes(self) -> list[KVIndex]:
         """Return the index of each layer that has an index and contains at least one token."""

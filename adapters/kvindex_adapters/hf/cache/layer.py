@@ -32,12 +32,14 @@ class IndexedLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
     supports_early_init = False
-    ours = frozenset({"_make", "_padding", "attention"})
+    ours = frozenset({"_make", "_padding", "attention", "expected"})
     """Attributes of this class that the cache layers of transformers do not have."""
 
     def __init__(self, make: LayerFactory, padding: Padding) -> None:
         self._make, self._padding = make, padding
         self.attention: AttentionLayer | None = None
+        self.expected: int | None = None
+        """Length of the sequence at the end of the next prompt, or None if unknown."""
 
     @property
     def is_croppable(self) -> bool:
@@ -131,6 +133,9 @@ class IndexedLayer(CacheLayerMixin):
         terms: Any = dict(valid=valid, bias=bias, sink_logits=sink_logits, ids=ids)
         if mask.visible is not None:
             terms["visible"] = mask.visible
+        if self.expected is not None:
+            self.attention.expect_prompt(max(self.expected, len(self.attention)))
+            self.expected = None
         output = self.attention.step(queries, keys, values, **terms)
         if tokens is not None and tokens.shape == (batch, T):
             # pass the ids after `step`, because `step` may report the end of the prompt to the

@@ -124,7 +124,12 @@ def prefill(
             number.
     """
     embeddings, before = length_dependent(model), cache.get_seq_length()
-    for start, end in chunks(stop, chunk if reads_chunks(model) else stop):
+    unit = 1
+    if isinstance(cache, IndexCache):
+        cache.expect_prompt(before + len(ids))
+        unit = cache.chunk_unit
+    parts = chunks(stop, chunk if reads_chunks(model) else stop, first=before, unit=unit)
+    for start, end in parts:
         if start and room and isinstance(cache, IndexCache):
             expect(cache.indexes(), room, batch=1)
             room = 0

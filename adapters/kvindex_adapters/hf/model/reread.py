@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvindex_adapters.common.prompt_chunks import aligned
 from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.cache.cache import IndexCache
 from kvindex_adapters.hf.model.calls import TransactionDecoder, TransactionModel
@@ -32,7 +33,7 @@ def crosses(model: PreTrainedModel, before: int, after: int) -> bool:
     return config.model_type in FAMILIES and switch is not None and before <= switch < after
 
 
-def prefilled(model: PreTrainedModel, tokens: int, chunk: int) -> int:
+def prefilled(model: PreTrainedModel, cache: Any, tokens: int, chunk: int) -> int:
     """Return how many tokens of a prompt to prefill before `model.generate` gets the rest.
 
     Usually these are all tokens except the last `chunk`. The result is 0 for a model that must
@@ -40,8 +41,13 @@ def prefilled(model: PreTrainedModel, tokens: int, chunk: int) -> int:
     becomes longer than a certain length. If the rest of the prompt would cross this length, the
     result is this length plus 1, so that the model keeps its cache while it reads the rest. The
     result is 0 if fewer than two tokens would then remain.
+
+    If the cache prefers chunks that end at multiples of some number of tokens, these tokens end at
+    such a multiple.
     """
     stop = max(tokens - chunk, 0) if reads_chunks(model) else 0
+    if isinstance(cache, IndexCache):
+        stop = aligned(stop, cache.get_seq_length(), cache.chunk_unit)
     if not crosses(model, stop, tokens):
         return stop
     count: int = vars(model.config)["original_max_position_embeddings"] + 1

@@ -1,0 +1,195 @@
+"""Sparse attention of prompts in an attention layer."""
+
+import copy
+
+import pytest
+import torch
+
+import kvindex
+from kvindex.layer import AttentionLayer
+from kvindex.ops.block_sparse import BLOCK, attend_chosen
+from kvindex.selectors.pooled import PooledSelector
+from tests.support.helpers import mostly_slow
+
+H, G, D, N = 4, 2, 16, 1300
+
+
+def layer_of(spec="exact", **options):
+    index = kvindex.create(spec, q_heads=H, kv_heads=G, head_dim=D)
+    sizes = dict(k=8, sink=4, local_window=32, update_every=64)
+    return AttentionLayer(index, **{**sizes, **options})
+
+
+def tokens(length=N, batch=1):
+    """Draw queries, keys and values. The keys of a block have a common part."""
+    torch.manual_seed(0)
+    queries = 2 * torch.randn(batch, H, length, D)
+    keys, values = torch.randn(2, batch, G, length, D).unbind(0)
+    common = 3 * torch.randn(batch, G, -(-length // BLOCK), 4)
+    keys[..., :4] += common.repeat_interleave(BLOCK, 2)[:, :, :length]
+    return queries, keys, values
+
+
+def read(layer, given, sizes, end=None):
+    """Read the tokens in chunks of the given sizes. Return the attention output."""
+    if end is not None:
+        layer.expect_prompt(end)
+    parts = zip(*(part.split(sizes, 2) for part in given), strict=True)
+    return torch.cat([layer.step(*part) for part in parts], 2)
+
+
+CHUNKS = [[N], [256] * 5 + [20], [384, 128, 640, 148]]
+
+
+@pytest.mark.parametrize(
+    ("spec", "sizes"), mostly_slow([(s, c) for s in ("exact", "pariskv", "quest") for c in CHUNKS])
+)
+def test_all_of_the_weight_is_dense_attention(spec, sizes):
+    given = tokens()
+    dense = read(layer_of(spec), given, [N])
+    layer = layer_of(spec, prefill="sparse", prefill_mass=1.0)
+    torch.testing.assert_close(read(layer, given, sizes, N), dense, rtol=1e-4, atol=1e-5)
+    assert layer.prefill_fraction == 1
+
+
+@pytest.mark.parametrize("sizes", CHUNKS)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_chunks_have_no_effect_on_the_choice(sizes, batch):
+    given = tokens(batch=batch)
+    queries, keys, values = given
+    layer = layer_of("pariskv", prefill="sparse", prefill_mass=0.6, prefill_last=150)
+    found = read(layer, given, sizes, N)
+    selector, stop = PooledSelector(0.6), (N - 150) // BLOCK * BLOCK
+    means = selector.summarize(keys[:, :, :stop])
+    some, scale = queries[:, :, :stop], layer.index.geometry.scale
+    chosen = selector.choose(some, means, 0, scale=scale)
+    want = attend_chosen(some, keys[:, :, :stop], values[:, :, :stop], chosen, scale=scale)
+    torch.testing.assert_close(found[:, :, :stop], want, rtol=1e-4, atol=1e-5)
+    causal = chosen.shape[2] * (chosen.shape[2] + 1) // 2
+    assert layer.prefill_fraction == pytest.approx(float(chosen.sum()) / (batch * H * causal))
+    assert layer.prefill_fraction < 0.9
+    dense = read(layer_of(), given, [N])
+    torch.testing.assert_close(found[:, :, stop:], dense[:, :, stop:], rtol=1e-4, atol=1e-5)
+
+
+def test_chunks_inside_blocks_attend_densely_at_their_ends():
+    given = tokens()
+    dense = read(layer_of(), given, [N])
+    layer = layer_of(prefill="sparse", prefill_mass=0.3)
+    found = read(layer, given, [500, 400, 400], N)
+    for start, stop in ((384, 512), (896, 1024), (1152, N)):
+        torch.testing.assert_close(
+            found[:, :, start:stop], dense[:, :, start:stop], rtol=1e-4, atol=1e-5
+        )
+    assert not torch.allclose(found[:, :, 512:896], dense[:, :, 512:896], atol=1e-3)
+
+
+def test_without_an_announced_end_the_last_tokens_of_each_chunk_are_dense():
+    given = tokens()
+    dense = read(layer_of(), given, [N])
+    found = read(layer_of(prefill="sparse", prefill_mass=0.3), given, [640, 660])
+    for start, stop in ((512, 640), (1152, N)):
+        torch.testing.assert_close(
+            found[:, :, start:stop], dense[:, :, start:stop], rtol=1e-4, atol=1e-5
+        )
+
+
+def test_stored_rows_give_the_result_of_fetched_rows():
+    given = tokens()
+    options = dict(prefill="sparse", prefill_mass=0.5)
+    fetched = read(layer_of("pariskv", **options), given, [512, 788], N)
+    layer, outputs = layer_of("pariskv", **options), []
+    layer.expect_prompt(N)
+    for start, stop in ((0, 512), (512, N)):
+        rows = kvindex.Rows(given[1][:, :, :stop], given[2][:, :, :stop])
+        outputs.append(layer.read_chunk(given[0][:, :, start:stop], rows))
+    torch.testing.assert_close(torch.cat(outputs, 2), fetched, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_in_int8_keep_an_exact_sink():
+    given = tokens()
+    options = dict(prefill="sparse", prefill_mass=0.5, sink=200)
+    plain = read(layer_of("exact", **options), given, [512, 788], N)
+    coded = read(layer_of("exact:row_codec=int8", **options), given, [512, 788], N)
+    torch.testing.assert_close(coded, plain, rtol=0.1, atol=0.1)
+    assert not torch.equal(coded, plain)
+
+
+def test_a_later_prompt_after_decoded_tokens():
+    given = tokens()
+    layer = layer_of("pariskv", prefill="sparse", prefill_mass=1.0, dense_below=10**6)
+    dense = layer_of("pariskv", dense_below=10**6)
+    sizes = [700, 1, 1, 1, 597]
+    want = read(dense, given, sizes)
+    layer.expect_prompt(700)
+    found = read(layer, given, sizes)  # the announced end is in the past at the second prompt
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+
+
+def test_truncate_and_a_failed_call_forget_what_was_read():
+    given = tokens()
+    layer = layer_of("pariskv", prefill="sparse", prefill_mass=0.5)
+    first = [part[:, :, :640] for part in given]
+    read(layer, first, [640], N)
+    twin = copy.deepcopy(layer)
+    bad = [part[:, :, 640:].clone() for part in given]
+    bad[0][0, 0, 5] = float("nan")
+    with pytest.raises(ValueError, match="queries"):
+        layer.step(*bad)
+    rest = [part[:, :, 640:] for part in given]
+    want = twin.step(*rest)
+    assert torch.equal(layer.step(*rest), want)
+    layer.truncate(640)
+    layer.expect_prompt(N)
+    assert torch.equal(layer.step(*rest), want)
+
+
+def test_a_sparse_prefix_is_not_loaded_into_a_dense_layer():
+    given = tokens()
+    layer = layer_of("pariskv", prefill="sparse", prefill_mass=0.5)
+    read(layer, given, [N], N)
+    state = layer.state_dict()
+    with pytest.raises(ValueError, match="sparse attention.*prefill='sparse'"):
+        layer_of("pariskv").load_state_dict(state)
+    other = layer_of("pariskv", prefill="sparse")
+    other.load_state_dict(state)
+    assert "read_sparsely" in other.state_dict()  # and is passed on
+    fresh = layer_of("pariskv")
+    read(fresh, given, [N])
+    layer_of("pariskv", prefill="sparse").load_state_dict(fresh.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(prefill="some"), "prefill: got 'some'"),
+        (dict(prefill="sparse", prefill_mass=0.0), "prefill_mass: got 0"),
+        (dict(prefill="sparse", prefill_mass=1.5), "prefill_mass: got 1.5"),
+        (dict(prefill="sparse", prefill_last=-1), "prefill_last: got -1"),
+    ],
+)
+def test_wrong_options_raise_an_error(options, message):
+    with pytest.raises(ValueError, match=message):
+        layer_of(**options)
+
+
+def test_layers_that_are_not_supported_raise_an_error():
+    index = kvindex.create("exact", q_heads=H, kv_heads=G, head_dim=D, softcap=30.0)
+    with pytest.raises(ValueError, match="prefill: got 'sparse'.*softcap"):
+        AttentionLayer(index, prefill="sparse")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("valid", torch.arange(200)[None] > 3),
+        ("bias", torch.zeros(1, H, 200, 200)),
+        ("sink_logits", torch.zeros(H)),
+        ("visible", torch.ones(1, 200, 200, dtype=torch.bool)),
+    ],
+)
+def test_chunks_that_are_not_supported_raise_an_error_and_change_nothing(name, value):
+    layer = layer_of(prefill="sparse")
+    with pytest.raises(ValueError, match=f"{name}.*prefill='dense'"):
+        layer.step(*tokens(200), **{name: value})
+    assert len(layer) == 0
