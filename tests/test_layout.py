@@ -26,7 +26,7 @@ CUDA = {"cupy", "triton", "kvindex_cuda", "pycuda", "numba"}
 
 ROOMS = {
     "kvindex": (
-        *("core", "ops", "storage", "bases", "layer", "pariskv", "indexes"),
+        *("core", "ops", "storage", "selectors", "bases", "layer", "pariskv", "indexes"),
         *("cpu", "wrappers", "registry", "saving", "pool", "__init__", "testing"),
     ),
     "kvindex_cuda": ("runtime", "ops", "memory", "triton", "pariskv", "__init__"),

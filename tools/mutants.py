@@ -50,8 +50,8 @@ ROOT = Path(__file__).parents[1]
 WORK = ROOT / ".mutants"
 
 TESTS = (
-    *("tests/core", "tests/ops", "tests/storage", "tests/bases", "tests/layer", "tests/wrappers"),
-    *("tests/indexes", "tests/contract", "tests/saving", "tests/pool"),
+    *("tests/core", "tests/ops", "tests/storage", "tests/selectors", "tests/bases", "tests/layer"),
+    *("tests/wrappers", "tests/indexes", "tests/contract", "tests/saving", "tests/pool"),
     *("tests/adapters/hf/cache", "tests/adapters/hf/generation/test_conversation.py"),
 )
 """Files and folders of tests that may notice a mutant."""

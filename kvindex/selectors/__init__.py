@@ -6,12 +6,37 @@ blocks for each query head, from a summary of each block of keys. `base` defines
 each other file has one selector. `kvindex.ops.block_sparse` computes attention to the chosen
 blocks.
 
-| selector | score of a block of keys | keeps |
+| selector | score of a block of keys | cost, as a fraction of all logits |
 | --- | --- | --- |
-| `PooledSelector` | mean query times mean key | highest scores, up to a fraction of the weight |
+| `PooledSelector` | mean query times mean key | 1 / 128² |
+| `MaxThresholdSelector` | every query times mean key | 1 / 128 |
+| `AntidiagonalSelector` | sums along antidiagonals of tiles | 1 / 16 |
+| `IndexSelector` | mean queries times sign codes of all keys | 1 / 16, of one-bit keys |
+| `VerticalSlashSelector` | exact weights of 64 queries, by key and by distance | 1 / 2 |
+| `SkipSelector` | exact logits, compared with the maximum so far | 1 |
+| `OracleSelector` | exact weights of all queries | 1 |
 """
 
+from kvindex.selectors.antidiagonal import AntidiagonalSelector
 from kvindex.selectors.base import BLOCK, BlockSelector, kept_always
+from kvindex.selectors.index import IndexSelector
+from kvindex.selectors.max_threshold import MaxThresholdSelector
+from kvindex.selectors.named import create
+from kvindex.selectors.oracle import OracleSelector
 from kvindex.selectors.pooled import PooledSelector
+from kvindex.selectors.skip import SkipSelector
+from kvindex.selectors.vertical_slash import VerticalSlashSelector
 
-__all__ = ["BLOCK", "BlockSelector", "PooledSelector", "kept_always"]
+__all__ = [
+    "BLOCK",
+    "AntidiagonalSelector",
+    "BlockSelector",
+    "IndexSelector",
+    "MaxThresholdSelector",
+    "OracleSelector",
+    "PooledSelector",
+    "SkipSelector",
+    "VerticalSlashSelector",
+    "create",
+    "kept_always",
+]

@@ -15,6 +15,7 @@ All selectors follow these rules:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -119,13 +120,23 @@ def check_keys(keys: Tensor) -> Tensor:
     return keys.float().reshape(B, G, N // BLOCK, BLOCK, D)
 
 
+def vector(D: int) -> Mapping[str, int]:
+    """Return the shape of a summary that is a vector, such as a mean key."""
+    return {"D": D}
+
+
+def all_keys(D: int) -> Mapping[str, int]:
+    """Return the shape of a summary that is all keys of a block."""
+    return {"128": BLOCK, "D": D}
+
+
 def check_choose(
     queries: Tensor,
     summaries: Tensor,
     first: int,
     scale: float,
     *,
-    one: dict[str, int | None] | None = None,
+    one: Callable[[int], Mapping[str, int]] = vector,
 ) -> tuple[Tensor, int]:
     """Check the arguments of `choose`.
 
@@ -134,8 +145,8 @@ def check_choose(
         summaries: As in `BlockSelector.choose`.
         first: As in `BlockSelector.choose`.
         scale: As in `BlockSelector.choose`.
-        one: Shape of the summary of one block: letter of each axis -> size, or None for any size.
-            By default, a summary is a vector `[D]`.
+        one: Function that returns the shape of the summary of one block for a head dimension: name
+            of each axis -> size.
 
     Returns:
         The summaries of the blocks before the last query's own block, `[B, G, KB - 1, ...]`, and
@@ -152,7 +163,8 @@ def check_choose(
     if check.at_least("first", first, 0) % BLOCK:
         raise ValueError(f"first: got {first}, allowed is a multiple of {BLOCK}")
     check.factor("scale", scale, check.SCALES)
-    shape = {"B": B, "G": None, "m": None, **({"D": D} if one is None else one)}
+    shape: dict[str, int | None] = {"B": B, "G": None, "m": None}
+    shape.update(one(D))
     check.tensor("summaries", summaries, shape, device=queries.device)
     G, m = summaries.shape[1:3]
     if G == 0 or H % G:
@@ -175,33 +187,89 @@ def check_finite(queries: Tensor, summaries: Tensor, scores: Tensor) -> None:
     raise ValueError("queries: got scores that overflow float32, allowed are finite scores")
 
 
-def mean_queries(queries: Tensor, G: int) -> Tensor:
-    """Return the mean query of each block, float32 `[B, G, H / G, QB, D]`.
-
-    The mean of a partial last block is over the queries that it has.
-
-    Args:
-        queries: `[B, H, T, D]`.
-        G: Number of KV heads.
-    """
-    blocks = query_blocks(queries, G)
-    counts = torch.full((blocks.shape[3], 1), float(BLOCK), device=queries.device)
-    counts[-1] -= -queries.shape[2] % BLOCK
-    return blocks.sum(4) / counts
-
-
-def query_blocks(queries: Tensor, G: int) -> Tensor:
-    """Return the queries as blocks, float32 `[B, G, H / G, QB, 128, D]`.
-
-    The last block is filled with zeros.
+def grouped(queries: Tensor, G: int) -> Tensor:
+    """Return the queries by KV head, float32 `[B, G, H / G, T, D]`.
 
     Args:
         queries: `[B, H, T, D]`.
         G: Number of KV heads.
     """
     B, H, T, D = queries.shape
-    padded = pad(queries.float(), (0, 0, 0, -T % BLOCK))
-    return padded.view(B, G, H // G, -1, BLOCK, D)
+    return queries.float().reshape(B, G, H // G, T, D)
+
+
+def split(rows: Tensor, length: int = BLOCK, *, value: float = 0.0) -> Tensor:
+    """Split the second to last axis into parts of a length: `[..., T, D]` to `[..., n, length, D]`.
+
+    The last part is filled with `value`.
+    """
+    padded = pad(rows, (0, 0, 0, -rows.shape[-2] % length), value=value)
+    parts = padded.shape[-2] // length
+    return padded.reshape(*rows.shape[:-2], parts, length, rows.shape[-1])
+
+
+def part_sizes(T: int, length: int, device: torch.device) -> Tensor:
+    """Return how many of `T` rows are in each part of `split`, float32 `[n]`."""
+    starts = torch.arange(0, T, length, device=device)
+    return (T - starts).clamp(max=length).float()
+
+
+def mean_queries(queries: Tensor, G: int, length: int = BLOCK) -> Tensor:
+    """Return the mean of each run of `length` queries, float32 `[B, G, H / G, n, D]`.
+
+    The mean of a partial last run is over the queries that it has.
+
+    Args:
+        queries: `[B, H, T, D]`.
+        G: Number of KV heads.
+        length: Number of queries in a run.
+    """
+    sizes = part_sizes(queries.shape[2], length, queries.device)
+    return split(grouped(queries, G), length).sum(-2) / sizes[:, None]
+
+
+def softmax_before(scores: Tensor, first_block: int) -> Tensor:
+    """Return the softmax over the blocks before the own block, and 0 for all other blocks.
+
+    The weights of a block of queries are all 0 if no block is before it.
+
+    Args:
+        scores: Finite, float32 `[..., QB, KB - 1]`.
+        first_block: Block of the first query.
+    """
+    QB, before = scores.shape[-2:]
+    hidden = ~candidates(QB, before + 1, first_block, scores.device)
+    return scores.masked_fill(hidden, NEVER).softmax(-1).masked_fill(hidden, 0.0)
+
+
+def blocks_with_keys(
+    queries: Tensor, blocks: Tensor, first_block: int
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Return each block of queries together with all keys before it, for exact logits.
+
+    Args:
+        queries: `[B, H, T, D]`.
+        blocks: Blocks of keys, `[B, G, KB - 1, 128, D]`.
+        first_block: Block of the first query.
+
+    Yields:
+        The number of the block of queries, counted from `first_block`; its queries by KV head,
+        float32 `[B, G, H / G, t, D]`; and the keys before it, float32 `[B, G, 1, n * 128, D]`. A
+        block of queries without keys before it is left out.
+    """
+    every = grouped(queries, blocks.shape[1])
+    for i in range(-(-queries.shape[2] // BLOCK)):
+        if first_block + i:
+            some = every[:, :, :, i * BLOCK : (i + 1) * BLOCK]
+            before = blocks[:, :, : first_block + i].flatten(2, 3)
+            yield i, some, before.float()[:, :, None]
+
+
+def nothing_chosen(queries: Tensor, blocks: Tensor) -> Tensor:
+    """Return False for all blocks that have a score, bool `[B, G, H / G, QB, KB - 1]`."""
+    (B, H, T, _), (G, before) = queries.shape, blocks.shape[1:3]
+    shape = B, G, H // G, -(-T // BLOCK), before
+    return torch.zeros(shape, dtype=torch.bool, device=queries.device)
 
 
 def smallest_set(weights: Tensor, mass: float) -> Tensor:

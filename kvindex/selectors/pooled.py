@@ -18,15 +18,19 @@ class PooledSelector:
 
     The selector keeps the smallest set of the largest weights whose sum is at least `mass`, and the
     blocks that are always kept. Block 0 and the block before the own one take part in the softmax.
-    The own block does not, unlike in the paper: it is always kept, and its keys may be incomplete.
 
-    The paper uses this rule only for heads whose attention the pooled vectors estimate well, and
-    another rule (vertical and slash lines) for the rest. Here it is used for all heads.
+    There are three differences to the paper:
+
+    - The own block has no weight, because it is always kept and its keys may be incomplete.
+    - Each block of queries has its own set, so that a prompt can be read in chunks. The paper takes
+      one set from the weights of all blocks of queries of a head.
+    - All heads use this rule. The paper uses another rule (vertical and slash lines) for heads
+      whose attention the mean vectors do not estimate well.
 
     Args:
         mass: Fraction of the softmax weight to keep, in (0, 1]. With 1, all blocks are kept.
 
-    Source: Lai et al., FlexPrefill (ICLR 2025), section 3.2, query-aware index search.
+    Source: Lai et al., FlexPrefill (ICLR 2025), query-aware index search.
     """
 
     def __init__(self, mass: float = 0.95) -> None:
@@ -42,8 +46,5 @@ class PooledSelector:
         means = base.mean_queries(queries, summaries.shape[1])
         scores = scale * (means @ summaries.float()[:, :, None].mT)  # [B, G, H / G, QB, KB - 1]
         base.check_finite(queries, summaries, scores)
-        QB, before = scores.shape[3:]
-        hidden = ~base.candidates(QB, before + 1, block, scores.device)
-        # a block of queries without any block before it has only -inf: its weights are 0
-        weights = scores.masked_fill(hidden, base.NEVER).softmax(-1).masked_fill(hidden, 0.0)
+        weights = base.softmax_before(scores, block)
         return base.with_kept(base.smallest_set(weights, self.mass).flatten(1, 2), block)
