@@ -3,6 +3,7 @@ memory."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -70,3 +71,42 @@ def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
         return int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, ValueError, KeyError, IndexError):
         return None
+
+
+def bytes_left_in_groups(
+    group: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")
+) -> list[int]:
+    """Return how many bytes each control group (cgroup) of this process may still allocate, for
+    groups with a limit. A container is such a group.
+
+    File pages that were not used recently count as free, because Linux reclaims them.
+
+    Args:
+        group: File with the control groups of this process.
+        groups: Folder where the control groups are mounted.
+    """
+    try:
+        lines = group.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, kinds, inside = line.split(":", 2)
+        if kinds == "":
+            root, limit, used = groups, "memory.max", "memory.current"
+            unused = "inactive_file"
+        elif kinds == "memory":  # version 1 of control groups
+            root, limit, used = groups / kinds, "memory.limit_in_bytes", "memory.usage_in_bytes"
+            unused = "total_inactive_file"
+        else:
+            continue
+        own = root / inside.strip("/")
+        for place in (own, *own.parents):
+            with suppress(OSError, ValueError, KeyError):  # no such group, or no limit
+                most, taken = (int((place / name).read_text("utf-8")) for name in (limit, used))
+                stat = (place / "memory.stat").read_text("utf-8").splitlines()
+                counts = dict(entry.split(" ", 1) for entry in stat)
+                found.append(max(0, most - taken + int(counts[unused])))
+            if place == root:
+                break
+    return found
