@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +11,16 @@ import torch
 from torch import Tensor
 
 from kvindex.core.streams import new_stream, raw_stream
+from kvindex_cuda.memory.host_memory import HostMemory, map_memory
 from kvindex_cuda.memory.slab_pool import host_view
 from kvindex_cuda.runtime.launch import checked
 
 PORTABLE, MAPPED = 1, 2
-"""`cudaHostAllocPortable`, `cudaHostAllocMapped`."""
+"""Flags of `cudaHostAlloc` and `cudaHostRegister`: the memory is pinned for all devices, and their
+kernels can access it."""
+
+REGISTERED_BYTES = 4 * 2**20
+"""Minimum size of slabs that are mapped and registered. Below it, there are few pages to clear."""
 
 DEVICE_TO_HOST, DEVICE_TO_DEVICE = 2, 3
 """`cudaMemcpyDeviceToHost`, `cudaMemcpyDeviceToDevice`."""
@@ -25,12 +31,19 @@ MAX_PITCH_BYTES = 2**31 - 1
 
 @dataclass(frozen=True)
 class PinnedSlab:
-    """A slab (range of memory) of pinned host memory that GPUs can access (`cudaHostAlloc`, mapped
-    and portable)."""
+    """A slab (range of memory) of pinned host memory that GPUs can access.
+
+    Attributes:
+        host_address: Address of the first byte for the host.
+        device_address: Address of the first byte for kernels.
+        device: Number of the device whose driver pinned the memory.
+        mapped: The memory that was registered with the driver. None if the driver allocated it.
+    """
 
     host_address: int
     device_address: int
     device: int
+    mapped: HostMemory | None = None
 
     def view(self, nbytes: int) -> Tensor:
         """Return the slab's bytes, uint8 `[nbytes]`."""
@@ -43,15 +56,25 @@ class PinnedSlab:
             cupy.cuda.runtime.deviceSynchronize()
 
     def free(self) -> None:
-        """Unpin the memory, after kernels and copies that may use it have finished."""
+        """Unpin the memory, after kernels and copies that may use it have finished, and return it
+        to the operating system."""
         self.settle()
         cupy = checked(self.device)
         with cupy.cuda.Device(self.device):
-            cupy.cuda.runtime.freeHost(self.host_address)
+            if self.mapped is None:
+                cupy.cuda.runtime.freeHost(self.host_address)
+            else:
+                cupy.cuda.runtime.hostUnregister(self.host_address)
+                self.mapped.free()
 
 
 class PinnedAllocator:
-    """Allocates slabs (ranges of pinned host memory) with `cudaHostAlloc`.
+    """Allocates slabs (ranges of pinned host memory).
+
+    Slabs of at least `REGISTERED_BYTES` are mapped in huge pages by several threads
+    (`host_memory`), and then registered with CUDA (`cudaHostRegister`). `cudaHostAlloc` clears
+    memory on one thread, which takes many times longer, and kernel launches wait for it. It
+    allocates small slabs, and all slabs of a system where memory cannot be mapped or registered.
 
     The constructor raises ValueError unless the device is a CUDA device. It also raises the errors
     of `launch.checked`.
@@ -65,22 +88,48 @@ class PinnedAllocator:
                 f"device: got {device}, allowed is a CUDA device, whose driver pins host memory"
             )
         self._device = device.index
+        self._registers = True  # False once CUDA has refused to register mapped memory
         checked(self._device)
 
     def allocate(self, nbytes: int) -> PinnedSlab:
         """Return `nbytes` bytes of pinned host memory. Raises MemoryError if this fails."""
         cupy = checked(self._device)
-        runtime = cupy.cuda.runtime
+        runtime, before, refused = cupy.cuda.runtime, "", False
         with cupy.cuda.Device(self._device):
-            address = 0
+            if self._registers and nbytes >= REGISTERED_BYTES:
+                try:
+                    return self._registered(runtime, nbytes)
+                except MemoryError as error:
+                    before = f"; before that: {error}"
+                except runtime.CUDARuntimeError as error:
+                    before, refused = f"; before that, to register memory failed: {error}", True
             try:
-                address = runtime.hostAlloc(nbytes, PORTABLE | MAPPED)
-                mapped = runtime.pointerGetAttributes(address).devicePointer
+                slab = self._allocated(runtime, nbytes)
             except runtime.CUDARuntimeError as error:
-                if address:
-                    runtime.freeHost(address)
-                raise MemoryError(str(error)) from error
-        return PinnedSlab(address, mapped, self._device)
+                raise MemoryError(f"{error}{before}") from error
+        if refused:  # and not for lack of memory
+            self._registers = False
+        return slab
+
+    def _registered(self, runtime: Any, nbytes: int) -> PinnedSlab:
+        """Map memory and register it. Raises MemoryError or CuPy's error, and then keeps none."""
+        with ExitStack() as undo:
+            mapped = map_memory(nbytes)
+            undo.callback(mapped.free)
+            runtime.hostRegister(mapped.address, mapped.nbytes, PORTABLE | MAPPED)
+            undo.callback(runtime.hostUnregister, mapped.address)
+            device_address = runtime.pointerGetAttributes(mapped.address).devicePointer
+            undo.pop_all()
+        return PinnedSlab(mapped.address, device_address, self._device, mapped)
+
+    def _allocated(self, runtime: Any, nbytes: int) -> PinnedSlab:
+        """Let the driver allocate memory. Raises CuPy's error, and then keeps none."""
+        with ExitStack() as undo:
+            address = runtime.hostAlloc(nbytes, PORTABLE | MAPPED)
+            undo.callback(runtime.freeHost, address)
+            device_address = runtime.pointerGetAttributes(address).devicePointer
+            undo.pop_all()
+        return PinnedSlab(address, device_address, self._device)
 
 
 class Offload:

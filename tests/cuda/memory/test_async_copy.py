@@ -1,6 +1,9 @@
 import ctypes
 import gc
+import sys
+import threading
 from contextlib import nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +15,10 @@ from kvindex.storage.store import TensorStore
 from kvindex_cuda.memory import async_copy
 from kvindex_cuda.memory.block_store import BlockStore
 from kvindex_cuda.memory.budget import Budget
+from kvindex_cuda.memory.host_memory import HostMemory
 from tests.cuda.host_memory import GEOMETRY, ROW, append, assert_same, host_store, settled, tokens
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux maps memory this way")
 
 
 class OutOfMemoryError(RuntimeError):
@@ -23,7 +29,7 @@ class FakeRuntime:
     """The part of CuPy's runtime that the project uses, on CPU memory."""
 
     def __init__(self):
-        self.copies, self.held, self.fails = [], {}, None
+        self.copies, self.held, self.registered, self.fails = [], {}, {}, ()
 
     @property
     def cupy(self):
@@ -35,6 +41,8 @@ class FakeRuntime:
             pointerGetAttributes=self.attributes,
             deviceSynchronize=lambda: self.copies.append("synchronized"),
             freeHost=self.held.pop,
+            hostRegister=self.register,
+            hostUnregister=self.registered.pop,
             CUDARuntimeError=OutOfMemoryError,
         )
 
@@ -50,15 +58,21 @@ class FakeRuntime:
         ctypes.memmove(to, come, nbytes)
 
     def allocate(self, nbytes, flags):
-        if self.fails == "hostAlloc":
+        if "hostAlloc" in self.fails:
             raise OutOfMemoryError("cudaErrorMemoryAllocation: out of memory")
         assert flags == 3
         memory = (ctypes.c_uint8 * nbytes)()
         self.held[ctypes.addressof(memory)] = memory
         return ctypes.addressof(memory)
 
+    def register(self, address, nbytes, flags):
+        if "hostRegister" in self.fails:
+            raise OutOfMemoryError("cudaErrorNotSupported: cannot register")
+        assert flags == 3
+        self.registered[address] = nbytes
+
     def attributes(self, address):
-        if self.fails == "pointerGetAttributes":
+        if "pointerGetAttributes" in self.fails:
             raise OutOfMemoryError("cudaErrorInvalidValue")
         return SimpleNamespace(devicePointer=address + 16)
 
@@ -107,10 +121,98 @@ def test_pinning_asks_for_mapped_portable_memory_and_frees_it(runtime):
 
 @pytest.mark.parametrize("fails", ["hostAlloc", "pointerGetAttributes"])
 def test_pinning_that_fails_holds_nothing(fails, runtime):
-    allocator, runtime.fails = async_copy.PinnedAllocator(torch.device("cuda:0")), fails
+    allocator, runtime.fails = async_copy.PinnedAllocator(torch.device("cuda:0")), [fails]
     with pytest.raises(MemoryError, match="cudaError"):
         allocator.allocate(64)
     assert not runtime.held
+
+
+@pytest.fixture
+def mapped(monkeypatch):
+    """Record the addresses of mapped memory that is not freed yet."""
+    live, made = set(), async_copy.map_memory
+
+    @dataclass(frozen=True)
+    class Recorded:
+        memory: HostMemory
+
+        @property
+        def address(self):
+            return self.memory.address
+
+        @property
+        def nbytes(self):
+            return self.memory.nbytes
+
+        def free(self):
+            self.memory.free()
+            live.remove(self.address)
+
+    def map_memory(nbytes):
+        memory = Recorded(made(nbytes))
+        live.add(memory.address)
+        return memory
+
+    monkeypatch.setattr(async_copy, "map_memory", map_memory)
+    return live
+
+
+LARGE = async_copy.REGISTERED_BYTES + 1000
+
+
+@on_linux
+def test_large_slabs_are_mapped_and_registered(runtime, mapped):
+    allocator = async_copy.PinnedAllocator(torch.device("cuda:0"))
+    slab = allocator.allocate(LARGE)
+    assert mapped == runtime.registered.keys() == {slab.host_address}
+    assert not runtime.held
+    assert runtime.registered[slab.host_address] >= LARGE
+    assert slab.device_address == slab.host_address + 16
+    slab.view(LARGE).fill_(3)
+    assert slab.view(LARGE).eq(3).all()
+    slab.free()
+    assert (mapped, runtime.registered, runtime.copies) == (set(), {}, ["synchronized"])
+
+
+@on_linux
+def test_registration_that_is_refused_falls_back_to_the_driver(runtime, mapped):
+    allocator, runtime.fails = async_copy.PinnedAllocator(torch.device("cuda:0")), ["hostRegister"]
+    slab = allocator.allocate(LARGE)
+    assert runtime.held.keys() == {slab.host_address}
+    assert not mapped
+    runtime.fails = []
+    other = allocator.allocate(LARGE)  # it does not try again
+    assert runtime.held.keys() == {slab.host_address, other.host_address}
+    slab.free(), other.free()
+    assert not runtime.held
+
+
+def test_mapping_that_fails_falls_back_to_the_driver(runtime, monkeypatch):
+    def fail(nbytes):
+        raise MemoryError("platform: got win32, allowed is linux")
+
+    monkeypatch.setattr(async_copy, "map_memory", fail)
+    allocator = async_copy.PinnedAllocator(torch.device("cuda:0"))
+    slab = allocator.allocate(LARGE)
+    assert runtime.held.keys() == {slab.host_address}
+    slab.free()
+    runtime.fails = ["hostAlloc"]
+    with pytest.raises(MemoryError, match="out of memory; before that: platform: got win32"):
+        allocator.allocate(LARGE)
+
+
+@on_linux
+@pytest.mark.parametrize("first", ["hostRegister", "pointerGetAttributes"])
+def test_large_slabs_that_cannot_be_pinned_leave_nothing(first, runtime, mapped):
+    allocator = async_copy.PinnedAllocator(torch.device("cuda:0"))
+    runtime.fails = [first, "hostAlloc"]
+    with pytest.raises(MemoryError, match="out of memory; before that, to register memory failed"):
+        allocator.allocate(LARGE)
+    assert (mapped, runtime.registered, runtime.held) == (set(), {}, {})
+    runtime.fails = []
+    allocator.allocate(LARGE).free()  # it was a lack of memory, so it tries again
+    assert len(runtime.copies) == 1
+    assert not mapped
 
 
 def test_pinned_memory_needs_a_gpu():
@@ -193,6 +295,57 @@ def test_pinned_memory_is_given_back():
     del store
     gc.collect()
     assert budget.used_bytes == 0
+
+
+def resident():
+    """Return the resident bytes of this process."""
+    with open("/proc/self/status", encoding="utf-8") as lines:
+        (line,) = (line for line in lines if line.startswith("VmRSS:"))
+    return 1024 * int(line.split()[1])
+
+
+@pytest.mark.gpu
+@on_linux
+def test_kernels_and_copies_read_registered_memory():
+    import cupy
+
+    nbytes, device = 64 * 2**20 + 48, torch.device("cuda", torch.cuda.current_device())
+    allocator = async_copy.PinnedAllocator(device)
+    allocator.allocate(LARGE).free()  # loads what the driver needs
+    before = resident()
+    slab = allocator.allocate(nbytes)
+    assert slab.mapped is not None
+    assert resident() - before > 60 * 2**20
+    want = torch.randint(256, (nbytes,), dtype=torch.uint8)
+    slab.view(nbytes).copy_(want)
+    assert torch.equal(slab.view(nbytes).to(device), want.to(device))
+    memory = cupy.cuda.UnownedMemory(slab.device_address, nbytes, slab)
+    array = cupy.ndarray((nbytes,), "u1", cupy.cuda.MemoryPointer(memory, 0))
+    assert torch.equal(torch.from_dlpack(array + 1).cpu(), want + 1)
+    array += 2  # a kernel writes to it
+    torch.cuda.synchronize()
+    assert torch.equal(slab.view(nbytes), want + 2)
+    held = resident()
+    slab.free()
+    assert held - resident() > 60 * 2**20
+
+
+@pytest.mark.gpu
+@on_linux
+def test_memory_may_be_registered_during_the_capture_of_a_graph():
+    device = torch.device("cuda", torch.cuda.current_device())
+    allocator, slabs = async_copy.PinnedAllocator(device), []
+    given = torch.zeros(8, device=device)
+    given.add(1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        thread = threading.Thread(target=lambda: slabs.append(allocator.allocate(LARGE)))
+        thread.start()
+        thread.join()
+        made = given.add(1)
+    graph.replay()
+    assert made.eq(1).all()
+    slabs.pop().free()
 
 
 def busy_for_a_while():
