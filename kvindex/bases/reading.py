@@ -81,16 +81,17 @@ class ReadingIndex(StatefulIndex):
 
         If the length of a prompt and its answer is known, call this before the first token. Memory
         that this index does not use is kept for the next index. The call has an effect only if
-        kernels store the rows on the host.
+        kernels store the rows on the host. It replaces an earlier call.
 
         Args:
-            tokens: Number of tokens.
+            tokens: Number of tokens, including those that the index contains. 0 ends the
+                allocation, for example because the prompt was cancelled.
             batch: Number of sequences.
 
         Raises:
             ValueError: A number is out of range.
         """
-        check.at_least("tokens", tokens, 1)
+        check.at_least("tokens", tokens, 0)
         check.at_least("batch", batch, 1)
         if isinstance(self._store, PinsAhead):
             self._store.pin_ahead(tokens, batch)

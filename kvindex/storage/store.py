@@ -287,7 +287,8 @@ class PinsAhead(Protocol):
     def pin_ahead(self, tokens: int, batch: int) -> None:
         """Start to allocate memory for `tokens` tokens of `batch` sequences.
 
-        The call returns before the allocation is complete, and never raises an error.
+        The call returns before the allocation is complete, and never raises an error. It replaces
+        an earlier call; 0 tokens end the allocation.
         """
         ...
 

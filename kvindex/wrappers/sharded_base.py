@@ -169,7 +169,7 @@ class ShardedTokens(Wrapper):
 
     def reserve_ahead(self, tokens: int, *, batch: int) -> None:
         """Start to pin host memory for this rank's tokens of a sequence of `tokens` tokens."""
-        own = max(self._shard.tokens(check.at_least("tokens", tokens, 1)), 1)
+        own = self._shard.tokens(check.at_least("tokens", tokens, 0))
         super().reserve_ahead(own, batch=batch)
 
     def warm_up(self, *, k: int, tokens: int) -> None:

@@ -234,7 +234,10 @@ class BlockStore(Restorable):
 
     def pin_ahead(self, tokens: int, batch: int) -> None:
         """Start to pin memory for `tokens` tokens of `batch` sequences in the background. Does not
-        wait."""
+        wait.
+
+        The call replaces an earlier one. With 0 tokens, no more memory is pinned than is in use.
+        """
         self._pool.expect(batch * -(-tokens // BLOCK))
 
     def _room(self, batch: int, count: int) -> None:
@@ -463,10 +466,12 @@ class BlockStore(Restorable):
         """Restore the state of `checkpoint`.
 
         Afterwards, the memory behind the last row has undefined contents, because an asynchronous
-        copy of removed rows may still write to it.
+        copy of removed rows may still write to it. Memory that was announced to `pin_ahead` is no
+        longer pinned in the background, because the tokens will not come.
         """
         writing = self._writing
         super().rollback(checkpoint)
+        self._pool.expect(0)
         self._written, self._writing = None, writing or self._writing
 
     def reset(self) -> None:

@@ -1,16 +1,16 @@
 """Cache of pinned host memory: when an index is deleted, its memory stays pinned and is reused by
 the next index.
 
-Pinning is slow, about 3 GB/s. Freed slabs (ranges of memory) stay pinned in the cache until a slab
-of the same size is needed. `release_pinned` returns the memory to the operating system. A
-background thread can pin memory before the first token of an index arrives.
+Pinning takes time, up to half a second per GB. Freed slabs (ranges of memory) stay pinned in the
+cache until a slab of the same size is needed. `release_pinned` returns the memory to the operating
+system. A background thread can pin memory before the first token of an index arrives.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -20,6 +20,25 @@ from kvindex.core import check, forks
 from kvindex_cuda.memory.async_copy import PinnedAllocator
 from kvindex_cuda.memory.budget import Budget, shared_budget
 from kvindex_cuda.memory.slab_pool import Allocator, Slab
+
+
+@dataclass
+class _Expected:
+    """An announcement: `owner` will need `count` slabs of `nbytes` bytes."""
+
+    owner: CachingAllocator
+    nbytes: int
+    count: int
+
+
+@dataclass(frozen=True)
+class _Pinning:
+    """A slab that the background thread is pinning. `ended` is set when it is in the cache, or when
+    pinning it has failed."""
+
+    owner: CachingAllocator
+    nbytes: int
+    ended: threading.Event = field(default_factory=threading.Event)
 
 
 class SlabCache:
@@ -36,8 +55,10 @@ class SlabCache:
         self._budget = budget
         self._slabs: dict[int, _Lent] = {}  # address -> slab, the oldest first
         self._kept = 0  # bytes
+        self._counts: Counter[tuple[CachingAllocator, int]] = Counter()  # cached slabs of each size
         self._lock = forks.lock(self, "_lock")  # reentrant: a garbage-collected pool frees slabs
-        self._expected: dict[tuple[CachingAllocator, int], int] = {}  # expected slabs by size
+        self._expected: list[_Expected] = []  # the oldest announcement first
+        self._pinning: _Pinning | None = None
         self._worker: threading.Thread | None = None
 
     @property
@@ -50,32 +71,45 @@ class SlabCache:
         with self._lock:
             self._slabs[slab.device_address] = slab
             self._kept += slab.nbytes
+            self._counts[slab.owner, slab.nbytes] += 1
 
     def take(self, allocator: Allocator, nbytes: int) -> _Lent | None:
         """Return a slab of `nbytes` bytes from the cache and remove it from there. The slab must
-        have been allocated by `allocator`; of several such slabs, take the newest. Return None if
-        there is none."""
-        with self._lock:
-            for slab in reversed(list(self._slabs.values())):
-                if slab.nbytes == nbytes and slab.owner.allocator is allocator:
-                    return self._pop(slab)
-        return None
+        have been allocated by `allocator`; of several such slabs, take the newest.
+
+        If there is none, but the background thread is pinning one, wait for it. Return None if
+        there is neither.
+        """
+        while True:
+            with self._lock:
+                for slab in reversed(list(self._slabs.values())):
+                    if slab.nbytes == nbytes and slab.owner.allocator is allocator:
+                        return self._pop(slab)
+                pinning, worker = self._pinning, self._worker
+            if pinning is None or (pinning.owner.allocator, pinning.nbytes) != (allocator, nbytes):
+                return None
+            if worker is None or not worker.is_alive():  # as in a child process after `os.fork`
+                return None
+            pinning.ended.wait()
 
     def _pop(self, slab: _Lent) -> _Lent:
         self._kept -= slab.nbytes
+        self._counts[slab.owner, slab.nbytes] -= 1
         return self._slabs.pop(slab.device_address)
 
     def expect(self, owner: CachingAllocator, nbytes: int, count: int) -> None:
         """Announce that `owner` will soon need `count` more slabs (ranges of pinned memory) of
-        `nbytes` bytes. A negative `count` withdraws earlier announcements.
+        `nbytes` bytes. A negative `count` withdraws announcements, the oldest first.
 
-        A background thread then pins the missing slabs in advance. It stops when the budget is
-        used up or when an allocation fails. This method never fails.
+        A background thread then pins the missing slabs in the order of the announcements. It stops
+        when the budget is used up or when an allocation fails. This method never fails.
         """
         with self._lock:
-            before = self._expected.get((owner, nbytes), 0)
-            self._expected[owner, nbytes] = max(0, before + count)
-            if count <= 0 or self._worker is not None:
+            if count <= 0:
+                self._withdraw(owner, nbytes, -count)
+                return
+            self._expected.append(_Expected(owner, nbytes, count))
+            if self._worker is not None:
                 return
             worker = threading.Thread(target=self._pin, name="kvindex-pin", daemon=True)
             self._worker = worker
@@ -84,27 +118,41 @@ class SlabCache:
             except RuntimeError:  # no thread could start: memory is pinned when needed
                 self._worker = None
 
+    def _withdraw(self, owner: CachingAllocator, nbytes: int, count: int) -> None:
+        for expected in list(self._expected):
+            if count and (expected.owner, expected.nbytes) == (owner, nbytes):
+                fewer = min(expected.count, count)
+                expected.count -= fewer
+                count -= fewer
+        self._expected = [expected for expected in self._expected if expected.count > 0]
+
     def _pin(self) -> None:
-        while (wanted := self._missing()) is not None:
-            owner, nbytes = wanted
+        while (pinning := self._next()) is not None:
+            owner, nbytes = pinning.owner, pinning.nbytes
             try:
                 slab = owner.allocator.allocate(nbytes)
+                with self._lock:
+                    self.keep(_Lent(slab, nbytes, owner))
+                    self._pinning = None
             except Exception:  # the caller that needs the slab will raise the error
                 with self._lock:
-                    self._expected.clear()
-                continue
-            self.keep(_Lent(slab, nbytes, owner))
+                    self._expected, self._pinning = [], None
+            finally:
+                pinning.ended.set()
 
-    def _missing(self) -> tuple[CachingAllocator, int] | None:
-        """Return the allocator and the size of the next slab that the background thread should pin,
-        or None if no more are needed or allowed."""
+    def _next(self) -> _Pinning | None:
+        """Return the next slab that the background thread should pin, or None if no more are needed
+        or allowed."""
         with self._lock:
             limit = self._budget.limit_bytes
             room = None if limit is None else limit - self._kept - self._budget.used_bytes
-            here = Counter((slab.owner, slab.nbytes) for slab in list(self._slabs.values()))
-            for wanted, count in list(self._expected.items()):
-                if here[wanted] < count and (room is None or wanted[1] <= room):
-                    return wanted
+            needed: Counter[tuple[CachingAllocator, int]] = Counter()
+            for expected in list(self._expected):
+                wanted = owner, nbytes = expected.owner, expected.nbytes
+                needed[wanted] += expected.count
+                if self._counts[wanted] < needed[wanted] and (room is None or nbytes <= room):
+                    self._pinning = _Pinning(owner, nbytes)
+                    return self._pinning
             self._worker = None
         return None
 
@@ -149,6 +197,7 @@ class CachingAllocator:
         """Return a slab of `nbytes` bytes, cached or new. Raises the errors of the wrapped
         allocator.
 
+        If a background thread is pinning such a slab, wait for it instead of pinning another one.
         Cached slabs are freed if a new slab would exceed the budget, or if the machine has no
         memory left.
         """

@@ -228,14 +228,16 @@ class Pool:
 
     def expect(self, blocks: int) -> None:
         """Announce how many blocks will be used in total, so that their slabs can be pinned in
-        advance. This does nothing if the pool has both device memory and host memory."""
-        slabs = -(-blocks // self.slab_blocks) + 1 - len(self._held) - self._expected
-        if slabs > 0 and not self._preferred:
-            self._tell(slabs)
+        advance, and one more slab. This replaces an earlier announcement; 0 withdraws it. It does
+        nothing if the pool has both device memory and host memory."""
+        if self._preferred:
+            return
+        slabs = -(-blocks // self.slab_blocks) + 1 if blocks else 0
+        self._tell(max(0, slabs - len(self._held)) - self._expected)
 
     def _tell(self, slabs: int) -> None:
         allocator = self._last.allocator
-        if isinstance(allocator, Foresees):
+        if slabs and isinstance(allocator, Foresees):
             self._expected += slabs
             allocator.expect(self._slab_bytes, slabs)
 
@@ -284,10 +286,9 @@ class Pool:
         the slab from the budget of this tier. If the allocation fails, allocate from the last
         tier."""
         try:
-            held = _Held(tier.allocator.allocate(self._slab_bytes), tier)
             if self._expected:
-                self._tell(-1)
-            return held
+                self._tell(-1)  # first, so that no slab is pinned in place of the one taken here
+            return _Held(tier.allocator.allocate(self._slab_bytes), tier)
         except BaseException as error:
             tier.budget.give(self._slab_bytes)
             if not isinstance(error, Exception):

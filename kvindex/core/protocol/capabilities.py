@@ -250,7 +250,8 @@ class ReservesAhead(Protocol):
     def reserve_ahead(self, tokens: int, *, batch: int) -> None:
         """Start to allocate memory for rows of `tokens` tokens in each of `batch` sequences.
 
-        The call returns before the allocation is complete.
+        The call returns before the allocation is complete. It replaces an earlier call; 0 tokens
+        end the allocation, for example because the prompt was cancelled.
         """
         ...
 

@@ -1,7 +1,10 @@
 """Pinned slabs that outlive a store are reused, limited in number, and released."""
 
 import gc
+import os
+import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -181,6 +184,154 @@ def test_rows_in_several_places_expect_nothing_of_the_host():
     assert (on_device.calls, on_host.calls) == (0, 0)
 
 
+def pinning(fake, calls):
+    """Wait until the allocator has been called `calls` times."""
+    deadline = time.monotonic() + 10
+    while fake.calls < calls:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_an_append_waits_for_the_slab_that_is_being_pinned():
+    """It does not pin a second one of the same size."""
+    fake = FakeAllocator()
+    allocator, budget = caching(fake)
+    store = host_store(allocator, budget=budget)
+    fake.gate.clear()
+    store.pin_ahead(200, 2)  # one slab, and one more
+    pinning(fake, 1)
+    threading.Timer(0.1, fake.gate.set).start()
+    append(store, tokens(200))
+    settled(store)
+    assert fake.calls == 2
+    assert {*fake.threads} == {"kvindex-pin"}
+
+
+def test_an_append_does_not_wait_for_a_slab_of_another_size():
+    fake = FakeAllocator()
+    allocator, _ = caching(fake)
+    fake.gate.clear()
+    allocator.expect(2 * SLAB, 1)
+    pinning(fake, 1)
+    thread = threading.Thread(target=allocator.allocate, args=(SLAB,))
+    thread.start()
+    pinning(fake, 2)  # while the first allocation is not finished
+    fake.gate.set()
+    thread.join()
+    finish()
+
+
+def test_an_append_gets_memory_itself_where_the_slab_it_waits_for_fails():
+    fake = FakeAllocator(fails=[0])
+    allocator, budget = caching(fake)
+    store = host_store(allocator, budget=budget)
+    fake.gate.clear()
+    store.pin_ahead(4000, 2)
+    pinning(fake, 1)
+    threading.Timer(0.1, fake.gate.set).start()
+    append(store, tokens(200))
+    settled(store)
+    assert fake.threads[:2] == ["kvindex-pin", threading.current_thread().name]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_process_does_not_wait_for_a_thread_of_its_parent():
+    fake = FakeAllocator()
+    allocator, _ = caching(fake)
+    fake.gate.clear()
+    allocator.expect(SLAB, 1)
+    pinning(fake, 1)
+    child = os.fork()
+    if not child:
+        fake.gate.set()
+        os._exit(0 if allocator.allocate(SLAB) else 1)
+    deadline, ended = time.monotonic() + 10, 0
+    while not ended and time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        time.sleep(0.01)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    fake.gate.set()
+    finish()
+    assert ended
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_slabs_are_pinned_in_the_order_in_which_they_were_announced():
+    """The layers of a model append in this order. Their slabs may have different sizes."""
+    fake = FakeAllocator()
+    allocator, _ = caching(fake)
+    fake.gate.clear()
+    given, sizes = [(SLAB, 2), (2 * SLAB, 1), (SLAB, 1), (3 * SLAB, 1)], []
+    allocate = fake.allocate
+    fake.allocate = lambda nbytes: sizes.append(nbytes) or allocate(nbytes)
+    for nbytes, count in given:
+        allocator.expect(nbytes, count)
+    fake.gate.set()
+    finish()
+    assert sizes == [SLAB, SLAB, 2 * SLAB, SLAB, 3 * SLAB]
+    allocator.allocate(SLAB)
+    allocator.expect(SLAB, -1)  # the oldest announcement
+    assert [(each.nbytes, each.count) for each in allocator.cache._expected] == [
+        *((SLAB, 1), (2 * SLAB, 1), (SLAB, 1), (3 * SLAB, 1))
+    ]
+
+
+def test_no_slab_is_pinned_in_place_of_one_that_a_prompt_takes(monkeypatch):
+    """The background thread runs immediately after a store has taken an announced slab."""
+    fake = FakeAllocator()
+    allocator, budget = caching(fake)
+    store, take, sizes = host_store(allocator, budget=budget), allocator.cache.take, []
+    allocate, here = fake.allocate, threading.current_thread()
+    monkeypatch.setattr(fake, "allocate", lambda nbytes: sizes.append(nbytes) or allocate(nbytes))
+
+    def taken(owner, nbytes):
+        slab = take(owner, nbytes)
+        if threading.current_thread() is here:
+            allocator.expect(2 * SLAB, 1)  # starts the thread
+            finish()
+        return slab
+
+    monkeypatch.setattr(allocator.cache, "take", taken)
+    store.pin_ahead(200, 2)  # one slab, and one more
+    finish()
+    settled(append(store, tokens(200)))
+    assert sizes == [SLAB, SLAB, 2 * SLAB]
+
+
+def test_a_prompt_that_ends_early_withdraws_what_it_announced():
+    fake = FakeAllocator()
+    allocator, budget = caching(fake)
+    one, other = (host_store(allocator, budget=budget) for _ in range(2))
+    fake.gate.clear()
+    one.pin_ahead(4000, 2)
+    other.pin_ahead(600, 2)
+    pinning(fake, 1)
+    one.pin_ahead(0, 2)
+    fake.gate.set()
+    finish()
+    assert fake.calls == 3  # two slabs of the other store, and one more
+    other.pin_ahead(200, 2)  # a smaller total replaces it
+    assert sum(each.count for each in allocator.cache._expected) == 2
+
+
+def test_a_rollback_withdraws_what_was_announced():
+    fake = FakeAllocator()
+    allocator, budget = caching(fake)
+    store = settled(append(host_store(allocator, budget=budget), tokens(10)))
+    before, calls = store.checkpoint(), fake.calls
+    fake.gate.clear()
+    store.pin_ahead(4000, 2)
+    pinning(fake, calls + 1)
+    store.rollback(before)
+    fake.gate.set()
+    finish()
+    assert fake.calls == calls + 1
+    assert not allocator.cache._expected
+    assert_same(store, append(TensorStore(GEOMETRY), tokens(10)))
+
+
 def test_an_index_passes_on_what_it_will_need():
     fake = FakeAllocator()
     allocator, budget = caching(fake)
@@ -188,8 +339,12 @@ def test_an_index_passes_on_what_it_will_need():
     index.capability(ReservesAhead).reserve_ahead(600, batch=1)
     finish()
     assert fake.calls == 2
+    index.capability(ReservesAhead).reserve_ahead(0, batch=1)
+    assert not allocator.cache._expected
     with pytest.raises(ValueError, match="batch: got 0"):
         index.reserve_ahead(600, batch=0)
+    with pytest.raises(ValueError, match="tokens: got -1"):
+        index.reserve_ahead(-1, batch=1)
     Case(2, 2, 8, 8).index("exact").reserve_ahead(600, batch=1)  # the worker has nothing to do
 
 
