@@ -48,8 +48,11 @@ def default_placement(
 
 
 def expect(indexes: Iterable[KVIndex], tokens: int, batch: int) -> None:
-    """Start to reserve memory in each index, in the background, for `tokens` tokens per
-    sequence."""
+    """Start to reserve memory in each index, in the background, for `tokens` tokens per sequence.
+
+    The memory of the first index is allocated first. A call replaces an earlier one; 0 tokens end
+    the allocation.
+    """
     for index in indexes:
         reserves = capability(index, ReservesAhead)
         if reserves is not None:

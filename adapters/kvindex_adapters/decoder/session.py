@@ -133,8 +133,17 @@ class Session:
 
     def _read_prompt(self, ids: Tensor, chunk: int, room: int, report: Progress | None) -> Tensor:
         """Implement `read_prompt`. The calling thread holds the lock `exclusive`."""
-        batch, N = ids.shape
-        expect([layer.index for layer in self._indexed()], room, batch)
+        indexes = [layer.index for layer in self._indexed()]
+        expect(indexes, room, len(ids))  # in the order in which the layers append
+        try:
+            return self._read_chunks(ids, chunk, room, report)
+        except BaseException:
+            expect(indexes, 0, len(ids))
+            raise
+
+    def _read_chunks(self, ids: Tensor, chunk: int, room: int, report: Progress | None) -> Tensor:
+        """Implement `_read_prompt`, except for the allocation of memory in the background."""
+        N = ids.shape[1]
         for layer in self._dense():
             layer.reserve(room)
         unit = 1

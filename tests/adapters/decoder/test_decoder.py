@@ -69,6 +69,23 @@ def test_memory_is_got_before_the_first_token(decoder, monkeypatch):
     assert asked == [(0, 63, 2)] * decoder.config.layers
 
 
+def test_a_prompt_that_fails_needs_no_more_memory(decoder, monkeypatch):
+    asked = []
+
+    def reserve_ahead(self, tokens, *, batch):
+        asked.append((tokens, batch))
+
+    def stop(phase, done, total):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ParisKV, "reserve_ahead", reserve_ahead)
+    prompts = [ids_of(60), ids_of(50)]
+    with pytest.raises(KeyboardInterrupt):
+        decoder.generate(prompts, max_new_tokens=3, chunk=16, on_progress=stop, **FEW)
+    layers = decoder.config.layers
+    assert asked == [(63, 2)] * layers + [(0, 2)] * layers
+
+
 @pytest.mark.parametrize("family", mostly_slow(["mistral", "qwen2", "qwen3"], "qwen3"))
 def test_other_families_search_as_attach_does(family):
     model, ids = model_of(family), ids_of(60)

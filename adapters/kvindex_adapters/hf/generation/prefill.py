@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvindex.core import check
+from kvindex.core.protocol import KVIndex
 from kvindex_adapters.common.placement import expect
 from kvindex_adapters.common.prompt import Prompt
 from kvindex_adapters.common.prompt_chunks import (
@@ -73,7 +74,8 @@ def read(
     with following(cache, used, turn.keep), torch.no_grad():
         past = past_ids(cache)
         new = unread(model, cache, past, ids)
-        prefill(model, new, cache, stop=len(new), chunk=chunk, report=on_progress)
+        room = turn.keep + len(ids)
+        prefill(model, new, cache, stop=len(new), chunk=chunk, room=room, report=on_progress)
         remember(cache, past, ids, turn.messages)
 
 
@@ -118,8 +120,9 @@ def prefill(
         cache: The cache.
         stop: Number of ids to process.
         chunk: Number of ids per forward pass. The last chunk may have one more.
-        room: Number of tokens for which the indexes reserve memory in the background, after the
-            first chunk. 0 reserves nothing.
+        room: Number of tokens for which the indexes reserve memory in the background: from the
+            start if the cache contains tokens, and otherwise after the first chunk. If the prompt
+            fails, this ends. 0 reserves nothing.
         report: Called after each chunk with "prefill", the number of tokens done, and the total
             number.
     """
@@ -129,18 +132,24 @@ def prefill(
         cache.expect_prompt(before + len(ids))
         unit = cache.chunk_unit
     parts = chunks(stop, chunk if reads_chunks(model) else stop, first=before, unit=unit)
-    for start, end in parts:
-        if start and room and isinstance(cache, IndexCache):
-            expect(cache.indexes(), room, batch=1)
-            room = 0
-        positions = text_positions(model, before + start, before + end)
-        with counting_ahead(embeddings, len(ids) - end):
-            model(
-                input_ids=ids[None, start:end],
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-                **({} if positions is None else {"position_ids": positions}),
-            )
-        if report:
-            report("prefill", end, len(ids))
+    announced: list[KVIndex] = []
+    try:
+        for start, end in parts:
+            # an index that no token has reached does not exist yet
+            if room and before + start and not announced and isinstance(cache, IndexCache):
+                announced = cache.indexes()
+                expect(announced, room, batch=1)
+            positions = text_positions(model, before + start, before + end)
+            with counting_ahead(embeddings, len(ids) - end):
+                model(
+                    input_ids=ids[None, start:end],
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                    **({} if positions is None else {"position_ids": positions}),
+                )
+            if report:
+                report("prefill", end, len(ids))
+    except BaseException:
+        expect(announced, 0, batch=1)
+        raise

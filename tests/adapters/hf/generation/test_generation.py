@@ -327,6 +327,36 @@ def test_one_call_makes_room_for_its_answer_where_there_is_memory(model, index, 
     assert ahead == [(True, 53, 1)] * model.config.num_hidden_layers
 
 
+@pytest.mark.parametrize("one_call", [False, True])
+def test_memory_for_a_prompt_is_announced_when_its_indexes_exist(model, one_call, monkeypatch):
+    """A cache with tokens has them from the start. A prompt that fails withdraws the memory."""
+    asked, fails = [], [False]
+
+    def reserve_ahead(self, tokens, *, batch):
+        asked.append((len(self) > 30, tokens, batch))
+
+    def stop(phase, done, total):
+        if fails[0] and done > 20:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ParisKV, "reserve_ahead", reserve_ahead)
+    options = dict(
+        index="pariskv", k=8, **{k: REGIONS[k] for k in REGIONS if k not in ("index", "k")}
+    )
+    given, layers = dict(chunk=8, on_progress=stop), model.config.num_hidden_layers
+    ids = prompt(1, 50)["input_ids"][0]
+    with kvhf.attach(model, **options) as cache:
+        kvhf.read(model, Words(), ids, cache=cache, **given)
+        assert asked == [(False, 50, 1)] * layers
+        asked.clear()
+        fails[0] = True
+        given |= dict(cache=cache, used="continue", **(dict(max_new_tokens=3) if one_call else {}))
+        call, room = (kvhf.generate, 103) if one_call else (kvhf.read, 100)
+        with pytest.raises(KeyboardInterrupt):
+            call(model, Words(), ids, **given)
+        assert asked == [(True, room, 1)] * layers + [(True, 0, 1)] * layers
+
+
 def test_one_call_overrides_beams_of_the_models_own_configuration(model):
     copied = build("llama", eos_token_id=None)
     copied.generation_config.num_beams = 3
