@@ -90,7 +90,7 @@ class SparsePrompt(Restorable):
             queries, [start - first, stop - start, first + T - stop], dim=2
         )
         summaries = self._summaries_until(stop // BLOCK - 1, rows)
-        chosen = self._choose(some, summaries, start, rows.scale)
+        chosen = self.choose(some, summaries, start, rows.scale)
         outputs = [rows.attend_chosen(some, chosen)]
         if start > first:
             outputs.insert(0, rows.attend_densely(before, start))
@@ -109,8 +109,18 @@ class SparsePrompt(Restorable):
         means: Tensor = kernels.mean_keys(keys)
         return means
 
-    def _choose(self, queries: Tensor, summaries: Tensor, first: int, scale: float) -> Tensor:
-        """Choose blocks of keys, bool `[B, H, QB, KB]`."""
+    def choose(self, queries: Tensor, summaries: Tensor, first: int, scale: float) -> Tensor:
+        """Choose the blocks of keys that whole blocks of queries read.
+
+        Args:
+            queries: `[B, H, T, D]`.
+            summaries: Summaries of the blocks of keys before the last query's block.
+            first: Position of the first query.
+            scale: Factor of the logits.
+
+        Returns:
+            Bool `[B, H, QB, KB]`.
+        """
         kernels = prompt_kernels(queries.device)
         selector = self.selector
         if kernels is None or type(selector) is not PooledSelector:

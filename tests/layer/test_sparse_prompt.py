@@ -149,7 +149,7 @@ def test_a_sparse_prefix_is_not_loaded_into_a_dense_layer():
     layer = layer_of("pariskv", prefill="sparse", prefill_mass=0.5)
     read(layer, given, [N], N)
     state = layer.state_dict()
-    with pytest.raises(ValueError, match="sparse attention.*prefill='sparse'"):
+    with pytest.raises(ValueError, match=r"sparse attention.*prefill='sparse'"):
         layer_of("pariskv").load_state_dict(state)
     other = layer_of("pariskv", prefill="sparse")
     other.load_state_dict(state)
@@ -175,7 +175,7 @@ def test_wrong_options_raise_an_error(options, message):
 
 def test_layers_that_are_not_supported_raise_an_error():
     index = kvindex.create("exact", q_heads=H, kv_heads=G, head_dim=D, softcap=30.0)
-    with pytest.raises(ValueError, match="prefill: got 'sparse'.*softcap"):
+    with pytest.raises(ValueError, match=r"prefill: got 'sparse'.*softcap"):
         AttentionLayer(index, prefill="sparse")
 
 

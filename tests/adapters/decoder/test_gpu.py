@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+import kvindex
 import kvindex_adapters.hf as kvhf
+from kvindex.layer import AttentionLayer
 from kvindex.ops.attention import attend_causal
 from kvindex_adapters.decoder import Decoder, Sampling
 from tests.adapters.decoder.families import ids_of, model_of
@@ -100,3 +102,47 @@ def test_a_piece_of_a_prompt_attends_to_those_before_without_a_mask():
     # below the size of all attention logits
     assert torch.cuda.max_memory_allocated() - before < queries.shape[2] * 20_000
     torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize(("T", "past"), [(1024, 5317), (2048, 1), (1024, 4096)])
+def test_a_piece_of_a_prompt_attends_in_pieces_of_few_sizes(D, T, past):
+    torch.manual_seed(0)
+    queries = torch.randn(2, T, 8, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    keys, values = torch.randn(2, 2, 2, past + T, D, device="cuda", dtype=torch.bfloat16)
+    rows = torch.arange(past + T, device="cuda")
+    mask = rows <= rows[-T:, None]
+    wide = [part.double().repeat_interleave(4, dim=1) for part in (keys, values)]
+    logits = D**-0.5 * queries.double() @ wide[0].mT
+    want = logits.masked_fill(~mask, float("-inf")).softmax(-1) @ wide[1]
+    got = attend_causal(queries, keys, values, scale=D**-0.5)
+    torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_sparse_prompt_on_a_gpu_is_that_of_a_cpu(stored):
+    torch.manual_seed(0)
+    sizes, N = dict(q_heads=8, kv_heads=2, head_dim=64), 3000
+    given = [torch.randn(1, heads, N, 64) for heads in (8, 2, 2)]
+    made = []
+    for device in ("cpu", "cuda"):
+        where = dict(backend="cuda", store="host") if device == "cuda" else {}
+        index = kvindex.create("pariskv", **sizes, device=device, **where)
+        layer = AttentionLayer(index, prefill="sparse", prefill_mass=0.6)
+        layer.expect_prompt(N)
+        queries, keys, values = (part.to(device) for part in given)
+        outputs = []
+        for start, stop in ((0, 1024), (1024, 2048), (2048, N)):
+            some = slice(start, stop)
+            if stored:
+                rows = kvindex.Rows(keys[:, :, :stop], values[:, :, :stop])
+                outputs.append(layer.read_chunk(queries[:, :, some], rows))
+            else:
+                outputs.append(layer.step(*(p[:, :, some] for p in (queries, keys, values))))
+        made.append((torch.cat(outputs, 2).cpu(), layer.prefill_fraction))
+    assert made[0][1] == pytest.approx(made[1][1], abs=0.01)
+    assert made[0][1] < 0.8
+    close = torch.isclose(made[0][0], made[1][0], rtol=1e-3, atol=1e-3)
+    assert close.float().mean() > 0.97  # a block at the threshold may be chosen on one device alone

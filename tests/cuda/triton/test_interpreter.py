@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[3]
 
 FILES = [
     "tests/cuda/triton/test_kernels.py",
+    "tests/cuda/triton/test_block_sparse.py",
     "tests/adapters/decoder/test_fused.py",
     "tests/adapters/hf/graph/test_fused_token_interpreted.py",
 ]
