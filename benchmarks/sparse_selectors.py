@@ -87,6 +87,7 @@ class SparseAttention:
         scaling: float,
         sliding_window: int | None = None,
         softcap: float | None = None,
+        s_aux: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         """Compute the attention of one layer to a whole prompt.
@@ -100,15 +101,17 @@ class SparseAttention:
             scaling: Factor of the logits.
             sliding_window: Must be None, or not smaller than the prompt.
             softcap: Must be None.
+            s_aux: Logits of learned sinks. Must be None.
 
         Returns:
             The output `[B, N, H, Dv]`, and None in place of the attention weights.
         """
         N = queries.shape[2]
-        if attention_mask is not None or softcap is not None or (sliding_window or N) < N:
+        given = attention_mask, softcap, s_aux
+        if any(part is not None for part in given) or (sliding_window or N) < N:
             raise ValueError(
-                "model: got layers with a mask, a softcap or a sliding window, allowed are models "
-                "with full causal attention"
+                "model: got layers with a mask, a softcap, a sliding window or learned sinks, "
+                "allowed are models with full causal attention"
             )
         whole = keys[:, :, : N // BLOCK * BLOCK]
         summaries = None if self.selector is None else self.selector.summarize(whole)

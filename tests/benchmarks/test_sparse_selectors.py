@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from benchmarks import sparse_selectors
 from kvindex.ops.block_sparse import attend_chosen
 from kvindex.selectors import PooledSelector
+from tests.adapters.tiny import build
 from tests.support.selecting import prompt
 
 
@@ -52,11 +54,23 @@ def test_no_selector_is_started_after_the_time_limit(tiny):
     assert [cell["selector"] for cell in cells] == ["dense"]
 
 
-def test_layers_with_a_mask_raise():
+@pytest.mark.parametrize("given", [{"sliding_window": 128}, {"softcap": 30.0}, {"s_aux": 0.0}])
+def test_layers_without_full_causal_attention_raise(given):
     queries, keys, values = prompt(256)
     function = sparse_selectors.SparseAttention(PooledSelector(), 0)
     with pytest.raises(ValueError, match="model: got layers with a mask"):
-        function(None, queries, keys, values, None, scaling=0.25, sliding_window=128)
+        function(None, queries, keys, values, None, scaling=0.25, **given)
+
+
+def test_a_model_attends_as_before_after_an_error():
+    model = build("llama")
+    before = model.config._attn_implementation
+    function = sparse_selectors.SparseAttention(PooledSelector(), 0)
+    ids = torch.tensor([[-1]])
+    with pytest.raises(IndexError), sparse_selectors.attending(model, function):
+        model(ids)
+    assert model.config._attn_implementation == before
+    assert sparse_selectors.NAME not in ALL_ATTENTION_FUNCTIONS
 
 
 @pytest.mark.parametrize(

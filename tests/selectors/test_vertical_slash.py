@@ -47,6 +47,9 @@ def test_a_slash_line_crosses_the_blocks_of_all_queries():
     kept[300] = True  # key 300 for the last query of 128, key 173 for the first
     assert slash_blocks(kept, 128).tolist() == [False, True, True]
     kept = torch.zeros(64 + 384 - 1, dtype=torch.bool)
+    kept[255] = True  # key 255 for the last query, key 128 for the first
+    assert slash_blocks(kept, 128).tolist() == [False, True, False]
+    kept = torch.zeros(64 + 384 - 1, dtype=torch.bool)
     kept[400] = True  # only the first queries have such a key before the own block
     assert slash_blocks(kept, 128).tolist() == [False, False, True]
 
