@@ -11,6 +11,7 @@ blocks.
 | `PooledSelector` | mean query times mean key | 1 / 128² |
 | `MaxThresholdSelector` | every query times mean key | 1 / 128 |
 | `AntidiagonalSelector` | sums along antidiagonals of tiles | 1 / 16 |
+| `SampledSelector` | exact weights of 16 of 128 queries | 1 / 8 |
 | `IndexSelector` | mean queries times sign codes of all keys | 1 / 16, of one-bit keys |
 | `VerticalSlashSelector` | exact weights of 64 queries, by key and by distance | 1 / 2 |
 | `SkipSelector` | exact logits, compared with the maximum so far | 1 |
@@ -24,6 +25,7 @@ from kvindex.selectors.max_threshold import MaxThresholdSelector
 from kvindex.selectors.named import create
 from kvindex.selectors.oracle import OracleSelector
 from kvindex.selectors.pooled import PooledSelector
+from kvindex.selectors.sampled import SampledSelector
 from kvindex.selectors.skip import SkipSelector
 from kvindex.selectors.vertical_slash import VerticalSlashSelector
 
@@ -35,6 +37,7 @@ __all__ = [
     "MaxThresholdSelector",
     "OracleSelector",
     "PooledSelector",
+    "SampledSelector",
     "SkipSelector",
     "VerticalSlashSelector",
     "create",

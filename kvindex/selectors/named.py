@@ -12,6 +12,7 @@ from kvindex.selectors.index import IndexSelector
 from kvindex.selectors.max_threshold import MaxThresholdSelector
 from kvindex.selectors.oracle import OracleSelector
 from kvindex.selectors.pooled import PooledSelector
+from kvindex.selectors.sampled import SampledSelector
 from kvindex.selectors.skip import SkipSelector
 from kvindex.selectors.vertical_slash import VerticalSlashSelector
 
@@ -20,6 +21,7 @@ SELECTORS: dict[str, type[BlockSelector]] = {
     "max-threshold": MaxThresholdSelector,
     "antidiagonal": AntidiagonalSelector,
     "vertical-slash": VerticalSlashSelector,
+    "sampled": SampledSelector,
     "index": IndexSelector,
     "skip": SkipSelector,
     "oracle": OracleSelector,
