@@ -78,8 +78,8 @@ def get(name: str) -> type[BaseIndex]:
             module is then imported, which runs its code.
 
     Raises:
-        ValueError: The name is unknown (the message lists similar names), or several packages
-            define an index with this name.
+        ValueError: The name is unknown (the message lists similar names, and how to write the name
+            of a class in a file), or several packages define an index with this name.
         ImportError: The package or module cannot be imported, or does not contain the class, or the
             class is not derived from `BaseIndex`.
     """
@@ -92,7 +92,7 @@ def get(name: str) -> type[BaseIndex]:
     if name in left_out:
         raise ValueError(left_out[name])
     if name not in known:
-        raise ValueError(unknown("index", name, [*_in_folder(), *known]))
+        raise ValueError(_unknown_index(name, [*_in_folder(), *known]))
     return _loaded(known[name], f"index: got {name!r} from {_described(known[name])}")
 
 
@@ -191,6 +191,22 @@ def wrapper_classes() -> dict[str, type[Wrapper]]:
         for name in names
         if not name.endswith("base")
     }
+
+
+def _unknown_index(name: str, known: list[str]) -> str:
+    """Return the error message for an unknown index.
+
+    It lists the known names. If none of them is similar, it says how to write the name of a class
+    that is not registered under a name.
+    """
+    message, module = unknown("index", name, known), name.replace("-", "_")
+    if "did you mean" in message or not all(part.isidentifier() for part in module.split(".")):
+        return message
+    return (
+        f"{message}; a class in a file {module.replace('.', '/')}.py is written '{module}:Class', "
+        "with the name of the class, and Python must be able to import the file (commands also "
+        "find it in the current folder)"
+    )
 
 
 def _wrapped(inner: KVIndex, name: str, written: dict[str, str]) -> KVIndex:

@@ -261,6 +261,23 @@ def test_a_class_needs_no_name():
 
 
 @pytest.mark.usefixtures("planes")
+@pytest.mark.parametrize("name", ["planes", "my.planes", "my-planes"])
+def test_an_unknown_name_may_be_that_of_a_file(name):
+    with pytest.raises(
+        ValueError, match=r"'triattention'\]; a class in a file (.*).py is written"
+    ) as (caught):
+        kvindex.create(f"{name}:bits=4", **GEOMETRY)
+    module = name.replace("-", "_")
+    assert f"in a file {module.replace('.', '/')}.py is written '{module}:Class'" in str(
+        caught.value
+    )
+    with pytest.raises(ValueError, match=r"did you mean 'quest'\?$"):
+        kvindex.create("quests", **GEOMETRY)
+    with pytest.raises(ValueError, match=r"'triattention'\]$"):
+        kvindex.create("8 planes", **GEOMETRY)
+
+
+@pytest.mark.usefixtures("planes")
 @pytest.mark.parametrize(
     ("spec", "kind", "says"),
     [
