@@ -78,7 +78,8 @@ def check_keywords(
 ) -> None:
     """Raise TypeError if a keyword argument is unknown.
 
-    If it is an option of the index, the error says how to pass it.
+    The error lists the known arguments and suggests similar ones. If the argument is an option of
+    the index, the error says how to pass it.
 
     Args:
         called: The name of the function, for the error.
@@ -96,7 +97,8 @@ def check_keywords(
 def check_not_of_index(called: str, name: str, value: object, index: object) -> None:
     """Raise TypeError if a keyword argument is an option of the index.
 
-    The error says how to pass the option.
+    The error says how to pass the option. Two other mistakes raise TypeError as well: a name with
+    capital letters, such as `K`, and a name for the system message, such as `system_prompt`.
 
     Args:
         called: The name of the function, for the error.
@@ -104,6 +106,13 @@ def check_not_of_index(called: str, name: str, value: object, index: object) -> 
         value: Its value.
         index: The argument `index` of the call.
     """
+    if name != name.lower():  # no argument and no option has capital letters
+        raise TypeError(f"{called}: got the argument {name!r}; did you mean {name.lower()!r}?")
+    if name.partition("_")[0] == "system":
+        raise TypeError(
+            f"{called}: got the argument {name!r}; did you mean 'system', an argument of Chat? For "
+            "generate() and read(), put a message with the role 'system' into the prompt"
+        )
     if not isinstance(index, str):
         return
     first, plus, wrappers = index.partition("+")

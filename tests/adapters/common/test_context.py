@@ -50,6 +50,7 @@ def test_python_may_look_for_its_own_attributes(model):
         ),
         ({"local_windows": 3}, "attach: argument: got 'local_windows'.*mean 'local_window'"),
         ({"head_dim": 3}, "attach: argument: got 'head_dim', allowed"),
+        ({"K": 3}, "attach: got the argument 'K'; did you mean 'k'?"),
     ],
 )
 def test_unknown_arguments(model, given, match):
@@ -75,6 +76,9 @@ def test_unknown_arguments_with_a_factory_and_with_batches(model):
             {"dense_below": 0},
             r"generate: got the argument .*pass attach_options=\{'dense_below': 0\}",
         ),
+        ({"K": 10}, "generate: got the argument 'K'; did you mean 'k'?"),
+        ({"Max_New_Tokens": 10}, "did you mean 'max_new_tokens'?"),
+        ({"system_prompt": "9"}, "did you mean 'system', an argument of Chat.*role 'system' into"),
     ],
 )
 def test_options_that_generate_does_not_take(model, given, match):
