@@ -162,7 +162,9 @@ def test_folders_of_others_are_refused_and_the_session_stays_empty(decoder, tmp_
         "model: got a cache of a model with": Decoder.of(
             model_of("llama, no groups", **SMALL)
         ).session(**FEW),
-        "layer.sink": decoder.session(**{**FEW, "attach_options": {**SIZES, "sink": 5}}),
+        "sink: got 5, but the folder was saved with 4": decoder.session(
+            **{**FEW, "attach_options": {**SIZES, "sink": 5}}
+        ),
         "got a saved IndexedLayer": decoder.session(index=None),
     }
     for message, other in others.items():

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kvindex import registry
+from kvindex.core.capability import capability
+from kvindex.core.protocol import KeepsState
 from kvindex.storage.layout import TensorSpec, check_layout
 from kvindex.storage.recipe import as_json, field, geometry_from
 from kvindex.storage.safetensors import DTYPES
 from kvindex.storage.saved import SavedFolder, save_folder
-from kvindex.storage.state import State, above, below
+from kvindex.storage.state import ABOUT, State, above, below
 from kvindex_adapters.common.prompt import (
     Conversation,
     Messages,
@@ -218,9 +223,9 @@ def _restore(
         geometry = geometry_from(sizes, None, {})
         geometry.pop("rope")  # the attached model determines the rotary frequencies
         made = layer.make(**geometry, device=device)
-        made.check_state(
-            below("attention", saved.outline(part))
-        )  # raises an error for a wrong size before a large file is read
+        outline = below("attention", saved.outline(part))  # the sizes in a large file
+        _check_options(made, outline)
+        made.check_state(outline)
     state = saved.part(part)
     if made is not None:
         made.load_state_dict(below("attention", state))
@@ -229,6 +234,96 @@ def _restore(
     _check_attributes(layer, values)
     for name, value in values.items():
         setattr(layer, name, value)
+
+
+def _check_options(layer: Any, state: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if a saved state belongs to a layer with another index or other sizes.
+
+    The error says which option of `attach` to pass. If the options of either layer are unknown,
+    there is no error.
+
+    Args:
+        layer: The empty `AttentionLayer`.
+        state: The saved state of an attention layer.
+    """
+    index = capability(layer.index, KeepsState)
+    saved = {"index": _spec(below("index", state)), **_whose(state).get("layer", {})}
+    own: dict[str, Any] = {"index": None if index is None else _spec(index.state_dict())}
+    for name in ("sink", "local_window", "update_every"):
+        own[name] = vars(layer)[name]
+    for name, value in saved.items():
+        if None not in (value, own.get(name)) and value != own[name]:
+            option = "--" + name.replace("_", "-")
+            how = f"{name}={value!r} to attach(), or {option} {value} to the command"
+            if name == "index" and re.split(r"[:+]", value)[0] not in registry.usable():
+                how = "the same index to attach()"
+            raise ValueError(
+                f"{name}: got {own[name]!r}, but the folder was saved with {value!r}; pass {how}"
+            )
+
+
+def _whose(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return class and options of the object that a state belongs to. {} if they are unknown."""
+    try:
+        return dict(json.loads(state[ABOUT].cpu().numpy().tobytes())["whose"])
+    except (KeyError, TypeError, ValueError, RuntimeError):
+        return {}
+
+
+def _spec(state: Mapping[str, Tensor]) -> str | None:
+    """Return name and options of the index that a state belongs to, as for `kvindex.create`.
+
+    Options with their default values are left out, and so are those that a string cannot express.
+    For an index that has no name, the name of its class is used. Return None if the state does not
+    contain name and options.
+    """
+    whose = _whose(state)
+    if "wrapper" in whose:
+        inner = _spec(below("inner", state))
+        return None if inner is None else f"{inner}+{_wrapper_name(whose['wrapper'])}"
+    try:
+        name, kind = _index_name(whose["index"])
+        parts = [name] if kind is None else [name, *_options(kind, whose["config"])]
+        codec = whose["row_codec"]
+    except (KeyError, TypeError, ValueError, AttributeError, ImportError):
+        return None
+    return ":".join([*parts, *([] if codec == "plain" else [f"row_codec={codec}"])])
+
+
+def _options(kind: Any, config: Mapping[str, Any]) -> list[str]:
+    """Return the shortest list of options, as `name=value`, that gives an index this configuration.
+
+    Args:
+        kind: Class of the index.
+        config: Name of each field of the configuration -> its value as JSON.
+    """
+    found = []
+    for preset in (None, *kind.presets):
+        base = dataclasses.asdict(kind.Config(**({} if preset is None else kind.presets[preset])))
+        changed = {
+            name: value
+            for name, value in config.items()
+            if isinstance(value, bool | int | float | str | None) and base[name] != value
+        }
+        first = [] if preset is None else [f"preset={preset}"]
+        found.append([*first, *(f"{name}={value}" for name, value in changed.items())])
+    return min(found, key=len)
+
+
+def _index_name(class_name: str) -> tuple[str, Any]:
+    """Return the name and the class of the index whose class has this name.
+
+    If no index has such a class, return `class_name` itself and None.
+    """
+    for name in registry.usable():
+        if name.replace("-", "") == class_name.lower():
+            return name, registry.get(name)
+    return class_name, None
+
+
+def _wrapper_name(class_name: str) -> str:
+    named = {kind.__name__: name for name, kind in registry.wrapper_classes().items()}
+    return named.get(class_name, class_name)
 
 
 def _check_attributes(layer: Any, values: Any) -> None:

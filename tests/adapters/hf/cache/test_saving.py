@@ -1,5 +1,6 @@
 """A saved cache continues in another cache of the same model, and in no other model."""
 
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import kvindex
 import kvindex_adapters.hf as kvhf
 from kvindex_adapters.hf.cache import saving
 from tests.adapters.hf.cache.test_copies import LINEAR, go_on
@@ -96,10 +98,23 @@ def test_what_only_says_how_to_search_may_be_another(model, folder):
 
 
 OTHERS = {
-    "index": (dict(index="quest"), "index = 'Exact', allowed is 'Quest'"),
-    "option": (dict(index="exact:group=union"), "config.group = 'mean_share', allowed is 'union'"),
-    "size": (dict(sink=5), "layer.sink = 4, allowed is 5"),
-    "codec": (dict(index_options={"row_codec": "int8"}), "row_codec = 'plain', allowed is 'int8'"),
+    "index": (
+        dict(index="quest"),
+        "layer 0 cannot be loaded: index: got 'quest', but the folder was saved with 'exact'; pass "
+        r"index='exact' to attach\(\), or --index exact to the command",
+    ),
+    "option": (
+        dict(index="exact:group=union"),
+        "index: got 'exact:group=union', but the folder was saved with 'exact'",
+    ),
+    "size": (
+        dict(sink=5, update_every=9),
+        r"sink: got 5, but the folder was saved with 4; pass sink=4 to attach\(\), or --sink 4 to",
+    ),
+    "codec": (
+        dict(index_options={"row_codec": "int8"}),
+        "index: got 'exact:row_codec=int8', but the folder was saved with 'exact'",
+    ),
     "dense layers": (
         dict(dense_layers=(1,)),
         "layer 1 cannot be loaded: layer: got a saved IndexedLayer, but this cache has a Dyn",
@@ -115,6 +130,41 @@ def test_another_index_is_refused_and_changes_nothing(model, folder, other, matc
         assert cache.get_seq_length() == 0
         kvhf.read(model, Words(), prompt(1, 9)["input_ids"][0], cache=cache)
         assert cache.lengths() == [9] * len(cache.indexed)
+
+
+NAMED = [
+    *("pariskv", "pariskv:preset=fast", "pariskv:preset=paper:beta=0.05"),
+    *("exact+sample", "exact:group=union:row_codec=int8+reuse", "h2o:budget=64"),
+]
+
+
+@pytest.mark.parametrize("index", NAMED)
+def test_the_error_names_the_index_that_was_saved(model, tmp_path, index):
+    with kvhf.attach(model, **{**REGIONS, "index": index}) as cache:
+        kvhf.read(model, Words(), prompt(1, 40)["input_ids"][0], cache=cache)
+        cache.save(tmp_path / "saved")
+    with kvhf.attach(model, **{**REGIONS, "index": "quest"}) as cache:
+        with pytest.raises(ValueError, match=rf"pass index={re.escape(repr(index))} to attach") as (
+            caught
+        ):
+            cache.load(tmp_path / "saved")
+        assert f"--index {index} to the command" in str(caught.value)
+    with kvhf.attach(model, **{**REGIONS, "index": index}) as cache:
+        cache.load(tmp_path / "saved")
+        assert cache.get_seq_length() == 40
+
+
+class Nameless(kvindex.get("exact")):
+    """An index class that is not registered under a name."""
+
+
+def test_the_error_names_the_class_of_an_index_without_a_name(model, tmp_path):
+    with kvhf.attach(model, **{**REGIONS, "index": Nameless}) as cache:
+        kvhf.read(model, Words(), prompt(1, 40)["input_ids"][0], cache=cache)
+        cache.save(tmp_path / "saved")
+    match = "was saved with 'Nameless'; pass the same index"
+    with kvhf.attach(model, **REGIONS) as cache, pytest.raises(ValueError, match=match):
+        cache.load(tmp_path / "saved")
 
 
 def changed(change):
