@@ -81,6 +81,7 @@ def chat(
     from kvindex_adapters.cli import common
     from kvindex_adapters.cli import engine as engines
     from kvindex_adapters.cli.progress import console
+    from kvindex_adapters.hf.chat import read_saved
     from kvindex_adapters.hf.model import load_model
 
     number = common.check_dtype(dtype)
@@ -100,6 +101,8 @@ def chat(
         repetition_penalty=None,
     )
     engine = engines.check_engine(engine)
+    if load is not None:
+        read_saved(load, "load")
     texts = [common.read_text(path, "documents") for path in documents or ()]
     console.print("loading the model")  # transformers shows its own progress bars
     loaded, tokenizer = load_model.load(
@@ -171,7 +174,7 @@ def _turn(opened: BaseChat, line: str) -> bool:
         print(COMMANDS)
     elif command == "/save":
         opened.save(rest)
-        print(f"saved {opened.tokens} tokens in {rest}")
+        print(f"saved {len(opened.messages)} messages and their KV cache in {rest}")
     elif command == "/load":
         opened.load(rest)
         print(f"loaded {opened.tokens} tokens and {len(opened.messages)} messages")

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from kvindex_adapters.common.prompt_chunks import Progress
+
+
+@runtime_checkable
+class Streamer(Protocol):
+    """A streamer of transformers, or another object with its method `put`."""
+
+    def put(self, value: Tensor) -> None:
+        """Receive the ids of the prompt, or those of new tokens."""
+        ...
 
 
 class TokenTimer(BaseStreamer):
@@ -20,13 +29,21 @@ class TokenTimer(BaseStreamer):
         prompt: Int64 `[N]`, the ids of the prompt, which `inner` gets first. The ids that
             transformers passes to a streamer may also include earlier tokens in the cache.
         total: Maximum number of tokens of the answer.
+
+    Raises:
+        TypeError: `inner` is not a streamer.
     """
 
     def __init__(
         self, inner: BaseStreamer | None, progress: Progress | None, prompt: Tensor, total: int
     ) -> None:
-        self._inner, self._progress = inner, progress
-        self._prompt, self._total, self._tokens = prompt, total, 0
+        self._inner: BaseStreamer | None = inner
+        if not isinstance(inner, Streamer | None):
+            raise TypeError(
+                f"streamer: got {inner!r}, allowed is None or a streamer of transformers, for "
+                "example TextStreamer(tokenizer)"
+            )
+        self._progress, self._prompt, self._total, self._tokens = progress, prompt, total, 0
         self._prompt_seen = False
         self.start = self.first = self.last = time.perf_counter()
 

@@ -23,6 +23,7 @@ from kvindex_adapters.common.prompt import (
     RenderedChat,
     check_messages,
     common_length,
+    messages_of,
     render_chat,
 )
 from kvindex_adapters.common.prompt_chunks import Progress
@@ -38,7 +39,7 @@ from kvindex_adapters.hf.generate import (
     check_generate_options,
     generate,
 )
-from kvindex_adapters.hf.generation.conversation import CannotForgetError, answered
+from kvindex_adapters.hf.generation.conversation import CannotForgetError, KnowsTokens, answered
 from kvindex_adapters.hf.generation.prefill import read
 from kvindex_adapters.hf.generation.tokenizer import punctuated
 
@@ -49,6 +50,12 @@ INSTRUCTIONS = {"system", "developer"}
 
 CHAT, CACHE = "chat.json", "cache"
 """Names inside a saved folder: the file of the messages, and the folder of the cache."""
+
+NO_TOKENS = (
+    "chat: got an empty conversation, allowed is one with at least one message or document; send a "
+    "message first"
+)
+"""Text of the error if an empty conversation is saved."""
 
 
 class BaseChat(ABC):
@@ -138,24 +145,27 @@ class BaseChat(ABC):
         sent already, the next turn reads the whole conversation again.
 
         Args:
-            document: Text of the document.
+            document: Text of the document (not the path of a file).
             on_progress: As in `generate`.
 
         Raises:
+            TypeError: The document is not a text.
             ValueError: The document is empty.
         """
+        if not isinstance(document, str):
+            how = (
+                "; read the file first: path.read_text()" if hasattr(document, "__fspath__") else ""
+            )
+            raise TypeError(
+                f"document: got {type(document).__name__}, allowed is a text (str){how}"
+            )
         if not document.strip():
             raise ValueError(f"document: got {document!r}, allowed is a text that is not blank")
         self.documents.append(document)
         try:
-            # The tokenizer may merge the end of the documents and the beginning of a question into
-            # one token. So render the conversation with two different questions, and read only the
-            # token ids with which both begin.
-            asked = [self._conversation(question) for question in ("1", "7")]
-            every = [self._render(messages).ids for messages in asked]
-            ids = every[0][: common_length(every)]
-            if len(ids) > 1:
-                self._read(RenderedChat(ids, asked[0]), on_progress)
+            beginning = self._beginning()
+            if len(beginning.ids) > 1:
+                self._read(beginning, on_progress)
         except BaseException:
             self.documents.pop()
             raise
@@ -181,14 +191,19 @@ class BaseChat(ABC):
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write messages, documents and the cache to a new folder.
 
+        A chat with a model of transformers leaves out tokens in the cache that do not belong to the
+        conversation any more, for example after `undo`. The chat itself stays unchanged.
+
         Args:
             folder: A new folder. If the call fails, no folder remains.
 
         Raises:
             OSError: The folder exists already, or cannot be written.
-            ValueError: The cache is empty, or a message cannot be written as JSON.
+            ValueError: The conversation is empty, or a message cannot be written as JSON.
         """
         check_new(folder)
+        if not self.tokens:
+            raise ValueError(NO_TOKENS)
         try:
             text = json.dumps({"messages": self.messages, "documents": self.documents}, indent=1)
         except (TypeError, ValueError, RecursionError) as error:
@@ -212,21 +227,11 @@ class BaseChat(ABC):
 
         Raises:
             FileNotFoundError: The folder, or a file in it, does not exist.
-            ValueError: The folder is damaged, or belongs to another model or index.
+            ValueError: The folder is damaged, or belongs to another model or index. For another
+                index, the error names the index to pass.
         """
-        path = Path(folder)
-        try:
-            found = json.loads((path / CHAT).read_text(encoding="utf-8"))
-            messages, documents = found["messages"], found["documents"]
-            if messages != []:
-                check_messages(messages)
-            if not isinstance(documents, list) or not all(isinstance(d, str) for d in documents):
-                raise TypeError("documents must be a list of texts")
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"folder: got {str(folder)!r}, whose {CHAT} is not what save() writes: {error!r}"
-            ) from error
-        self._load(path / CACHE)
+        messages, documents = read_saved(folder)
+        self._load(Path(folder) / CACHE)
         self.messages, self.documents = messages, documents
 
     def _conversation(self, message: str | Messages) -> Messages:
@@ -242,6 +247,48 @@ class BaseChat(ABC):
         if whole or roles[0] in INSTRUCTIONS or "assistant" in roles[:-1]:
             return messages
         return [*self.messages, *messages]
+
+    def _beginning(self) -> RenderedChat:
+        """Return the token ids with which the conversation begins, whatever the next question is.
+
+        The tokenizer may merge the end of the conversation and the beginning of a question into one
+        token. So the conversation is rendered with two different questions, and the result has only
+        the ids with which both begin.
+
+        Raises:
+            ValueError: The chat template does not accept the messages.
+        """
+        asked = [self._conversation(question) for question in ("1", "7")]
+        every = [self._render(messages).ids for messages in asked]
+        return RenderedChat(every[0][: common_length(every)], asked[0])
+
+    def _undone(self, past: KnowsTokens) -> RenderedChat | None:
+        """Find out whether a cache contains tokens that do not belong to the conversation any more.
+
+        The caller may have undone a turn, or edited `messages`.
+
+        Args:
+            past: The cache or session of this chat.
+
+        Returns:
+            None if all tokens belong to the conversation, or if this is unknown. Otherwise the
+            beginning of the conversation, up to the first of its tokens that the cache does not
+            contain.
+        """
+        if past.ids is None:
+            return None
+        known = messages_of(past.ids, past.conversation)
+        try:
+            *whole, _ = with_documents(self._conversation(""), self.documents)
+            if known == whole:
+                return None
+            beginning = self._beginning()
+        except ValueError:  # the chat template does not accept a question after these messages
+            return None
+        length = common_length([past.ids, beginning.ids])
+        if length == len(past.ids):
+            return None
+        return RenderedChat(beginning.ids[:length], beginning.messages)
 
     def _render(
         self, messages: Messages, template_options: Mapping[str, Any] | None = None
@@ -274,6 +321,38 @@ class BaseChat(ABC):
     @abstractmethod
     def _load(self, folder: Path) -> None:
         """Replace the cache by a saved one. A call that fails changes nothing."""
+
+
+def read_saved(folder: str | os.PathLike[str], name: str = "folder") -> tuple[Messages, list[str]]:
+    """Return the messages and the documents of a saved conversation.
+
+    Args:
+        folder: The folder that `BaseChat.save` has written.
+        name: Name of the argument, for error messages.
+
+    Raises:
+        FileNotFoundError: The folder, or the file of the messages in it, does not exist.
+        ValueError: The file was not written by `save`.
+    """
+    path = Path(folder)
+    if not (path / CHAT).is_file():
+        reason = f"has no file {CHAT}" if path.exists() else "does not exist"
+        raise FileNotFoundError(
+            f"{name}: got {str(folder)!r}, which {reason}; allowed is a folder that save() of a "
+            "chat, or /save in the command kvindex chat, has written"
+        )
+    try:
+        found = json.loads((path / CHAT).read_text(encoding="utf-8"))
+        messages, documents = found["messages"], found["documents"]
+        if messages != []:
+            check_messages(messages)
+        if not isinstance(documents, list) or not all(isinstance(d, str) for d in documents):
+            raise TypeError("documents must be a list of texts")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{name}: got {str(folder)!r}, whose {CHAT} is not what save() writes: {error!r}"
+        ) from error
+    return messages, documents
 
 
 def with_documents(messages: Messages, documents: Sequence[str]) -> Messages:
@@ -404,7 +483,25 @@ class Chat(BaseChat):
             return call()
 
     def _save(self, folder: Path) -> None:
-        self.cache.save(folder)
+        self._without_undone().save(folder)
+
+    def _without_undone(self) -> IndexCache:
+        """Return the cache or, if it contains tokens that do not belong to the conversation any
+        more, a copy without these tokens."""
+        beginning = self._undone(self.cache)
+        if beginning is None:
+            return self.cache
+        if not len(beginning.ids):
+            raise ValueError(NO_TOKENS)
+        other = self.cache.fork()
+        try:
+            other.crop(len(beginning.ids) - other.get_seq_length())
+            other.ids = beginning.ids
+        except (RuntimeError, ValueError):  # a layer cannot remove tokens: read the rest again
+            other.reset()
+            prompt: Any = beginning
+            read(self._model, self.tokenizer, prompt, cache=other, used="continue")
+        return other
 
     def _load(self, folder: Path) -> None:
         other = self.cache.fork()

@@ -48,5 +48,41 @@ def test_documents_questions_and_commands(tmp_path, engine):
 def test_mistakes_are_one_line_and_the_chat_goes_on():
     result = typed("/nothing", "/save", "/load /nowhere", "/undo", "/help", words(4))
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert [error.split()[1] for error in errors] == ["command:", "/save:", "[Errno", "messages:"]
+    assert [error.split()[1] for error in errors] == ["command:", "/save:", "folder:", "messages:"]
     assert len(result.stdout.splitlines()[-1].split()) >= 6  # an id may be two words
+
+
+def failed(*arguments, index="exact"):
+    given = ("chat", *arguments, "--index", index, *REGIONS)
+    result = CliRunner().invoke(app, list(map(str, given)), input="")
+    assert result.exit_code == 1
+    return str(result.exception)
+
+
+def test_a_saved_chat_that_cannot_be_loaded_is_told_with_its_option(tmp_path, monkeypatch):
+    typed(words(8), f"/save {tmp_path / 'saved'}")
+    error = failed("--load", tmp_path / "saved", index="quest")
+    assert "got 'quest', but the folder was saved with 'exact'" in error
+    assert "--index exact to the command" in error
+
+    def load(*args, **options):
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr("kvindex_adapters.hf.model.load_model.load", load)
+    assert failed("--load", "/no/where").startswith(
+        "load: got '/no/where', which does not exist; allowed is a folder that"
+    )
+
+
+def test_a_saved_chat_is_what_the_user_sees(tmp_path):
+    folder, question = tmp_path / "saved", words(5, 2)
+    lines = words(8), words(5, 1), "/undo", f"/save {folder}", question, "/undo", "/undo"
+    _, _, removed, saved, answer, *undone = typed(*lines).stdout.splitlines()
+    assert saved == f"saved 2 messages and their KV cache in {folder}"
+    assert [removed, *undone] == ["removed 2 messages"] * 3
+    again = typed("/stats", question, arguments=("--load", folder))
+    report, other = again.stdout.splitlines()
+    first = typed(words(8), "/stats").stdout.splitlines()[1]
+    tokens, fewest = (int(line.split()[0]) for line in (report, first))
+    assert fewest <= tokens <= fewest + 2  # the template closes the answer
+    assert other == answer

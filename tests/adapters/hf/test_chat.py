@@ -11,6 +11,7 @@ from tests.adapters.hf.generation.test_turns import (
     END,
     INDEX,
     SIZES,
+    SYSTEM,
     USER,
     Chat,
     assistant,
@@ -181,6 +182,71 @@ def test_saved_chats_continue(chat_of, tmp_path):
         chat.save(tmp_path / "saved")
 
 
+def test_a_saved_chat_lacks_the_turn_that_was_undone(model, tmp_path):
+    tokenizer = Tokenizer()
+    with kvhf.Chat(model, tokenizer, system="9", **OPENED, **OPTIONS) as chat:
+        chat.send(words(20))
+        first = list(chat.messages)
+        chat.save(tmp_path / "first")
+        chat.send(words(12, seed=1))
+        stored = stored_ids(chat)
+        chat.undo()
+        chat.save(tmp_path / "undone")
+        assert (chat.messages, stored_ids(chat)) == (first, stored)
+        expected = chat.send(words(7, seed=2))
+        assert len(chat.undo()) == len(chat.undo()) == 2
+        assert [one["role"] for one in chat.messages] == ["system"]
+        for name, more in [("first", []), ("undone", [END, USER])]:  # of the next question, too
+            chat.load(tmp_path / name)
+            answer = tokenizer(first[-1]["content"])["input_ids"]
+            assert stored_ids(chat) == [*rendered(tokenizer, first[:-1]), *answer, *more]
+            assert chat.messages == first
+            again = chat.send(words(7, seed=2))
+            assert (again.text, chat.messages[:-2]) == (expected.text, first)
+
+
+def test_a_chat_whose_turns_were_all_undone(model, tmp_path):
+    with kvhf.Chat(model, Tokenizer(), **OPENED, **OPTIONS) as chat:
+        chat.send(words(20))
+        chat.undo()
+        chat.save(tmp_path / "saved")
+        chat.load(tmp_path / "saved")
+        assert (chat.messages, stored_ids(chat)) == ([], [SYSTEM, 9, 9, END, USER])
+        chat.read(words(30))
+        document = stored_ids(chat)
+        chat.send(words(5))
+        chat.undo()
+        chat.save(tmp_path / "document")
+        chat.load(tmp_path / "document")
+        assert stored_ids(chat) == document
+
+
+def test_a_missing_folder_is_named(chat_of, tmp_path):
+    chat = chat_of(Tokenizer())
+    with pytest.raises(FileNotFoundError, match=r"^folder: got '/no/where', which does not exist"):
+        chat.load("/no/where")
+    with pytest.raises(FileNotFoundError, match=r"which has no file chat\.json; allowed is a fold"):
+        chat.load(tmp_path)
+
+
+def test_a_document_is_a_text_and_not_a_path(chat_of, tmp_path):
+    chat = chat_of(Tokenizer())
+    path = tmp_path / "document"
+    path.write_text(words(20))
+    with pytest.raises(TypeError, match=r"document: got \w*Path, allowed .* path.read_text\(\)$"):
+        chat.read(path)
+    with pytest.raises(TypeError, match=r"document: got list, allowed is a text \(str\)$"):
+        chat.read([words(20)])
+    assert (chat.documents, chat.tokens) == ([], 0)
+
+
+def test_a_streamer_is_an_object_and_not_a_flag(chat_of):
+    chat = chat_of(Tokenizer())
+    with pytest.raises(TypeError, match=r"streamer: got True, allowed is None or a streamer of tr"):
+        chat.send(words(20), streamer=True)
+    assert (chat.messages, chat.tokens) == ([], 0)
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -238,6 +304,22 @@ def test_sliding_windows_read_again_what_they_cannot_remove():
             assert stored_ids(chat) == [*asked, *generation.answer_ids.tolist()]
 
 
+def test_a_saved_chat_with_sliding_windows_lacks_the_turn_that_was_undone(tmp_path):
+    model = build("gemma3_text", layer_types=["sliding_attention", "full_attention"] * 2)
+    tokenizer = Tokenizer()
+    with kvhf.Chat(model, tokenizer, **OPTIONS, **OPENED) as chat:
+        for turn in range(3):
+            chat.send(words(30, seed=turn))
+        stored = stored_ids(chat)
+        chat.undo()
+        chat.save(tmp_path / "saved")
+        assert stored_ids(chat) == stored
+        answer = chat.send(words(7, seed=3)).text
+        chat.load(tmp_path / "saved")
+        assert len(stored_ids(chat)) < len(stored) - 30
+        assert chat.send(words(7, seed=3)).text == answer
+
+
 def test_several_chats_share_one_model(plain, model):
     tokenizer = Tokenizer()
     with kvhf.attach(model, **REGIONS) as cache:
@@ -280,6 +362,7 @@ def test_a_chat_needs_a_template_and_detaches(model):
         (dict(max_tokens=5), "got the argument 'max_tokens'; did you mean 'max_new_tokens'"),
         (dict(local_window=8), "'local_window', which is an option of attach"),
         (dict(temprature=0.5), "did you mean 'temperature'"),
+        (dict(system_prompt="9"), "got the argument 'system_prompt'; did you mean 'system'"),
     ],
 )
 def test_wrong_options_are_found_before_anything_is_read(model, options, match):
