@@ -362,10 +362,13 @@ def _text(path: Path | None) -> tuple[str, str]:
 
 @contextmanager
 def _progress_bar() -> Iterator[Progress]:
-    """Show a progress bar with the current measurement and the estimated remaining time."""
+    """Show a progress bar with the current measurement and the estimated remaining time.
+
+    If the output is not a terminal, lines of text show the progress meanwhile.
+    """
     from rich import progress
 
-    from kvindex_adapters.cli.progress import console
+    from kvindex_adapters.cli.progress import Lines, console
 
     columns = (
         progress.TextColumn("{task.description:<32}"),
@@ -377,9 +380,10 @@ def _progress_bar() -> Iterator[Progress]:
         ),
     )
     with progress.Progress(*columns, console=console, speed_estimate_period=3600) as bar:
-        task = bar.add_task("reading", total=None)
+        task, lines = bar.add_task("reading", total=None), Lines(console)
 
         def update(done: int, total: int, what: str) -> None:
             bar.update(task, completed=done, total=total, description=what)
+            lines.update("measuring", done, total, what)
 
         yield update

@@ -44,22 +44,72 @@ class Display(Progress):
             yield table
 
 
+LINE_EVERY_S = 10.0
+"""Shortest time in seconds between two lines of progress."""
+
+
+class Lines:
+    """Progress as lines of text, for an output that is a file or a pipe.
+
+    There, the package `rich` shows progress bars only after the work is done. A line is printed
+    when a phase of the work begins, and then every `LINE_EVERY_S` seconds. After more than 100
+    seconds of a phase, a line is printed each time that another tenth of that time has passed. On a
+    terminal, nothing is printed.
+
+    Args:
+        output: The console of the progress bars.
+    """
+
+    def __init__(self, output: Console) -> None:
+        self._output = output
+        self._starts: dict[str, float] = {}
+        self._next: dict[str, float] = {}
+
+    def update(self, phase: str, done: int, total: int, detail: str = "") -> None:
+        """Print a line if it is time for one.
+
+        Args:
+            phase: Name of the phase.
+            done: Number of steps that are done.
+            total: Number of all steps.
+            detail: What is being done, or "".
+        """
+        now = time.monotonic()
+        if self._output.is_terminal or done >= total or now < self._next.get(phase, now):
+            return
+        passed = now - self._starts.setdefault(phase, now)
+        self._next[phase] = now + max(LINE_EVERY_S, passed / 10)
+        left = f", about {_time(passed * (total - done) / done)} left" if passed and done else ""
+        after = f"{done / total:.0%} done after {_time(passed)}{left}" if passed else "begins"
+        text = f"{phase}: {after}" + (f" ({detail})" if detail else "")
+        print(text, file=self._output.file, flush=True)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
 class Bars:
     """Progress bars, one per phase of the work, and the answers while they are generated.
 
-    The bar of a phase appears with the first call of `update` for that phase.
+    The bar of a phase appears with the first call of `update` for that phase. If the output is not
+    a terminal, lines of text show the progress meanwhile (see `Lines`).
     """
 
     def __init__(self, progress: Display) -> None:
         self._progress = progress
         self._tasks: dict[str, TaskID] = {}
         self._passes = 0
+        self._lines: Lines | None = Lines(progress.console)
+        self._in_answer = False  # whether an unfinished answer is the last line of the output
 
     def update(self, phase: str, done: int, total: int) -> None:
         """Show that `done` of the `total` steps of a phase are done. After `stop`, show nothing."""
         if phase not in self._tasks:
             self._tasks[phase] = self._progress.add_task(phase, total=total)
         self._progress.update(self._tasks[phase], completed=done, total=total)
+        if self._lines is not None and not self._in_answer:
+            self._lines.update(phase, done, total)
 
     def answer(self, name: str, text: str, more: str, token_s: float) -> None:
         """Show an unfinished answer: below the bars on a terminal, otherwise as plain text.
@@ -73,6 +123,7 @@ class Bars:
         first = name not in self._progress.answers
         self._progress.answers[name] = text, f"{token_s:.3f} s per token"
         self._plain(f"{name}: {more}" if first else more)
+        self._in_answer = True
 
     def end_answer(self, name: str) -> None:
         """Print the time per token of a finished answer, if the output is not a terminal.
@@ -80,6 +131,7 @@ class Bars:
         On a terminal, `Display` already shows this time below the progress bars.
         """
         self._plain(f" ({self._progress.answers[name][1]})\n")
+        self._in_answer = False
 
     def _plain(self, text: str) -> None:
         """Print the text if the output is not a terminal.
@@ -100,6 +152,7 @@ class Bars:
 
     def stop(self) -> None:
         """Stop updating the bars, so that other output can be printed below them."""
+        self._lines = None
         self._progress.stop()
 
 

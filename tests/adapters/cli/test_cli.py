@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 import kvindex
 from kvindex.ops import kmeans
 from kvindex_adapters.cli import app, common, main
+from kvindex_adapters.cli import progress as progress_bars
 from kvindex_adapters.cli.answers import shared_length
 from kvindex_adapters.cli.progress import Answer, Bars, bars
 from kvindex_adapters.hf.model.load_model import load, smollm2
@@ -332,6 +334,46 @@ def streamed(tokenizer):
             answer.end()
 
 
+def test_a_file_gets_lines_of_progress_at_intervals(monkeypatch, capsys):
+    now = [100.0]
+    monkeypatch.setattr(progress_bars, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    lines = progress_bars.Lines(Console(stderr=True))
+    for done in range(0, 400, 4):  # four steps and one second per update
+        lines.update("reading", done, 400, "a text")
+        now[0] += 1
+    lines.update("reading", 400, 400)
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first == "reading: begins (a text)"
+    assert rest[0] == "reading: 10% done after 10 s, about 90 s left (a text)"
+    assert len(rest) == 9
+    for _ in range(200):  # now one step in ten seconds
+        now[0] += 10
+        lines.update("reading", 300, 400)
+    times = [float(line.split()[4]) for line in capsys.readouterr().err.splitlines()]
+    assert len(times) < 40
+    assert times[-1] > 30  # minutes
+
+
+def test_lines_of_progress_are_only_for_files_and_do_not_break_an_answer(monkeypatch, capsys):
+    with bars() as progress:
+        progress.update("reading", 0, 9)
+        progress.answer("index", "4 5", "4 5", 0.1)
+        progress.update("clustering", 0, 9)
+        progress.end_answer("index")
+        progress.update("asking", 0, 9)
+        progress.stop()
+        progress.update("checking", 0, 9)
+    shown = capsys.readouterr().err
+    assert shown.startswith("reading: begins\nindex: 4 5 (0.100 s per token)\nasking: begins\n")
+    assert "clustering: begins" not in shown
+    assert "checking: begins" not in shown
+    terminal = Console(stderr=True, force_terminal=True)
+    monkeypatch.setattr("kvindex_adapters.cli.progress.console", terminal)
+    with bars() as progress:
+        progress.update("reading", 0, 9)
+    assert "begins" not in capsys.readouterr().err
+
+
 class Bracketed(Words):
     """Words that rich would interpret as markup."""
 
@@ -592,8 +634,8 @@ def test_a_prompt_without_questions_is_saved_but_for_its_end(tiny, tmp_path):
     [
         (("--prompt", words(50, 3)), "with 48 tokens, but only the first"),
         (("--prompt", words(30)), "with 48 tokens, but only the first 28 equal"),
-        (("--prompt", words(50), "--sink", 5), "layer.sink = 4, allowed is 5"),
-        (("--prompt", words(50), "--index", "quest"), "index = 'Exact', allowed is 'Quest'"),
+        (("--prompt", words(50), "--sink", 5), "was saved with 4; pass sink=4"),
+        (("--prompt", words(50), "--index", "quest"), "or --index exact to the command"),
     ],
 )
 def test_another_text_or_index_than_that_of_a_saved_cache_is_refused(

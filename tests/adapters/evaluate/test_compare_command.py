@@ -112,6 +112,7 @@ def test_it_writes_a_report_and_goes_on_with_the_same_settings(run, tmp_path):
     }
     assert "out/report.html" in result.stdout
     assert "100%" in result.stderr
+    assert "measuring: begins (text, 60 tokens)\n" in result.stderr
     before = (tmp_path / "out" / "results.jsonl").read_bytes()
     more = run("--index", "exact,quest:page=4", "-k", "50")
     assert more.exit_code == 0, more.output
