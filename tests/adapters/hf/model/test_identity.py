@@ -104,6 +104,17 @@ def replace_linears(model, made, names=("_proj",)):
     return model
 
 
+@pytest.mark.parametrize("made", [Int8, lambda linear: packed(linear)], ids=["buffers", "packed"])
+def test_layers_with_quantized_weights_answer_as_without_an_index(made):
+    model = replace_linears(llama(), made)
+    inputs = prompt(1, 50)
+    options = dict(max_new_tokens=12, do_sample=False)
+    expected = model.generate(**inputs, **options)
+    with kvhf.attach(model, **REGIONS) as cache:
+        assert torch.equal(model.generate(**inputs, past_key_values=cache, **options), expected)
+        assert cache.report().steps == 11
+
+
 def test_weights_in_buffers_are_compared(tmp_path):
     folder = save(replace_linears(llama(), Int8), tmp_path / "saved")
     load(replace_linears(llama(), Int8), folder)
