@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import random
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,8 +27,11 @@ from kvindex_adapters.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
     from kvindex_adapters.evaluate.compare.schedule import Progress
     from kvindex_adapters.evaluate.compare.settings import Plan, Settings
+    from kvindex_adapters.evaluate.compare.tables import Table
     from kvindex_adapters.evaluate.compare.workers import Load
 
 USUAL: dict[str, Any] = dict(tokens="4K", tries=10, steps=256) | dict(
@@ -53,8 +58,20 @@ _DEFAULTS = {
 }
 """Maps the name of an option to the sentence in its help text that states its defaults."""
 
-SHOWN = ("index", "k", "accuracy", "KL, nats", "coverage", "recall", "rows read", "ms per step")
+SHOWN = (
+    *("index", "k", "accuracy", "KL, nats", "KL over exact's", "coverage", "recall"),
+    *("rows read", "ms per step", "code bytes per key"),
+)
 """Columns of the table that the command prints. The report shows more columns."""
+
+OPTIONAL = ("code bytes per key", "KL over exact's", "coverage", "recall")
+"""Columns that are left out, in this order, until the table fits the width of the output."""
+
+WIDTH = 100
+"""Width of the table in characters, if the output is not a terminal."""
+
+NAME_WIDTH = 24
+"""Names of indexes with more characters are broken into lines at ":" and "+"."""
 
 
 def compare(
@@ -246,7 +263,6 @@ def _report(out: Path, settings: Settings) -> None:
     error.
     """
     from rich.console import Console
-    from rich.table import Table
 
     from kvindex_adapters.evaluate.compare.records import Records
     from kvindex_adapters.evaluate.compare.report import write_report
@@ -254,17 +270,53 @@ def _report(out: Path, settings: Settings) -> None:
 
     summary = write_report(out, settings, Records(out))
     overview, *_ = tables(summary)
-    shown = [i for i, column in enumerate(overview.columns) if column in SHOWN]
-    table = Table(*(overview.columns[i] for i in shown))
-    for row in overview.rows:
-        table.add_row(*(row[i].text for i in shown))
-    Console().print(table)
+    output = Console()
+    if not output.is_terminal and "COLUMNS" not in os.environ:
+        output = Console(width=WIDTH)
+    output.print(_fitting(overview, output.width))
     for line in _rows_in_words(summary):
         print(line)
     for row in summary["failures"]:
         what = f"{row['index'] or 'all'} at {row['task'] or 'text'}, {row['tokens']} tokens"
         print(f"not measured: {what}: {row['words']}", file=sys.stderr)
     print(out / "report.html")
+
+
+def _fitting(table: Table, most: int) -> RichTable:
+    """Make a table of the columns `SHOWN`. If it is wider than `most` characters, leave out columns
+    of `OPTIONAL`."""
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    cells = {  # name of a column -> its cells
+        column: [_broken(row[i].text) if column == "index" else row[i].text for row in table.rows]
+        for i, column in enumerate(table.columns)
+        if column in SHOWN
+    }
+    parts = {column: [*column.split(), *"\n".join(cells[column]).split("\n")] for column in cells}
+    widths = {column: max(map(len, parts[column])) for column in cells}
+    for column in OPTIONAL:
+        if sum(widths.values()) + 2 * (len(widths) - 1) > most:  # two spaces between columns
+            widths.pop(column, None)
+    made = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
+    for column, width in widths.items():
+        made.add_column(column, justify="left" if column == "index" else "right", width=width)
+    for row in zip(*(cells[column] for column in widths), strict=True):
+        made.add_row(*map(Text, row))
+    return made
+
+
+def _broken(name: str) -> str:
+    """Break the name of an index before options and wrappers, into lines of at most `NAME_WIDTH`
+    characters where this is possible."""
+    lines = [""]
+    for part in re.split(r"(?=[:+])", name):
+        if lines[-1] and len(lines[-1]) + len(part) > NAME_WIDTH:
+            lines.append(f"  {part}")
+        else:
+            lines[-1] += part
+    return "\n".join(lines)
 
 
 def _rows_in_words(summary: dict[str, Any]) -> Iterator[str]:

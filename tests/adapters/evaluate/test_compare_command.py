@@ -1,6 +1,7 @@
 """Test `kvindex compare` as a user types it."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -151,6 +152,44 @@ def test_no_tasks_are_steps_along_a_text(run, tmp_path):
     assert "samples rows" not in result.stdout
     (figure,) = narrow_pictures(json.loads((tmp_path / "out" / "results.json").read_text()))
     assert [text.get_text().partition(":")[0] for text in figure.axes[0].texts] == ["exact"]
+
+
+def test_the_table_has_the_figures_of_the_report(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")  # room for all columns, even if a step takes seconds
+    index = "exact:group=max_share:row_codec=int8+reuse"
+    result = run("--index", f"pariskv:preset=fast,{index},exact", "-k", "5", "--tasks", "none")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    rule = next(i for i, line in enumerate(lines) if line.startswith("───"))
+    assert max(map(len, lines[: rule + 6])) <= 120
+    found = json.loads((tmp_path / "out" / "results.json").read_text())["text"]
+    figures = {row["index"]: row for row in found}
+    assert figures["full attention"]["key_bytes"] is None
+    assert figures["pariskv:preset=fast"]["key_bytes"] > 1
+    assert figures["exact"]["key_bytes"] == 0
+    rows = [line.split() for line in lines[rule + 1 : rule + 6]]
+    assert [row[0] for row in rows[:1]] == ["full"]
+    for name in ("pariskv:preset=fast", "exact"):
+        (cells,) = (row for row in rows if row[0] == name)
+        row = figures[name]
+        assert cells[1:4] == ["5", f"{row['kl']:.4f}", f"{row['over_exact']:.2f}"]
+        assert cells[-1] == f"{row['key_bytes']:.1f}"
+    assert [row[0] for row in rows[2:4]] == ["exact:group=max_share", ":row_codec=int8+reuse"]
+    for columns in (100, 60):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        result = run("--index", "pariskv:preset=fast", "-k", "5", "--tasks", "none")
+        rule = next(line for line in result.stdout.splitlines() if line.startswith("───"))
+        assert len(rule) <= columns
+
+
+def test_results_of_an_earlier_version_lack_the_bytes_of_codes(run, tmp_path):
+    assert run("--index", "exact", "-k", "5", "--tasks", "none").exit_code == 0
+    path = tmp_path / "out" / "results.jsonl"
+    path.write_text(re.sub(r', "key_bytes": [^,}]*', "", path.read_text()))
+    assert "key_bytes" not in path.read_text()
+    again = run("--index", "exact", "-k", "5", "--tasks", "none")
+    assert again.exit_code == 0, again.output
+    assert "code" not in again.stdout
 
 
 def test_sampled_rows_are_not_judged_by_recall(run):

@@ -7,14 +7,18 @@ step reads, time, and memory.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
 import torch
 from torch import Tensor
 
+from kvindex.bases.index import BaseIndex
+from kvindex.core.protocol import KVIndex
 from kvindex.layer import AttentionLayer
 from kvindex.layer.retrieval import row_bytes
+from kvindex.wrappers.base import Wrapper
 from kvindex_adapters.evaluate.compare.answers import Steps
 from kvindex_adapters.evaluate.compare.found import Found, watched
 from kvindex_adapters.evaluate.compare.memory import forget_peak, peak
@@ -40,6 +44,8 @@ class Steady:
         step_bytes: Bytes of keys and values that a step copies from memory, in all layers.
         nbytes: Bytes of the KV cache, by memory tier.
         peak_bytes: Peak memory of the process in bytes, by "host" and "device".
+        key_bytes: Bytes of codes and learned parameters that the index stores per token and KV
+            head, mean over layers. None for full attention, or if the index does not report them.
     """
 
     step_s: float
@@ -49,6 +55,7 @@ class Steady:
     step_bytes: float
     nbytes: dict[str, int]
     peak_bytes: dict[str, int]
+    key_bytes: float | None = None
 
 
 def dense_cost(full: FullAttention, ids: Tensor) -> Steady:
@@ -81,6 +88,7 @@ def cost(indexed: Indexed, ids: Tensor, *, k: int) -> Steady:
             step_bytes=report.bytes_fetched / max(report.steps, 1),
             nbytes=report.nbytes,
             peak_bytes=peak(),
+            key_bytes=_key_bytes([layer.index for layer in indexed.layers]),
         )
 
 
@@ -134,6 +142,19 @@ def _rows_found(layer: AttentionLayer) -> float:
     traffic, index = layer.traffic, layer.index
     size = row_bytes(index) * index.geometry.kv_heads * max(traffic.steps, 1)
     return float(traffic.bytes_fetched) / size
+
+
+def _key_bytes(indexes: Sequence[KVIndex]) -> float | None:
+    """Return the mean of the bytes that indexes store per token and KV head, without keys and
+    values, or None if an index is empty or does not report these bytes."""
+    found = []
+    for index in indexes:
+        while isinstance(index, Wrapper):
+            index = index.inner
+        if not isinstance(index, BaseIndex) or not len(index):
+            return None
+        found.append(index.bytes_per_key()["stored"])
+    return fmean(found) if found else None
 
 
 def _timed(steps: Steps, ids: Tensor) -> float:

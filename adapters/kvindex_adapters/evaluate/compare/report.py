@@ -136,7 +136,7 @@ def _figures(summary: Row) -> Iterator[Row]:
                 ends = {end: row[f"{measure}_{end}"] for end in ("low", "high")}
                 figure = {"measure": measure, "value": row[measure], **ends}
                 yield {**about, **figure, "count": row["steps"]}
-        for measure in (*FOUND, *COSTS):
+        for measure in (*FOUND, *COSTS, "key_bytes"):
             value = row[measure]
             value = sum(value.values()) if isinstance(value, dict) else value
             yield {**about, "measure": measure, "value": value}

@@ -196,6 +196,7 @@ def _texts(records: Records) -> list[Row]:
         exact = texts.get((tokens, "exact", k))
         about = {**_of((str(index), k)), "tokens": tokens, **_divergence(record, exact)}
         rows.append(about | {name: record[name] for name in (*FOUND, "weighted", *COSTS)})
+        rows[-1]["key_bytes"] = record.get("key_bytes")  # older folders do not contain it
     return rows
 
 

@@ -84,7 +84,7 @@ def _without_empty_columns(table: Table) -> Table:
 
 COSTS = (
     *("KL, nats", "KL over exact's", "same token", "coverage", "recall"),
-    *("rows read", "ms per step", "MiB per step", "MiB cached", "peak MiB"),
+    *("rows read", "ms per step", "code bytes per key", "MiB per step", "MiB cached", "peak MiB"),
 )
 
 
@@ -110,6 +110,7 @@ def _means(rows: Sequence[Row]) -> list[Cell]:
             mean(*(row["rows_read"] / (row["rows_full"] or 1) for row in rows)), _rows_of(rows)
         ),
         _number(mean(*(1000 * row["step_s"] for row in rows)), "{:.1f}"),
+        _key_bytes(rows),
         _mib(mean(*(row["step_bytes"] for row in rows))),
         _mib(mean(*(sum(row["nbytes"].values()) for row in rows))),
         _mib(max(sum(row["peak_bytes"].values()) for row in rows)),
@@ -121,6 +122,12 @@ def _found(rows: Sequence[Row], name: str) -> Cell:
     known = [row[name] for row in rows if row[name] is not None]
     note = "sampled" if rows[0]["weighted"] else ""
     return _percent(sum(known) / len(known), note) if known else EMPTY
+
+
+def _key_bytes(rows: Sequence[Row]) -> Cell:
+    """Return a cell with the bytes that an index stores per key, as a mean over text lengths."""
+    known = [row["key_bytes"] for row in rows if row["key_bytes"] is not None]
+    return _number(sum(known) / len(known), "{:.1f}") if known else EMPTY
 
 
 def _rows_of(rows: Sequence[Row]) -> str:
@@ -228,6 +235,7 @@ def _texts(summary: dict[str, Any]) -> Table:
             *(_found([row], name) for name in FOUND),
             _number(row["rows_read"], "{:.0f}", _rows_of([row]).partition(" ")[2]),
             _number(1000 * row["step_s"], "{:.1f}"),
+            _key_bytes([row]),
             _mib(row["step_bytes"]),
             _mib(sum(row["nbytes"].values()), _tiers(row["nbytes"])),
             _mib(sum(row["peak_bytes"].values()), _tiers(row["peak_bytes"])),
@@ -244,8 +252,9 @@ def _texts(summary: dict[str, Any]) -> Table:
         "retrieved, both low by design where an index samples rows and weighs them, for which KL "
         "divergence is the measure; rows that a step attends to per KV head, and how many of them "
         "the index retrieved (the others are the first and newest tokens); the median time of a "
-        "step that runs alone; the bytes that a step copies out of the stores; the size of the "
-        "cache; and the peak memory of the process."
+        "step that runs alone; the bytes of codes and learned parameters that the index stores per "
+        "token and KV head; the bytes that a step copies out of the stores; the size of the cache; "
+        "and the peak memory of the process."
     )
     return Table("Text", about, ["index", "k", "tokens", *COSTS], rows)
 
