@@ -191,8 +191,8 @@ class BaseChat(ABC):
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write messages, documents and the cache to a new folder.
 
-        A chat with a model of transformers leaves out tokens in the cache that do not belong to the
-        conversation any more, for example after `undo`. The chat itself stays unchanged.
+        The folder contains no tokens that do not belong to the conversation any more, for example
+        after `undo`. The chat itself stays unchanged.
 
         Args:
             folder: A new folder. If the call fails, no folder remains.

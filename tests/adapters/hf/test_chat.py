@@ -182,43 +182,43 @@ def test_saved_chats_continue(chat_of, tmp_path):
         chat.save(tmp_path / "saved")
 
 
-def test_a_saved_chat_lacks_the_turn_that_was_undone(model, tmp_path):
+def test_a_saved_chat_lacks_the_turn_that_was_undone(chat_of, tmp_path):
     tokenizer = Tokenizer()
-    with kvhf.Chat(model, tokenizer, system="9", **OPENED, **OPTIONS) as chat:
-        chat.send(words(20))
-        first = list(chat.messages)
-        chat.save(tmp_path / "first")
-        chat.send(words(12, seed=1))
-        stored = stored_ids(chat)
-        chat.undo()
-        chat.save(tmp_path / "undone")
-        assert (chat.messages, stored_ids(chat)) == (first, stored)
-        expected = chat.send(words(7, seed=2))
-        assert len(chat.undo()) == len(chat.undo()) == 2
-        assert [one["role"] for one in chat.messages] == ["system"]
-        for name, more in [("first", []), ("undone", [END, USER])]:  # of the next question, too
-            chat.load(tmp_path / name)
-            answer = tokenizer(first[-1]["content"])["input_ids"]
-            assert stored_ids(chat) == [*rendered(tokenizer, first[:-1]), *answer, *more]
-            assert chat.messages == first
-            again = chat.send(words(7, seed=2))
-            assert (again.text, chat.messages[:-2]) == (expected.text, first)
+    chat = chat_of(tokenizer, system="9")
+    chat.send(words(20))
+    first = list(chat.messages)
+    chat.save(tmp_path / "first")
+    chat.send(words(12, seed=1))
+    stored = stored_ids(chat)
+    chat.undo()
+    chat.save(tmp_path / "undone")
+    assert (chat.messages, stored_ids(chat)) == (first, stored)
+    expected = chat.send(words(7, seed=2))
+    assert len(chat.undo()) == len(chat.undo()) == 2
+    assert [one["role"] for one in chat.messages] == ["system"]
+    for name, more in [("first", []), ("undone", [END, USER])]:  # of the next question, too
+        chat.load(tmp_path / name)
+        answer = tokenizer(first[-1]["content"])["input_ids"]
+        assert stored_ids(chat) == [*rendered(tokenizer, first[:-1]), *answer, *more]
+        assert chat.messages == first
+        again = chat.send(words(7, seed=2))
+        assert (again.text, chat.messages[:-2]) == (expected.text, first)
 
 
-def test_a_chat_whose_turns_were_all_undone(model, tmp_path):
-    with kvhf.Chat(model, Tokenizer(), **OPENED, **OPTIONS) as chat:
-        chat.send(words(20))
-        chat.undo()
-        chat.save(tmp_path / "saved")
-        chat.load(tmp_path / "saved")
-        assert (chat.messages, stored_ids(chat)) == ([], [SYSTEM, 9, 9, END, USER])
-        chat.read(words(30))
-        document = stored_ids(chat)
-        chat.send(words(5))
-        chat.undo()
-        chat.save(tmp_path / "document")
-        chat.load(tmp_path / "document")
-        assert stored_ids(chat) == document
+def test_a_chat_whose_turns_were_all_undone(chat_of, tmp_path):
+    chat = chat_of(Tokenizer())
+    chat.send(words(20))
+    chat.undo()
+    chat.save(tmp_path / "saved")
+    chat.load(tmp_path / "saved")
+    assert (chat.messages, stored_ids(chat)) == ([], [SYSTEM, 9, 9, END, USER])
+    chat.read(words(30))
+    document = stored_ids(chat)
+    chat.send(words(5))
+    chat.undo()
+    chat.save(tmp_path / "document")
+    chat.load(tmp_path / "document")
+    assert stored_ids(chat) == document
 
 
 def test_a_missing_folder_is_named(chat_of, tmp_path):
