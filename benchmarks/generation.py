@@ -15,8 +15,8 @@ number of rounds that were therefore not run.
         --json OUT
     python -m benchmarks.generation --decoder SHAPE --through transformers [--context N] …
         --json OUT
-    python -m benchmarks.generation --decoder SHAPE --prefill N [--sparse F…] [--weights fp8] …
-        --json OUT
+    python -m benchmarks.generation --decoder SHAPE --prefill N [--sparse SELECTOR=F…]
+        [--weights fp8] … --json OUT
 
 **With --text** there are two parts:
 
@@ -69,10 +69,11 @@ layer. `ratio` is the ratio to the time of the decoder. Plans of transformers:
 last token. It reads the prompt with an index (`indexed`), and with full attention (`full`) if all
 keys and values fit. Results are the seconds of the `first` reading and of later readings, and the
 peak device memory (`peak_bytes`). `memory` is the peak divided by the memory that is at least
-needed: for the weights, the keys and values of one layer, and the activations of a chunk. `floor` is
-the time of the matrix products and of attention alone (`common.prompt.floor`), and `ratio` the
-ratio to it. `--sparse F` also reads the prompt with sparse attention, where random blocks replace
-the chosen ones, because random weights have no sparsity: a fraction F of all blocks.
+needed: for the weights, the keys and values of one layer, and the activations of a chunk. `floor`
+is the time of the matrix products and of attention alone (`common.prompt.floor`), and `ratio` the
+ratio to it. `--sparse SELECTOR=F` also reads the prompt with sparse attention (plan `SELECTOR=F`).
+Random weights have no sparsity, so random blocks replace those that the selector chooses, a
+fraction F of all blocks.
 """
 
 from __future__ import annotations
@@ -145,11 +146,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--sparse",
-        type=float,
         nargs="+",
-        metavar="F",
-        help="With --prefill, also read the prompt with sparse attention to these fractions of the "
-        "blocks of keys",
+        metavar="SELECTOR=F",
+        help="With --prefill, also read the prompt with sparse attention: name of the selector, "
+        "and fraction of the blocks of keys that attention reads (pooled=0.2)",
     )
     parser.add_argument(
         "--batch",

@@ -59,7 +59,9 @@ def read(
     return found
 
 
-def read_sparsely(decoder: Decoder, ids: Tensor, index: str, fraction: float) -> Figures:
+def read_sparsely(
+    decoder: Decoder, ids: Tensor, index: str, fraction: float, selector: str
+) -> Figures:
     """Read a prompt with sparse attention to a given fraction of the blocks of keys.
 
     A model with random weights has no attention that concentrates on few blocks. Therefore the
@@ -67,8 +69,8 @@ def read_sparsely(decoder: Decoder, ids: Tensor, index: str, fraction: float) ->
     """
     choose = SparsePrompt.choose
 
-    def random(prompt: SparsePrompt, queries: Tensor, summaries: Tensor, *given: Any) -> Tensor:
-        chosen = choose(prompt, queries, summaries, *given)
+    def random(prompt: SparsePrompt, *given: Any) -> Tensor:
+        chosen = choose(prompt, *given)
         (QB, KB), device = chosen.shape[2:], chosen.device
         first = KB - QB
         causal = torch.arange(KB, device=device) <= torch.arange(first, KB, device=device)[:, None]
@@ -76,7 +78,7 @@ def read_sparsely(decoder: Decoder, ids: Tensor, index: str, fraction: float) ->
         return (drawn & causal) | kept_always(QB, KB, first, device)
 
     with mock.patch.object(SparsePrompt, "choose", random):
-        return read(decoder, ids, index, {"prefill": "sparse"})
+        return read(decoder, ids, index, {"prefill": "sparse", "prefill_selector": selector})
 
 
 def floor(decoder: Decoder, tokens: int, chunk: int) -> Figures:
@@ -159,9 +161,9 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     turns: dict[str, Callable[[], Figures]] = {
         plan: partial(read, decoder, ids, index) for plan, index in indexes.items()
     }
-    for fraction in given.sparse or ():
-        plan = f"sparse {fraction:g}"
-        turns[plan] = partial(read_sparsely, decoder, ids, given.index, fraction)
+    for plan in given.sparse or ():
+        selector, fraction = plan.split("=")
+        turns[plan] = partial(read_sparsely, decoder, ids, given.index, float(fraction), selector)
     first = {plan: turn() for plan, turn in turns.items()}
     about = dict(shape=shape._asdict(), tokens=tokens, chunk=chunk, kind=given.weights)
     about |= dict(first=first, needed_bytes=needed, over_bytes=over)

@@ -21,6 +21,13 @@ from kvindex.layer.dense import attend_densely
 from kvindex.layer.sink import Sink
 from kvindex.ops.block_sparse import BLOCK, attend_chosen
 from kvindex.selectors.pooled import PooledSelector
+from kvindex.selectors.sampled import SampledSelector
+
+SELECTORS: dict[str, type[PooledSelector] | type[SampledSelector]] = {
+    "pooled": PooledSelector,
+    "sampled": SampledSelector,
+}
+"""Name of each selector that a layer can use -> its class."""
 
 
 class PromptRows(Protocol):
@@ -49,18 +56,20 @@ class SparsePrompt(Restorable):
     """Chooses the blocks of keys that a prompt attends to, and attends to them.
 
     Args:
+        selector: Name of the selector, one of `SELECTORS`.
         mass: Fraction of the estimated attention weight that the chosen blocks have.
         last: Number of tokens at the end of a prompt that attend to all tokens.
     """
 
-    def __init__(self, mass: float, last: int) -> None:
-        self.selector, self.last = PooledSelector(mass), last
+    def __init__(self, selector: str, mass: float, last: int) -> None:
+        self.selector = SELECTORS[selector](mass)
+        self.last = last
         self.end: int | None = None
         """Length of the sequence at the end of the prompt, or None if unknown. If it is unknown, or
         the prompt has ended, the last tokens of each chunk attend to all tokens."""
         self.used = False
         """True if some tokens of the sequence were read with sparse attention."""
-        self._summaries: Tensor | None = None  # of the first blocks of keys, [B, G, m, ...]
+        self._means: Tensor | None = None  # of the first blocks of keys, float32 [B, G, m, D]
         self._read: Tensor | int = 0  # number of chosen blocks; a tensor on the device
         self._causal = 0  # number of blocks that dense attention would have read
 
@@ -89,8 +98,7 @@ class SparsePrompt(Restorable):
         before, some, after = torch.split(
             queries, [start - first, stop - start, first + T - stop], dim=2
         )
-        summaries = self._summaries_until(stop // BLOCK - 1, rows)
-        chosen = self.choose(some, summaries, start, rows.scale)
+        chosen = self.choose(some, start, rows)
         outputs = [rows.attend_chosen(some, chosen)]
         if start > first:
             outputs.insert(0, rows.attend_densely(before, start))
@@ -101,58 +109,58 @@ class SparsePrompt(Restorable):
         self._causal += B * H * sum(range(start // BLOCK + 1, stop // BLOCK + 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
-    def _summarized(self, keys: Tensor) -> Tensor:
-        """Return the summaries of whole blocks of keys, `[B, G, n, ...]`."""
-        kernels = prompt_kernels(keys.device)
-        if kernels is None or type(self.selector) is not PooledSelector:
-            return self.selector.summarize(keys)
-        means: Tensor = kernels.mean_keys(keys)
-        return means
-
-    def choose(self, queries: Tensor, summaries: Tensor, first: int, scale: float) -> Tensor:
+    def choose(self, queries: Tensor, first: int, rows: PromptRows) -> Tensor:
         """Choose the blocks of keys that whole blocks of queries read.
 
         Args:
             queries: `[B, H, T, D]`.
-            summaries: Summaries of the blocks of keys before the last query's block.
             first: Position of the first query.
-            scale: Factor of the logits.
+            rows: The keys and values of all tokens.
 
         Returns:
             Bool `[B, H, QB, KB]`.
         """
-        kernels = prompt_kernels(queries.device)
-        selector = self.selector
-        if kernels is None or type(selector) is not PooledSelector:
-            return selector.choose(queries, summaries, first, scale=scale)
-        how = dict(scale=scale, mass=selector.mass)
-        made: Tensor = kernels.choose_pooled(queries, summaries, first, **how)
+        kernels, selector, scale = prompt_kernels(queries.device), self.selector, rows.scale
+        before = first + queries.shape[2] - BLOCK  # all keys before the block of the last query
+        made: Tensor
+        if isinstance(selector, SampledSelector):
+            keys = rows.keys(0, before)
+            if kernels is None:
+                return selector.choose(queries, selector.summarize(keys), first, scale=scale)
+            how = dict(scale=scale, mass=selector.mass, count=selector.queries)
+            made = kernels.choose_sampled(queries, keys, first, **how)
+            return made
+        means = self._means_before(before, rows)
+        if kernels is None:
+            return selector.choose(queries, means, first, scale=scale)
+        made = kernels.choose_pooled(queries, means, first, scale=scale, mass=selector.mass)
         return made
 
-    def _summaries_until(self, block: int, rows: PromptRows) -> Tensor:
-        """Return the summaries of all blocks of keys before a block, `[B, G, block, ...]`."""
-        known = self._summaries
+    def _means_before(self, position: int, rows: PromptRows) -> Tensor:
+        """Return the mean keys of all blocks before a position, float32 `[B, G, m, D]`."""
+        known, block = self._means, position // BLOCK
         have = 0 if known is None else known.shape[2]
         if known is None or have < block:
-            new = self._summarized(rows.keys(have * BLOCK, block * BLOCK))
-            known = new if known is None else torch.cat([known, new], 2)
-            self._summaries = known
+            keys = rows.keys(have * BLOCK, block * BLOCK)
+            kernels = prompt_kernels(keys.device)
+            new: Tensor = (self.selector.summarize if kernels is None else kernels.mean_keys)(keys)
+            known = self._means = new if known is None else torch.cat([known, new], 2)
         return known[:, :, :block]
 
     def truncate(self, length: int) -> None:
         """Forget the blocks that contain tokens from position `length` on."""
         self.end = None
-        if self._summaries is not None:
-            self._summaries = self._summaries[:, :, : length // BLOCK]
+        if self._means is not None:
+            self._means = self._means[:, :, : length // BLOCK]
 
     def reorder(self, batch_indices: Tensor) -> None:
         """Replace sequence `b` by sequence `batch_indices[b]`."""
-        if self._summaries is not None:
-            self._summaries = self._summaries[batch_indices.to(self._summaries.device)]
+        if self._means is not None:
+            self._means = self._means[batch_indices.to(self._means.device)]
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self.end, self.used, self._summaries = None, False, None
+        self.end, self.used, self._means = None, False, None
         self._read, self._causal = 0, 0
 
 

@@ -27,7 +27,7 @@ class SampledSelector:
         queries: Number of queries of a block that are taken, a divisor of 128.
     """
 
-    def __init__(self, mass: float = 0.95, queries: int = 16) -> None:
+    def __init__(self, mass: float = 0.95, queries: int = 32) -> None:
         self.mass = check.within("mass", mass, 0, 1)
         self.queries = check.at_least("queries", queries, 1)
         if base.BLOCK % queries:

@@ -12,9 +12,14 @@ from kvindex.ops.block_sparse import BLOCK, check_chosen
 from kvindex_cuda.triton.kernels import block_sparse as kernels
 from kvindex_cuda.triton.operands import DTYPES, Tile, launch
 
-HEADS_FIRST = False
 WIDEST = 2**15
 """Largest number of key blocks: 4 million tokens. A program reads the scores of all of them."""
+
+SUM_BYTES = 2**27
+"""Most bytes of the sums of exponentials that `choose_sampled` has in memory at a time."""
+
+PROGRAMS = 1024
+"""Number of programs of a launch of `sum_blocks` that keeps a GPU busy."""
 
 
 def attend_chosen(
@@ -69,10 +74,9 @@ def attend_chosen(
     lse = torch.empty((B, H, T), dtype=torch.float32, device=queries.device)
     launch(
         kernels.attend_chosen,
-        (B * H, cdiv(T, BLOCK)) if HEADS_FIRST else (cdiv(T, BLOCK), B * H),
+        (cdiv(T, BLOCK), B * H),
         tile,
         queries.device,
-        HEADS_FIRST=HEADS_FIRST,
         queries=queries,
         keys=keys,
         values=values,
@@ -152,6 +156,94 @@ def choose_pooled(
         KB=KB,
         WIDE=next_power_of_2(KB),
     )
+    return chosen
+
+
+def choose_sampled(
+    queries: Tensor, keys: Tensor, first: int, *, scale: float, mass: float, count: int
+) -> Tensor:
+    """Choose blocks of keys by the exact attention weights of some queries of each block.
+
+    The result is that of `kvindex.selectors.SampledSelector(mass, count).choose`, up to rounding of
+    weights near the threshold. If a logit is NaN, all blocks before the own one are chosen.
+
+    Args:
+        queries: `[B, H, T, D]`, for the positions `first` to `first + T - 1`.
+        keys: `[B, G, n · 128, D]`, of all blocks before the last query's own block at least, in the
+            queries' dtype.
+        first: Position of the first query, a multiple of 128.
+        scale: Factor of the logits.
+        mass: Fraction of the attention weight to keep, in (0, 1].
+        count: Number of queries of a block that are taken, a divisor of 128.
+
+    Returns:
+        Bool `[B, H, QB, KB]`.
+
+    Raises:
+        ValueError: There are too many blocks of keys.
+    """
+    (B, H, T, D), G = queries.shape, keys.shape[1]
+    QB, first_block = cdiv(T, BLOCK), first // BLOCK
+    KB = first_block + QB
+    if KB > WIDEST:
+        raise ValueError(f"first: got {first}, allowed are prompts of {WIDEST * BLOCK} tokens")
+    chosen = torch.empty((B, H, QB, KB), dtype=torch.bool, device=queries.device)
+    if KB == 1:
+        return chosen.fill_(True)
+    rows = max(16, min(128, next_power_of_2(H // G * count)))
+    tiles = cdiv(H // G * count, rows)
+    tile = Tile(columns=BLOCK, warps=8 if rows > 64 else 4, stages=3)
+    if queries.element_size() > 2:
+        tile = Tile(columns=BLOCK, warps=8, stages=1)
+    wide, keys = max(16, next_power_of_2(D)), _described(keys)
+    # the buffer of sums limits how many blocks of queries are processed at a time
+    some = max(1, SUM_BYTES // (4 * B * H * count * KB))
+    for start in range(0, QB, some):
+        part = queries[:, :, start * BLOCK : (start + some) * BLOCK]
+        blocks = cdiv(part.shape[2], BLOCK)
+        sums = torch.empty((B * H, blocks, count, KB - 1), device=queries.device)
+        splits = max(1, min(KB - 1, PROGRAMS // (blocks * B * G * tiles)))
+        launch(
+            kernels.sum_blocks,
+            (blocks, B * G * tiles, splits),
+            tile,
+            queries.device,
+            queries=part,
+            key_blocks=_blocks(keys, BLOCK, wide),
+            sums=sums,
+            first_block=first_block + start,
+            T=part.shape[2],
+            QB=blocks,
+            KB=KB,
+            scale=float(scale),
+            **_steps("query", part),
+            H=H,
+            G=G,
+            GROUP=H // G,
+            D=D,
+            WIDE=wide,
+            COUNT=count,
+            STEP=BLOCK // count,
+            ROWS=rows,
+            TILES=tiles,
+            BLOCK=BLOCK,
+        )
+        these = torch.empty((B, H, blocks, KB), dtype=torch.bool, device=queries.device)
+        launch(
+            kernels.choose_by_sums,
+            (blocks, B * H),
+            _row_tile(KB),
+            queries.device,
+            sums=sums,
+            chosen=these.view(torch.int8),
+            mass=float(mass),
+            first_block=first_block + start,
+            QB=blocks,
+            KB=KB,
+            COUNT=count,
+            WIDE=next_power_of_2(KB),
+        )
+        chosen[:, :, start : start + blocks] = these
     return chosen
 
 

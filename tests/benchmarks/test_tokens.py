@@ -46,12 +46,15 @@ def test_a_model_on_a_cpu_is_timed_without_graphs(tiny, monkeypatch):
 
 
 def test_a_prefill_is_timed_with_an_index_and_without(tiny_decoder, monkeypatch):
-    given = ["--prefill", 700, "--sparse", 0.5, *tiny_decoder]
+    given = ["--prefill", 700, "--sparse", "pooled=0.5", "sampled=0.5", *tiny_decoder]
     found = ran(generation.main, given, monkeypatch)["prefill"]
-    assert (found["rounds"], found["ratio"].keys()) == (3, {"indexed", "full", "sparse 0.5"})
+    assert (found["rounds"], found["ratio"].keys()) == (
+        3,
+        {"indexed", "full", "pooled=0.5", "sampled=0.5"},
+    )
     assert found["needed_bytes"]["layer"] == 2 * 700 * 64 * 4
     assert found["over_bytes"] == sum(found["needed_bytes"].values()) - 700 * 64 * 4
-    assert len([*prompt.shown(found)]) == 4
+    assert len([*prompt.shown(found)]) == 5
 
 
 @pytest.mark.parametrize(

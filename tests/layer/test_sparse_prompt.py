@@ -7,8 +7,8 @@ import torch
 
 import kvindex
 from kvindex.layer import AttentionLayer
+from kvindex.layer.sparse import SELECTORS
 from kvindex.ops.block_sparse import BLOCK, attend_chosen
-from kvindex.selectors.pooled import PooledSelector
 from tests.support.helpers import mostly_slow
 
 H, G, D, N = 4, 2, 16, 1300
@@ -54,15 +54,17 @@ def test_all_of_the_weight_is_dense_attention(spec, sizes):
 
 @pytest.mark.parametrize("sizes", CHUNKS)
 @pytest.mark.parametrize("batch", [1, 2])
-def test_chunks_have_no_effect_on_the_choice(sizes, batch):
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_chunks_have_no_effect_on_the_choice(sizes, batch, selector):
     given = tokens(batch=batch)
     queries, keys, values = given
-    layer = layer_of("pariskv", prefill="sparse", prefill_mass=0.6, prefill_last=150)
+    options = dict(prefill="sparse", prefill_mass=0.6, prefill_last=150)
+    layer = layer_of("pariskv", **options, prefill_selector=selector)
     found = read(layer, given, sizes, N)
-    selector, stop = PooledSelector(0.6), (N - 150) // BLOCK * BLOCK
-    means = selector.summarize(keys[:, :, :stop])
+    chooser, stop = SELECTORS[selector](0.6), (N - 150) // BLOCK * BLOCK
+    summaries = chooser.summarize(keys[:, :, :stop])
     some, scale = queries[:, :, :stop], layer.index.geometry.scale
-    chosen = selector.choose(some, means, 0, scale=scale)
+    chosen = chooser.choose(some, summaries, 0, scale=scale)
     want = attend_chosen(some, keys[:, :, :stop], values[:, :, :stop], chosen, scale=scale)
     torch.testing.assert_close(found[:, :, :stop], want, rtol=1e-4, atol=1e-5)
     causal = chosen.shape[2] * (chosen.shape[2] + 1) // 2
@@ -166,6 +168,7 @@ def test_a_sparse_prefix_is_not_loaded_into_a_dense_layer():
         (dict(prefill="sparse", prefill_mass=0.0), "prefill_mass: got 0"),
         (dict(prefill="sparse", prefill_mass=1.5), "prefill_mass: got 1.5"),
         (dict(prefill="sparse", prefill_last=-1), "prefill_last: got -1"),
+        (dict(prefill_selector="all"), "prefill_selector: got 'all'"),
     ],
 )
 def test_wrong_options_raise_an_error(options, message):

@@ -50,6 +50,7 @@ class LayerOptions:
     prefill: str = "dense"
     prefill_mass: float = 0.95
     prefill_last: int = 128
+    prefill_selector: str = "pooled"
 
     def __post_init__(self) -> None:
         _check_options(self.index, self.index_options, self.layer_options)
@@ -81,6 +82,7 @@ class LayerOptions:
             prefill=self.prefill,
             prefill_mass=self.prefill_mass,
             prefill_last=self.prefill_last,
+            prefill_selector=self.prefill_selector,
         )
 
     def probe(self, ropes: Ropes, geometry: Callable[[int], dict[str, Any]]) -> list[KVIndex]:

@@ -57,6 +57,7 @@ def attach(
     prefill: str = "dense",
     prefill_mass: float = 0.95,
     prefill_last: int = 128,
+    prefill_selector: str = "pooled",
 ) -> Iterator[IndexCache]:
     """Context manager that makes a model attend through indexes, and yields the cache to use.
 
@@ -104,6 +105,8 @@ def attach(
             chosen blocks of each query head have, in (0, 1].
         prefill_last: With `prefill="sparse"`, number of tokens at the end of a prompt that attend
             to all tokens, for example a question after a long text.
+        prefill_selector: With `prefill="sparse"`, how blocks are chosen: "pooled" or "sampled" (see
+            `AttentionLayer`).
 
     Yields:
         The cache to pass as `past_key_values`.
@@ -139,6 +142,7 @@ def attach(
         prefill=prefill,
         prefill_mass=prefill_mass,
         prefill_last=prefill_last,
+        prefill_selector=prefill_selector,
     )
     if token_graph is not None:
         check.flag("token_graph", token_graph)

@@ -1,7 +1,7 @@
 """Attention of a prompt to chosen blocks of keys, and the choice of these blocks.
 
-References: `kvindex/ops/block_sparse.py` for `attend_chosen`, and `kvindex/selectors/pooled.py` for
-`choose_by_mass`.
+References: `kvindex/ops/block_sparse.py` for `attend_chosen`, `kvindex/selectors/pooled.py` for
+`choose_by_mass`, and `kvindex/selectors/sampled.py` for `sum_blocks` and `choose_by_sums`.
 """
 
 import triton
@@ -17,25 +17,102 @@ def choose_by_mass(
     scores, chosen, mass, first_block, QB, KB,
     WIDE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Choose the smallest set of key blocks with the largest softmax weights whose sum reaches
-    `mass`.
+    """Choose blocks of keys by the softmax of one score per block.
 
     Grid: (QB, sequences · heads). A program reads the scores of one block of queries, `KB - 1`
-    numbers, and writes `KB` bytes. `WIDE` is `KB`, rounded up to a power of two. The threshold of
-    the weights is found bit by bit: the bits of a positive float32 number are ordered like the
-    number. The set contains all weights that are at least the threshold. So it is the set that
-    sorting finds, if equal weights at the threshold are all taken.
+    numbers, and writes `KB` bytes. `WIDE` is `KB`, rounded up to a power of two.
     """
     after_previous(OVERLAP)
     row = tl.program_id(1).to(tl.int64) * QB + tl.program_id(0)
     own = first_block + tl.program_id(0)
     block = tl.arange(0, WIDE)
-    before = block < own
-    score = tl.load(scores + row * (KB - 1) + block, before, other=float("-inf"))
+    score = tl.load(scores + row * (KB - 1) + block, block < own, other=float("-inf"))
+    weight = _softmax(score * LOG2E)
+    keep = _largest(weight, mass, block, own)
+    tl.store(chosen + row * KB + block, keep.to(tl.int8), block < KB)
+
+
+@triton.jit
+def sum_blocks(
+    queries, key_blocks, sums, first_block, T, QB, KB, scale,
+    query_batch, query_head, query_token,
+    H: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
+    COUNT: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Compute the log-sum-exp (base 2) of the logits of some queries and each block of keys.
+
+    Grid: (QB, sequences · G · TILES, splits). Of each block of queries, every `STEP`-th query is
+    taken, `COUNT` of them. A program multiplies `ROWS` rows, the taken queries of some heads of one
+    KV head, by its share of the blocks of keys before the own block, and reads each block once.
+    `sums` is `[sequences · H, QB, COUNT, KB - 1]`.
+    """
+    after_previous(OVERLAP)
+    group, part = tl.program_id(1) // TILES, tl.program_id(1) % TILES
+    batch, own = group // G, first_block + tl.program_id(0)
+    pair = part * ROWS + tl.arange(0, ROWS)  # a head of the group, and a taken query
+    head = group % G * GROUP + pair // COUNT
+    asked = pair < GROUP * COUNT
+    token = tl.program_id(0) * BLOCK + (pair % COUNT + 1) * STEP - 1
+    token = tl.minimum(token, T - 1)
+    column = tl.arange(0, WIDE)
+    at = queries + batch.to(tl.int64) * query_batch + head.to(tl.int64)[:, None] * query_head
+    at += token.to(tl.int64)[:, None] * query_token + column[None, :]
+    q = tl.load(at, asked[:, None] & (column[None, :] < D), other=0.0)
+    to = (batch * H + head).to(tl.int64) * QB + tl.program_id(0)
+    to = sums + (to * COUNT + pair % COUNT) * (KB - 1)
+    share = tl.cdiv(own, tl.num_programs(2))
+    start = tl.program_id(2) * share
+    for block in range(start, tl.minimum(start + share, own)):
+        k = key_blocks.load([batch, group % G, block * BLOCK, 0]).reshape(BLOCK, WIDE)
+        logits = tl.dot(q, k.T, input_precision="ieee") * (scale * LOG2E)
+        peak = tl.max(logits, 1)
+        total = tl.sum(tl.exp2(logits - peak[:, None]), 1)
+        tl.store(to + block, peak + tl.log2(total), asked)
+
+
+@triton.jit
+def choose_by_sums(
+    sums, chosen, mass, first_block, QB, KB,
+    COUNT: tl.constexpr, WIDE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Choose blocks of keys by the mean attention weight that the taken queries give them.
+
+    Grid: (QB, sequences · heads). A program reads the results of `sum_blocks` for one block of
+    queries of one head, `COUNT` rows, and writes `KB` bytes.
+    """
+    after_previous(OVERLAP)
+    row = tl.program_id(1).to(tl.int64) * QB + tl.program_id(0)
+    own = first_block + tl.program_id(0)
+    block = tl.arange(0, WIDE)
+    weight = tl.zeros([WIDE], tl.float32)
+    for query in range(COUNT):
+        at = sums + (row * COUNT + query) * (KB - 1) + block
+        weight += _softmax(tl.load(at, block < own, other=float("-inf")))
+    keep = _largest(weight, mass, block, own)
+    tl.store(chosen + row * KB + block, keep.to(tl.int8), block < KB)
+
+
+@triton.jit
+def _softmax(score):
+    """Return the softmax (base 2) of a row of scores, and zeros if all scores are `-inf`."""
     peak = tl.max(score, 0)
-    peak = tl.where(peak == float("-inf"), 0.0, peak)
-    wrong = tl.sum((before & (score != score)).to(tl.int32), 0) > 0  # NaN: read all blocks
-    weight = tl.where(before, tl.exp2((score - peak) * LOG2E), 0.0)
+    weight = tl.exp2(score - tl.where(peak == float("-inf"), 0.0, peak))
+    total = tl.sum(weight, 0)
+    return weight / tl.where(total == 0.0, 1.0, total)
+
+
+@triton.jit
+def _largest(weight, mass, block, own):
+    """Return which blocks to read: the smallest set of the largest weights whose sum is at least a
+    fraction `mass` of all, and the blocks that are always read.
+
+    The threshold of the weights is found bit by bit: the bits of a positive float32 number are
+    ordered like the number. All weights that are at least the threshold are taken, so the set is
+    the one that sorting finds. If a weight is NaN, all blocks before the own block are read.
+    """
+    before = block < own
+    wrong = tl.sum((before & (weight != weight)).to(tl.int32), 0) > 0
     wanted = mass * tl.sum(weight, 0)
     bits = weight.to(tl.int32, bitcast=True)
     threshold = 0
@@ -44,8 +121,7 @@ def choose_by_mass(
         enough = tl.sum(tl.where(bits >= higher, weight, 0.0), 0) >= wanted
         threshold = tl.where(enough, higher, threshold)
     keep = before & ((bits >= threshold) | (mass >= 1.0) | wrong)
-    keep = keep | (block == own) | (block == own - 1) | (block == 0)
-    tl.store(chosen + row * KB + block, keep.to(tl.int8), block < KB)
+    return keep | (block == own) | (block == own - 1) | (block == 0)
 
 
 @triton.jit
@@ -76,7 +152,7 @@ def attend_chosen(
     value_batch, value_head, value_token, output_batch, output_head, output_token,
     H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     WIDE: tl.constexpr, WIDE_V: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
-    PIECES: tl.constexpr, HEADS_FIRST: tl.constexpr, OVERLAP: tl.constexpr,
+    PIECES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of one block of queries of one head to the key blocks listed for it.
 
@@ -87,11 +163,8 @@ def attend_chosen(
     mask, and its tiles are read with plain loads.
     """
     after_previous(OVERLAP)
-    if HEADS_FIRST:
-        pair, block, QB = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    else:
-        pair, block, QB = tl.program_id(1), tl.program_id(0), tl.num_programs(0)
-    block = QB - 1 - block
+    pair, QB = tl.program_id(1), tl.num_programs(0)
+    block = QB - 1 - tl.program_id(0)
     batch, head = (pair // H).to(tl.int64), pair % H
     group = (head // GROUP).to(tl.int64)
     row = pair.to(tl.int64) * QB + block

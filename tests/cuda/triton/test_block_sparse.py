@@ -8,6 +8,7 @@ import torch
 
 from kvindex.ops import block_sparse as reference
 from kvindex.selectors.pooled import PooledSelector
+from kvindex.selectors.sampled import SampledSelector
 from tests.support.helpers import mostly_slow
 
 # the imports below need Triton (E402)
@@ -96,13 +97,37 @@ def test_choose_pooled(run, mass, B, H, G, T, first):
 
 
 @weightless
+@pytest.mark.parametrize("count", [8, 32])
+@pytest.mark.parametrize(
+    ("B", "H", "G", "T", "first", "D"),
+    [(1, 4, 2, 300, 384, 16), (2, 3, 1, 256, 0, 12), (1, 8, 1, 7, 640, 64), (1, 2, 2, 128, 0, 16)],
+)
+def test_choose_sampled(run, count, B, H, G, T, first, D, monkeypatch):
+    monkeypatch.setattr(block_sparse, "SUM_BYTES", 4 * B * H * count * 8)  # a few blocks at a time
+    queries = 3 * drawn(run, B, T, H, D).transpose(1, 2)
+    keys = 2 * drawn(run, B, first + T + BLOCK, G, D).transpose(1, 2)
+    keys = keys[:, :, : (first + T - 1) // BLOCK * BLOCK]
+    for mass in (0.5, 0.95, 1.0):
+        selector = SampledSelector(mass, count)
+        how = dict(scale=0.3, mass=mass, count=count)
+        found = block_sparse.choose_sampled(queries, keys, first, **how)
+        want = selector.choose(queries, selector.summarize(keys), first, scale=0.3)
+        assert found.dtype == torch.bool
+        different = int((found != want).sum())
+        assert different <= 0.02 * want.numel() * (run[0] == "cuda")
+
+
+@weightless
 def test_a_score_that_is_not_a_number_chooses_everything(run):
     queries, keys = drawn(run, 1, 2, BLOCK, 16), drawn(run, 1, 1, 5 * BLOCK, 16)
     queries[0, 1, 3, 2] = float("nan")
+    how = dict(scale=0.3, mass=0.1)
     means = block_sparse.mean_keys(keys)
-    chosen = block_sparse.choose_pooled(queries, means, 5 * BLOCK, scale=0.3, mass=0.1)
-    assert chosen[0, 1].all()
-    assert not chosen[0, 0].all()
+    pooled = block_sparse.choose_pooled(queries, means, 5 * BLOCK, **how)
+    sampled = block_sparse.choose_sampled(queries, keys, 5 * BLOCK, **how, count=32)
+    for chosen in (pooled, sampled):
+        assert chosen[0, 1].all()
+        assert not chosen[0, 0].all()
 
 
 def test_bad_arguments_are_refused():
