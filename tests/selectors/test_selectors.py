@@ -26,7 +26,7 @@ SELECTORS = {
     "vertical-slash": VerticalSlashSelector(0.05, 0.05),
     "index": IndexSelector(0.5),
     "skip": SkipSelector(1.0),
-    "sampled": SampledSelector(0.5),
+    "sampled": SampledSelector(0.5, queries=128),
     "oracle": OracleSelector(0.5),
 }
 """Name -> a selector that leaves out some blocks of `prompt`."""
@@ -39,7 +39,7 @@ EVERYTHING = {
     "slash": VerticalSlashSelector(0.1, 1.0),
     "index": IndexSelector(1.0),
     "skip": SkipSelector(1e-300),
-    "sampled": SampledSelector(1.0),
+    "sampled": SampledSelector(1.0, queries=128),
     "oracle": OracleSelector(1.0),
 }
 """Name -> the same selector with a parameter that keeps all blocks."""
