@@ -12,7 +12,7 @@ blocks.
 | `MaxThresholdSelector` | every query times mean key | 1 / 128 |
 | `AntidiagonalSelector` | sums along antidiagonals of tiles | 1 / 16 |
 | `SampledSelector` | exact weights of 32 of 128 queries | 1 / 4 |
-| `IndexSelector` | mean queries times sign codes of all keys | 1 / 16, of one-bit keys |
+| `IndexSelector` | 8 queries times sign codes of all keys | 1 / 16, with keys of one bit |
 | `VerticalSlashSelector` | exact weights of 64 queries, by key and by distance | 1 / 2 |
 | `SkipSelector` | exact logits, compared with the maximum so far | 1 |
 | `OracleSelector` | exact weights of all queries | 1 |

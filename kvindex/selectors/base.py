@@ -214,18 +214,17 @@ def part_sizes(T: int, length: int, device: torch.device) -> Tensor:
     return (T - starts).clamp(max=length).float()
 
 
-def mean_queries(queries: Tensor, G: int, length: int = BLOCK) -> Tensor:
-    """Return the mean of each run of `length` queries, float32 `[B, G, H / G, n, D]`.
+def mean_queries(queries: Tensor, G: int) -> Tensor:
+    """Return the mean query of each block, float32 `[B, G, H / G, QB, D]`.
 
-    The mean of a partial last run is over the queries that it has.
+    The mean of a partial last block is over the queries that it has.
 
     Args:
         queries: `[B, H, T, D]`.
         G: Number of KV heads.
-        length: Number of queries in a run.
     """
-    sizes = part_sizes(queries.shape[2], length, queries.device)
-    return split(grouped(queries, G), length).sum(-2) / sizes[:, None]
+    sizes = part_sizes(queries.shape[2], BLOCK, queries.device)
+    return split(grouped(queries, G)).sum(-2) / sizes[:, None]
 
 
 def softmax_before(scores: Tensor, first_block: int) -> Tensor:

@@ -25,27 +25,30 @@ class IndexSelector:
 
         e_k = scale * (q · c + w_k * level * Σ_d s_kd (R q)_d)
 
-    where `level` is the mean absolute value of a coordinate. The block of queries is divided into
-    `parts`, and `q` is the mean query of a part. The softmax over the estimates for all keys before
-    the own block gives the weight of each key for this part. The weight of a block is the sum over
-    its keys, as a mean over the parts. The selector keeps the smallest set of the largest weights
-    whose sum is at least `mass`, and the blocks that are always kept.
+    where `level` is the mean absolute value of a coordinate. `q` is the last query of each of the
+    `samples` equal parts of a block of queries. The softmax over the estimates for all keys before
+    the own block gives the weight of each key for this query. The weight of a block is the sum over
+    its keys, as a mean over the sampled queries. The selector keeps the smallest set of the largest
+    weights whose sum is at least `mass`, and the blocks that are always kept.
 
     Unlike the mean key alone, the signs show which blocks contain single keys with large logits.
-    This costs `parts / 128` of the logits of full attention.
+    Queries are sampled instead of averaged, because the mean of several queries has smaller logits
+    than each of them. The cost is `samples / 128` of the logits of full attention, with keys of one
+    bit per number.
 
     Args:
         mass: Fraction of the softmax weight to keep, in (0, 1]. With 1, all blocks are kept.
-        parts: Number of mean queries of a block of 128 queries, a power of two from 1 to 128.
+        samples: Number of queries that are sampled from a block of 128 queries, a power of two from
+            1 to 128.
 
     Source: Qi et al., ParisKV (ICML 2026), sections A.1 to A.3, for the codes.
     """
 
-    def __init__(self, mass: float = 0.9, parts: int = 8) -> None:
+    def __init__(self, mass: float = 0.9, samples: int = 8) -> None:
         self.mass = check.within("mass", mass, 0, 1)
-        if base.BLOCK % check.at_least("parts", parts, 1):
-            raise ValueError(f"parts: got {parts}, allowed is a divisor of {base.BLOCK}")
-        self.parts = parts
+        if base.BLOCK % check.at_least("samples", samples, 1):
+            raise ValueError(f"samples: got {samples}, allowed is a divisor of {base.BLOCK}")
+        self.samples = samples
 
     def summarize(self, keys: Tensor) -> Tensor:
         """Return the mean, the signs and the weights of each block as bytes, `[B, G, n, bytes]`.
@@ -71,24 +74,25 @@ class IndexSelector:
         """Choose blocks by the estimated weights of their keys. See `BlockSelector.choose`."""
         summaries, block = base.check_choose(queries, summaries, first, scale, one=_bytes)
         check.tensor("summaries", summaries, dict.fromkeys("BGmS"), torch.uint8)
-        D = queries.shape[-1]
-        means, weights, signs = _parts(summaries, D)
-        length = base.BLOCK // self.parts
-        some = base.mean_queries(queries, summaries.shape[1], length)  # [B, G, H / G, n, D]
+        means, weights, signs = _parts(summaries, queries.shape[-1])
+        (T, D), every = queries.shape[2:], base.BLOCK // self.samples
+        # a part at the end of the prompt may have fewer queries
+        last = torch.arange(0, T, every, device=queries.device).add(every - 1).clamp(max=T - 1)
+        some = base.grouped(queries, summaries.shape[1]).index_select(3, last)
         rotated = transform.rotate(some, _rotation(D, queries.device))
         estimates = rotated @ signs[:, :, None].mT * weights[:, :, None, None]
         centers = (some @ means[:, :, None].mT).repeat_interleave(base.BLOCK, -1)
-        logits = scale * (estimates + centers)  # [B, G, H / G, n, (KB - 1) * 128]
+        logits = scale * (estimates + centers)  # [B, G, H / G, sampled, (KB - 1) * 128]
         base.check_finite(queries, summaries, logits)
         sums = logits.view(*logits.shape[:-1], -1, base.BLOCK).logsumexp(-1)
-        rows = base.split(sums, self.parts)  # [B, G, H / G, QB, parts, KB - 1]
+        rows = base.split(sums, self.samples)  # [B, G, H / G, QB, samples, KB - 1]
         QB, before = rows.shape[3], rows.shape[5]
         hidden = ~base.candidates(QB, before + 1, block, queries.device)[:, None]
-        shares = rows.masked_fill(hidden, base.NEVER).softmax(-1).masked_fill(hidden, 0.0)
-        sizes = base.part_sizes(queries.shape[2], length, queries.device)
-        real = base.split(sizes[:, None], self.parts) > 0  # [QB, parts, 1]; the rest is padding
-        shares = shares.masked_fill(~real, 0.0).sum(-2)
-        return base.with_kept(base.smallest_set(shares, self.mass).flatten(1, 2), block)
+        block_weights = rows.masked_fill(hidden, base.NEVER).softmax(-1).masked_fill(hidden, 0.0)
+        real = torch.arange(QB * self.samples, device=queries.device) < len(last)
+        # the rest is padding after the last query
+        block_weights = block_weights.masked_fill(~real.view(QB, -1, 1), 0.0).sum(-2)
+        return base.with_kept(base.smallest_set(block_weights, self.mass).flatten(1, 2), block)
 
 
 @lru_cache(maxsize=8)

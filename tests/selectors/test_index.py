@@ -23,19 +23,19 @@ def estimated_keys(block):
 
 
 @pytest.mark.parametrize("D", [16, 64, 96, 128, 256])
-@pytest.mark.parametrize(("mass", "parts", "tail"), [(0.3, 1, 5), (0.8, 8, 70)])
-def test_the_choice_is_that_of_the_estimates(D, mass, parts, tail):
+@pytest.mark.parametrize(("mass", "samples", "tail"), [(0.3, 1, 5), (0.8, 8, 70)])
+def test_the_choice_is_that_of_the_estimates(D, mass, samples, tail):
     queries, keys, _ = prompt(128 * 4 + tail, D=D, H=2, G=1)
 
     def choose(some, before):
         estimates = torch.cat([estimated_keys(block) for block in before])
         total = torch.zeros(len(before), dtype=torch.float64)
-        for part in some.split(128 // parts):
-            row = (estimates @ part.mean(0) * D**-0.5).softmax(0)
+        for part in some.split(128 // samples):
+            row = (estimates @ part[-1] * D**-0.5).softmax(0)
             total += row.view(len(before), 128).sum(-1)
         return naive_top(total, mass)
 
-    got = chosen_by(IndexSelector(mass, parts), queries, keys)
+    got = chosen_by(IndexSelector(mass, samples), queries, keys)
     want = naive_choice(queries, keys, choose)
     assert torch.equal(got, want)
     assert fraction(want) < 1
@@ -64,6 +64,6 @@ def test_wrong_summaries_and_options_raise():
         IndexSelector().choose(queries, summaries.float(), 0, scale=0.25)
     with pytest.raises(ValueError, match=r"keys: got D=12, allowed is a multiple of 8"):
         IndexSelector().summarize(keys[..., :12])
-    for given in ({"mass": 0.0}, {"parts": 0}, {"parts": 3}):
+    for given in ({"mass": 0.0}, {"samples": 0}, {"samples": 3}):
         with pytest.raises(ValueError, match=f"{next(iter(given))}: got"):
             IndexSelector(**given)
