@@ -38,6 +38,7 @@ from kvindex.ops.attention import attend_causal
 from kvindex.ops.block_sparse import attend_chosen_fast
 from kvindex.selectors import BLOCK, BlockSelector, named
 from kvindex_adapters.hf.model.load_model import DTYPES
+from kvindex_adapters.hf.model.patch import IMPLEMENTATION
 
 NAME = "kvindex_sparse_selectors"
 """Name under which the attention function is registered in transformers."""
@@ -158,7 +159,7 @@ def attend_masked(
 @contextmanager
 def attending(model: Any, function: SparseAttention) -> Iterator[None]:
     """Let all layers of a model use an attention function, within a `with` statement."""
-    before = model.config._attn_implementation
+    before = vars(model.config)[IMPLEMENTATION]
     ALL_ATTENTION_FUNCTIONS[NAME] = function
     try:
         model.set_attn_implementation(NAME)

@@ -6,6 +6,7 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kvindex.core import check
 from kvindex.ops.attention import NEVER, Block, attend_blocks
@@ -120,14 +121,10 @@ def attend_chosen_fast(
 ) -> Tensor:
     """Compute what `attend_chosen` computes, without the logits of blocks that are not chosen.
 
-    For each query head and block of queries, the chosen blocks before the own block are gathered,
-    and torch's fused attention for CPUs reads them without a mask. The own blocks of all queries
-    are computed together, with a causal mask. The two results are merged. Gathering for each query
-    head is faster than gathering for each KV head, because the blocks that only another query head
-    of the KV head has chosen would need a mask.
-
-    On other devices, and for tensors that the fused attention does not support, this calls
-    `attend_chosen`.
+    For each query head and block of queries, the chosen blocks are gathered, and torch's fused
+    attention reads them. This is meant for CPUs: on a GPU, the many small calls are slow. Gathering
+    for each query head is faster than gathering for each KV head, because blocks that only another
+    query head of the KV head has chosen would be computed in vain.
 
     Args:
         queries: As in `attend_chosen`.
@@ -145,82 +142,29 @@ def attend_chosen_fast(
         ValueError: A shape, dtype or device does not fit, or `N - T` is not a multiple of 128.
     """
     first = check_chosen(queries, keys, values, chosen)
-    if not _fused_serves(queries, keys, values):
-        return attend_chosen(queries, keys, values, chosen, scale=scale)
-    (B, H, T, D), G = queries.shape, keys.shape[1]
-    own, own_lse = _own_blocks(queries, keys[:, :, first:], values[:, :, first:], scale)
-    first_block, QB = first // BLOCK, chosen.shape[2]
-    reads_own = chosen[:, :, :, first_block:].diagonal(dim1=2, dim2=3)  # [B, H, QB]
-    reads_own = reads_own.repeat_interleave(BLOCK, 2)[:, :, :T]
-    own_lse = own_lse.masked_fill(~reads_own, NEVER)
-    past, past_lse = torch.zeros_like(own), torch.full_like(own_lse, NEVER)
-    # whole blocks, as many as are before the last query's own block
-    whole = (first_block + QB - 1) * BLOCK
-    blocks = [part[:, :, :whole].reshape(B, G, -1, BLOCK, D) for part in (keys, values)]
+    (B, H, T, _), (G, N) = queries.shape, keys.shape[1:3]
+    blocks = [torch.split(part, BLOCK, 2) for part in (keys, values)]
+    # mask for a block of queries: 0 for `before` earlier keys, and causal for the own block
+    before = -(-N // BLOCK) * BLOCK - BLOCK
+    own = torch.full((BLOCK, BLOCK), NEVER, dtype=queries.dtype, device=queries.device).triu(1)
+    mask = pad(own, (before, 0))
+    output = queries.new_zeros(B, H, T, values.shape[3])
     for b in range(B):
         for h in range(H):
             g = h // (H // G)
-            for i in range(QB):
-                ids = chosen[b, h, i, : first_block + i].nonzero()[:, 0]
-                if len(ids) == 0:
+            for i in range(chosen.shape[2]):
+                last = first // BLOCK + i
+                ids = chosen[b, h, i, : last + 1].nonzero()[:, 0].tolist()
+                if not ids:
                     continue
-                key, value = (part[b, g].index_select(0, ids).view(1, 1, -1, D) for part in blocks)
-                here = b, h, slice(i * BLOCK, (i + 1) * BLOCK)
-                output, lse = _fused(queries[here][None, None], key, value, scale, causal=False)
-                past[here], past_lse[here] = output[0, 0], lse[0, 0]
-    lse = torch.logaddexp(own_lse, past_lse)
-    base = lse.masked_fill(lse == NEVER, 0.0)  # -inf - -inf would be NaN
-    output = own.float() * torch.exp(own_lse - base)[..., None]
-    output += past.float() * torch.exp(past_lse - base)[..., None]
-    return output.to(queries.dtype)
-
-
-def _own_blocks(
-    queries: Tensor, keys: Tensor, values: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Compute causal attention inside each block of 128 tokens.
-
-    Args:
-        queries: `[B, H, T, D]`.
-        keys: `[B, G, T, D]`, for the same tokens.
-        values: `[B, G, T, D]`.
-        scale: Factor of the logits.
-
-    Returns:
-        Output `[B, H, T, D]` in the queries' dtype, and log-sum-exp `[B, H, T]`.
-    """
-    (B, H, T, D), G = queries.shape, keys.shape[1]
-    output, lse = torch.empty_like(queries), queries.new_empty(B, H, T, dtype=torch.float32)
-    for start, end in (0, T - T % BLOCK), (T - T % BLOCK, T):  # whole blocks, and the rest
-        n = -(-(end - start) // BLOCK)  # each block becomes a sequence of its own
-        if n == 0:
-            continue
-        query, key, value = (
-            part[:, :, start:end].reshape(B, -1, n, (end - start) // n, D).transpose(1, 2)
-            for part in (queries, keys, values)
-        )
-        key, value = (part.repeat_interleave(H // G, 2).flatten(0, 1) for part in (key, value))
-        found, sums = _fused(query.flatten(0, 1), key, value, scale, causal=True)
-        output[:, :, start:end] = found.view(B, n, H, -1, D).transpose(1, 2).flatten(2, 3)
-        lse[:, :, start:end] = sums.view(B, n, H, -1).transpose(1, 2).flatten(2, 3)
-    return output, lse
-
-
-def _fused_serves(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Return True if torch's fused attention for CPUs supports these tensors."""
-    parts = queries, keys, values
-    learns = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
-    return queries.device.type == "cpu" and keys.shape[3] == values.shape[3] and not learns
-
-
-def _fused(
-    queries: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Return attention outputs `[X, H, T, D]` and log-sum-exps `[X, H, T]`, on a CPU.
-
-    All arguments have the same number of heads.
-    """
-    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    parts = (part if part.stride(3) == 1 else part.contiguous() for part in (queries, keys, values))
-    output, lse = fused(*parts, is_causal=causal, scale=scale)
-    return output, lse
+                query = queries[b, h, i * BLOCK : (i + 1) * BLOCK]
+                key, value = (torch.cat([part[j][b, g] for j in ids]) for part in blocks)
+                seen = None
+                if ids[-1] == last:  # the own block has as many keys as queries
+                    t, R = len(query), len(key)
+                    skipped = before - (R - t)
+                    seen = mask[:t, skipped : skipped + R]
+                read = query[None, None], key[None, None], value[None, None]
+                found = scaled_dot_product_attention(*read, attn_mask=seen, scale=scale)
+                output[b, h, i * BLOCK : (i + 1) * BLOCK] = found[0, 0]
+    return output
