@@ -23,7 +23,14 @@ FOREIGN = {
     "kvindex/core/one_shot.py": ({"_symmetric_memory"}, OF_TORCH),
     "kvindex/core/streams.py": ({"_C", "_cuda_getCurrentRawStream", "_cuda_getDevice"}, OF_TORCH),
     "kvindex/cpu/kernels/compile.py": ({"_cache"}, "Numba lets a function's cache be of no kind"),
-    "kvindex/ops/attention.py": ({"_scaled_dot_product_flash_attention_for_cpu"}, OF_TORCH),
+    "kvindex/ops/attention.py": (
+        {
+            "_scaled_dot_product_cudnn_attention",
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_flash_attention_for_cpu",
+        },
+        OF_TORCH,
+    ),
     "kvindex/testing/elsewhere.py": ({"_to_copy", "_make_wrapper_subclass", "_schema"}, OF_TORCH),
     "tools/foreign_suite.py": ({"_check_generate_outputs"}, OF_TRANSFORMERS),
 }

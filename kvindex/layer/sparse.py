@@ -19,7 +19,7 @@ from kvindex.core.protocol import UNUSED, Hits, KVIndex, Rows
 from kvindex.core.restore import Restorable
 from kvindex.layer.dense import attend_densely
 from kvindex.layer.sink import Sink
-from kvindex.ops.block_sparse import BLOCK, attend_chosen
+from kvindex.ops.block_sparse import BLOCK, attend_chosen_fast
 from kvindex.selectors.pooled import PooledSelector
 from kvindex.selectors.sampled import SampledSelector
 
@@ -278,7 +278,7 @@ def attend_to_blocks(queries: Tensor, rows: Rows, chosen: Tensor, scale: float) 
         Attention outputs `[B, H, T, Dv]`.
     """
     kernels = prompt_kernels(queries.device)
-    attend: Any = attend_chosen if kernels is None else kernels.attend_chosen
+    attend: Any = attend_chosen_fast if kernels is None else kernels.attend_chosen
     output: Tensor = attend(queries, rows.keys, rows.values, chosen, scale=scale)
     return output
 
