@@ -31,7 +31,8 @@ class Request:
     Args:
         index: Name and options of the index, or None for full attention.
         k: Number of tokens to retrieve per KV head in each decode step.
-        regions: Sizes of the sink, the local window and so on, as keyword arguments of `attach`.
+        regions: Sizes of the sink, the local window and so on, and how prompts attend, as keyword
+            arguments of `attach`.
         chat: Whether to apply the chat template.
         max_new_tokens: Maximum length of an answer in tokens.
         options: Other options of `model.generate`, such as those for sampling.
@@ -43,7 +44,7 @@ class Request:
 
     index: str | None
     k: int
-    regions: dict[str, int]
+    regions: dict[str, Any]
     chat: bool
     max_new_tokens: int
     options: dict[str, Any]

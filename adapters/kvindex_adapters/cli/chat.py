@@ -21,6 +21,8 @@ from kvindex_adapters.cli.options import (
     Local,
     Lora,
     Model,
+    Prefill,
+    PrefillMass,
     Sink,
     UpdateEvery,
     announce_imports,
@@ -56,6 +58,8 @@ def chat(
     local_window: Local = 256,
     update_every: UpdateEvery = 256,
     dense_below: DenseBelow = 2048,
+    prefill: Prefill = "dense",
+    prefill_mass: PrefillMass = 0.95,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
     temperature: Annotated[
         float | None,
@@ -87,7 +91,12 @@ def chat(
     number = common.check_dtype(dtype)
     load_model.check_device(device)
     regions = dict(
-        sink=sink, local_window=local_window, update_every=update_every, dense_below=dense_below
+        sink=sink,
+        local_window=local_window,
+        update_every=update_every,
+        dense_below=dense_below,
+        prefill=prefill,
+        prefill_mass=prefill_mass,
     )
     common.check_search(index, k, device, regions)
     common.check_size("max_new_tokens", max_new_tokens, 1)

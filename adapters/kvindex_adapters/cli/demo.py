@@ -18,6 +18,8 @@ from kvindex_adapters.cli.options import (
     JsonFile,
     K,
     Local,
+    Prefill,
+    PrefillMass,
     Sink,
     UpdateEvery,
     announce_imports,
@@ -67,6 +69,8 @@ def demo(
     local_window: Local = 256,
     update_every: UpdateEvery = 256,
     dense_below: DenseBelow = 2048,
+    prefill: Prefill = "dense",
+    prefill_mass: PrefillMass = 0.95,
     seed: Annotated[
         int,
         typer.Option(help="Seed for the hidden facts, their places and the order of the text."),
@@ -111,7 +115,12 @@ def demo(
     common.check_size("tokens", tokens, SHORTEST, LONGEST)
     common.check_size("questions", questions, 1, 8)
     regions = dict(
-        sink=sink, local_window=local_window, update_every=update_every, dense_below=dense_below
+        sink=sink,
+        local_window=local_window,
+        update_every=update_every,
+        dense_below=dense_below,
+        prefill=prefill,
+        prefill_mass=prefill_mass,
     )
     common.check_search(index, k, device, regions)
     check.seed(seed)
@@ -157,7 +166,7 @@ def _compared(
     hidden: Hidden,
     index: str,
     k: int,
-    regions: dict[str, int],
+    regions: dict[str, Any],
 ) -> dict[str, Any]:
     """Read the document once, answer all questions with both engines, and return the result."""
     import time

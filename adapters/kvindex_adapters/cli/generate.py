@@ -19,6 +19,8 @@ from kvindex_adapters.cli.options import (
     Local,
     Lora,
     Model,
+    Prefill,
+    PrefillMass,
     Sink,
     UpdateEvery,
     announce_imports,
@@ -61,6 +63,8 @@ def generate(
     local_window: Local = 256,
     update_every: UpdateEvery = 256,
     dense_below: DenseBelow = 2048,
+    prefill: Prefill = "dense",
+    prefill_mass: PrefillMass = 0.95,
     max_new_tokens: Annotated[
         int, typer.Option(help="Maximum length of an answer in tokens.")
     ] = 256,
@@ -147,7 +151,12 @@ def generate(
         engine = engine or ("transformers" if weights == "plain" else "decoder")
         console.quiet = parallel.rank()[0] > 0
     regions = dict(
-        sink=sink, local_window=local_window, update_every=update_every, dense_below=dense_below
+        sink=sink,
+        local_window=local_window,
+        update_every=update_every,
+        dense_below=dense_below,
+        prefill=prefill,
+        prefill_mass=prefill_mass,
     )
     if index != "none":
         common.check_search(index, k, device, regions)

@@ -41,6 +41,20 @@ UpdateEvery = Annotated[
 DenseBelow = Annotated[
     int, typer.Option(help="Full attention is used while the sequence has fewer tokens than this.")
 ]
+Prefill = Annotated[
+    str,
+    typer.Option(
+        help="How prompts attend: dense (to all tokens), or sparse (to chosen blocks of 128 "
+        "tokens, which is faster for long prompts, and changes the answer a little)."
+    ),
+]
+PrefillMass = Annotated[
+    float,
+    typer.Option(
+        help="With --prefill sparse: fraction of the estimated attention weight that the chosen "
+        "blocks have."
+    ),
+]
 Model = Annotated[
     str,
     typer.Option(

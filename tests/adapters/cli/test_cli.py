@@ -506,6 +506,18 @@ def test_what_prompts_share_leaves_two_tokens_to_each(prompts, length):
     assert shared_length([torch.tensor(prompt) for prompt in prompts]) == length
 
 
+def test_a_prompt_may_be_read_sparsely(tiny, tmp_path):
+    text = words(400)
+    _, dense = generated(tmp_path, "--prompt", text)
+    line, sparse = generated(
+        tmp_path, "--prompt", text, "--prefill", "sparse", "--prefill-mass", "1"
+    )
+    assert line["regions"]["prefill"] == "sparse"
+    assert sparse.stdout == dense.stdout  # all blocks are read
+    wrong = CliRunner().invoke(app, ["generate", "--prompt", text, "--prefill", "some"])
+    assert "prefill: got 'some', allowed is one of" in str(wrong.exception)
+
+
 def test_a_prompt_comes_from_the_line_from_a_file_or_from_standard_input(tiny, tmp_path):
     text = words(50)
     (tmp_path / "a.txt").write_text(text)
@@ -514,7 +526,8 @@ def test_a_prompt_comes_from_the_line_from_a_file_or_from_standard_input(tiny, t
     pipe, _ = generated(tmp_path, "--prompt-file", "-", input=text)
     assert line["answer"] == file["answer"] == pipe["answer"]
     assert "searching steps read" in result.stderr
-    assert line["regions"] == dict(sink=4, local_window=8, update_every=8, dense_below=0)
+    regions = dict(sink=4, local_window=8, update_every=8, dense_below=0)
+    assert line["regions"] == {**regions, "prefill": "dense", "prefill_mass": 0.95}
     empty = CliRunner().invoke(app, ["generate", "--model", "tiny", "--prompt-file", "-"], input="")
     assert "prompt-file: got '-', which is empty" in str(empty.exception)
 
