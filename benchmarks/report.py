@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.reporting import along, answers, choice, cpu, field, gpu, quality, tokens
+from benchmarks.reporting import along, answers, choice, cpu, field, gpu, prompts, quality, tokens
 from benchmarks.reporting.parts import Result, stored
 from kvindex_adapters.evaluate.output_files import write_text
 
@@ -34,6 +34,9 @@ SOURCES = {
     "serving_summary": "serving",
     "cpu_summary": "cpu_steps",
     "cpu_tokens": "generation_cpu_4k",
+    "prefill_summary": "prefill_decoder",
+    "selectors": "sparse_selectors",
+    "selectors_all": "sparse_selectors",
 }
 """Name of a table -> name of the file of results (without .json), if the names differ."""
 
@@ -63,7 +66,10 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "append_layers": gpu.append_layers,
     "generate_speed": gpu.generate_speed,
     "decoder_tokens": tokens.decoder_tokens,
-    "prefill_decoder": tokens.prefill,
+    "prefill_decoder": prompts.prefill,
+    "prefill_summary": prompts.summary,
+    "selectors": prompts.selectors,
+    "selectors_all": prompts.all_selectors,
     "transformers_tokens": tokens.through,
     "serving": tokens.serving,
     "serving_summary": tokens.served,

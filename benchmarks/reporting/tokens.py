@@ -1,4 +1,4 @@
-"""Tables of the time per token and per prompt, in kvindex's decoder, transformers and vLLM."""
+"""Tables of the time per token, in kvindex's decoder, transformers and vLLM."""
 
 from __future__ import annotations
 
@@ -248,45 +248,9 @@ def through(result: Result) -> str:
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 
-def prefill(result: Result) -> str:
-    """Make the table of time and device memory for reading a prompt, with an index and without."""
-    rows, plans = [], {"indexed": f"`{result['index']}`", "full": "full attention"}
-    results = sorted(stored_like("prefill_decoder", result), key=lambda one: _tokens(one))
-    for found, (plan, words) in product((one["prefill"] for one in results), plans.items()):
-        warm, low, high = (found[plan][f"seconds{part}"] for part in ("", "_low", "_high"))
-        ratio = found["ratio"].get(plan, {}).get("seconds")
-        rows.append(
-            (
-                f"{found['tokens']:,}",
-                words,
-                f"{found['first'][plan]['seconds'][0]:.2f}",
-                f"{warm:.2f} ({low:.2f} to {high:.2f})",
-                "" if ratio is None else f"{ratio:.3f}",
-                f"{found[plan]['peak_bytes'] / 1e9:.2f}",
-                f"{found['memory'][plan]:.3f}",
-            )
-        )
-    head = ("tokens", "attention", "first run, s", "later runs, s", "ratio to full attention")
-    found = result["prefill"]
-    about = (
-        "The table shows the time and the device memory with which kvindex's decoder reads a "
-        "prompt. The prompt consists of random tokens, and the model has random weights in the "
-        f"shape of {result['model']}, in {result['dtype']}. The prompt is read in chunks of "
-        f"{found['chunk']:,} tokens, and logits are computed only for the last token. Times are "
-        "medians, with quartiles in parentheses. *The memory needed* is the memory for the "
-        "weights, for the keys and values of one layer, and for the activations of a chunk."
-    )
-    head = (*head, "peak on the device, GB", "ratio to the memory needed")
-    return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
-
-
 def gpu(result: Result) -> str:
     """Return the short name of the GPU, such as "H100", or "none" if a CPU was measured."""
     return str(result["machine"].get("gpu", "none")).removeprefix("NVIDIA ").split()[0]
-
-
-def _tokens(result: Result) -> int:
-    return int(result["prefill"]["tokens"])
 
 
 def _rows(result: Result) -> list[tuple[str, ...]]:

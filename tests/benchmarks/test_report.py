@@ -45,3 +45,83 @@ def test_pictures_are_drawn(tmp_path):
     pictures = importlib.import_module("benchmarks.reporting.pictures")
     pictures.draw(tmp_path, ["decode_step", "recall"])
     assert (tmp_path / "recall.png").stat().st_size > 10_000
+
+
+def prompt_result(**changes):
+    """A result of `generation --prefill` with the fields that the tables of prompts read."""
+    times = {"indexed": (3.0, 2.0), "full": (2.0, 1.6), "sparse 0.2": (1.5, 1.2)}
+    found = dict(tokens=4096, chunk=1024, first={}, memory={"indexed": 1.25})
+    for plan, (first, later) in times.items():
+        found["first"][plan] = {"seconds": [first]}
+        rounds = [later, later + 0.2, later + 0.1]
+        quartiles = dict(seconds_low=later, seconds_high=later + 0.2)
+        found[plan] = dict(seconds=later + 0.1, seconds_rounds=rounds, **quartiles)
+    found["indexed"]["peak_bytes"] = 5e9
+    machine = dict(gpu="NVIDIA H200", torch="2", transformers="5")
+    about = dict(index="exact", model="tiny", dtype="bfloat16", machine=machine)
+    return about | {"prefill": found | changes}
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """Let tables of prompts read one result, without the files in the repository."""
+    monkeypatch.setattr("benchmarks.reporting.prompts.stored_like", lambda name, one: [one])
+
+
+@pytest.mark.usefixtures("alone")
+def test_prompts_are_compared_with_the_floor():
+    floor = dict(seconds=1.0, seconds_low=1.0, seconds_high=1.0, seconds_rounds=[1.0, 1.0, 1.1])
+    page = report.TABLES["prefill_decoder"](prompt_result(floor=floor))
+    line = "| 4,096 | `exact` | 3.00 | 2.10 (2.00 to 2.20) | 2.000 | 1.235 | 5.00 | 1.250 |"
+    assert line in page  # 2.1 / 1.7 is the median of the ratios to full attention
+    assert "| 4,096 | `exact`, sparse: 20% of the blocks | 1.50 | 1.30 (" in page
+    assert "| 4,096 | floor |  | 1.00 (1.00 to 1.00) |" in page
+    assert "random blocks" in page
+
+
+@pytest.mark.usefixtures("alone")
+def test_prompts_without_a_floor_or_later_runs_have_empty_cells():
+    result = prompt_result()
+    del result["prefill"]["sparse 0.2"], result["prefill"]["memory"]
+    page = report.TABLES["prefill_decoder"](result)
+    assert "| 4,096 | full attention | 2.00 | 1.70 (1.60 to 1.80) |  |  |  |  |" in page
+    assert "| 4,096 | `exact`, sparse: 20% of the blocks | 1.50 |  |  |  |  |  |" in page
+    assert "*floor*" not in page
+    page = report.TABLES["prefill_summary"](result)
+    head = "| tokens | full attention | `exact` | `exact`, sparse: 20% of the blocks |"
+    assert head in page
+    assert "| 4,096 | 1.70 (2.00) | 2.10 (3.00) | (1.50) |" in page
+
+
+def test_prompts_of_two_machines_are_told_apart(monkeypatch):
+    other = prompt_result(tokens=1024)
+    other["machine"] = other["machine"] | {"gpu": "NVIDIA H100 80GB HBM3"}
+    path = "benchmarks.reporting.prompts.stored_like"
+    monkeypatch.setattr(path, lambda name, one: [one, other])
+    page = report.TABLES["prefill_summary"](prompt_result())
+    assert page.index("| 1,024, H100 |") < page.index("| 4,096, H200 |")
+
+
+@pytest.mark.usefixtures("alone")
+def test_selectors_that_kvindex_lacks_are_left_out():
+    def cell(text, selector, kept, **more):
+        return dict(text=text, tokens=256, selector=selector, kept=kept) | more
+
+    change = dict(kl_mean=0.0123, agreement=0.5)
+    cells = [cell("prose", "dense", 1.0), cell("prose", "rows:mass=0.9", 0.3, **change)]
+    cells += [cell("prose", "oracle:mass=0.9", 0.25, **change)]
+    cells += [cell("code", "oracle:mass=0.9", 0.4, **change)]
+    cells += [cell("prose", "sampled:mass=0.9", 0.3, **change)]
+    cells += [cell("prose", "pooled:mass=0.9", 0.2, **change) | {"tokens": 128}]
+    machine = dict(gpu="NVIDIA H200", torch="2", transformers="5")
+    result = dict(cells=cells, lora="lora", dtype="float32", last=9, dense_last=4, machine=machine)
+    page = report.TABLES["selectors_all"](result)
+    assert "| 256 | `oracle:mass=0.9` | 25% to 40% | 0.012 (50%) | 0.012 (50%) |" in page
+    assert "| 256 | `sampled:mass=0.9:queries=16` | 30% | 0.012 (50%) |  |" in page
+    assert "rows" not in page
+    assert "dense" not in page
+    users = report.TABLES["selectors"](result)
+    assert "text of 256 tokens" in users
+    assert "| `oracle:mass=0.9` | 25% to 40% | 0.012 (50%) | 0.012 (50%) |" in users
+    assert "queries=16" not in users
+    assert "pooled" not in users  # measured with a shorter text only

@@ -1,0 +1,241 @@
+"""Tables about prompts: the time to read them, and what sparse attention changes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from benchmarks.reporting.parts import Result, machine, stored_like, table, values
+from benchmarks.reporting.tokens import gpu
+from kvindex.selectors.named import SELECTORS
+
+SPARSE = "sparse "
+"""Beginning of the name of a plan with sparse attention. The fraction of blocks follows."""
+
+OFFERED = ("pooled", "sampled:queries=32", "oracle")
+"""Selectors in the table for users: the choices of `prefill_selector`, and the best possible one.
+Each text is the name, and the options that must have these values."""
+
+USUAL_QUERIES = 16
+"""Number of queries of the selector `sampled` if its name in the results contains none."""
+
+
+def prefill(result: Result) -> str:
+    """Make the table of time and device memory for reading a prompt.
+
+    A result without a measurement of the floor has an empty cell for the ratio to the floor.
+    """
+    results = _by_length(result)
+    rows = [row for one in results for row in _prefill_rows(one, results)]
+    head = ("tokens", "attention", "first run, s", "later runs, s", "ratio to the floor")
+    head = (*head, "ratio to full attention", "peak on the device, GB")
+    found = result["prefill"]
+    about = (
+        "The table shows the time and the device memory with which kvindex's decoder reads a "
+        "prompt. The prompt consists of random tokens, and the model has random weights in the "
+        f"shape of {_models(results)}, in {result['dtype']}. The prompt is read in chunks of "
+        f"{found['chunk']:,} tokens, and logits are computed only for the last token. The *first "
+        "run* is the first prompt of its kind in a process. Times of later runs are medians, with "
+        "quartiles in parentheses. *The memory needed* is the memory for the weights, for the keys "
+        "and values of one layer, and for the activations of a chunk."
+    )
+    if any("floor" in one["prefill"] for one in results):
+        about += (
+            " The *floor* is the time of the matrix products and of attention alone, computed from "
+            "the times of one chunk."
+        )
+    if any(_fractions(one) for one in results):
+        about += f" {_RANDOM}"
+    head = (*head, "ratio to the memory needed")
+    return f"{about}\n\n{table(head, rows)}\n\n{_machines(results)}"
+
+
+_RANDOM = (
+    "With *sparse* attention, each block of 128 queries reads random blocks of keys, in place of "
+    "the blocks that were chosen for it, because a model with random weights has no attention that "
+    "concentrates on few blocks. The percentage is the fraction of all blocks. The time to choose "
+    "blocks is included."
+)
+
+
+def summary(result: Result) -> str:
+    """Make the short table of the time to read a prompt, by length and by kind of attention."""
+    results = _by_length(result)
+    plans = ["full", "indexed", *sorted({name for one in results for name in _fractions(one)})]
+    rows = []
+    for one in results:
+        found = one["prefill"]
+        times = [_short(found, plan) for plan in plans]
+        rows.append((_label(one, results), *times))
+    head = ("tokens", *(_words(result, plan) for plan in plans))
+    about = (
+        "Seconds to read a prompt with kvindex's decoder, and in parentheses for the first prompt "
+        f"of its kind in a process. The model has random weights in the shape of "
+        f"{_models(results)}, in {result['dtype']}."
+    )
+    if len(plans) > 2:
+        about += f" {_RANDOM}"
+    return f"{about}\n\n{table(head, rows)}\n\n{_machines(results)}"
+
+
+def selectors(result: Result) -> str:
+    """Make the table for users of what sparse attention changes: the longest texts, and the
+    selectors that `prefill_selector` offers."""
+    cells = [cell for cell in _cells(result) if _offered(cell["selector"])]
+    longest = max(int(cell["tokens"]) for cell in cells)
+    return _selectors(result, [cell for cell in cells if cell["tokens"] == longest])
+
+
+def all_selectors(result: Result) -> str:
+    """Make the table of what sparse attention changes, for all selectors and lengths."""
+    return _selectors(result, _cells(result))
+
+
+def _selectors(result: Result, cells: list[Result]) -> str:
+    texts, lengths = values(cells, "text"), sorted(values(cells, "tokens"))
+    rows: list[tuple[str, ...]] = []
+    for tokens in lengths:
+        some = [cell for cell in cells if cell["tokens"] == tokens]
+        names = sorted(values(some, "selector"), key=lambda name: _order(name, some))
+        for name in names:
+            found = {cell["text"]: cell for cell in some if cell["selector"] == name}
+            kept = sorted(cell["kept"] for cell in found.values())
+            read = " to ".join(dict.fromkeys(f"{one:.0%}" for one in (kept[0], kept[-1])))
+            each = [_divergence(found.get(text)) for text in texts]
+            rows.append((f"{tokens:,}", f"`{name}`", read, *each))
+    head: Sequence[str] = ("tokens", "selector", "blocks read", *texts)
+    if len(lengths) == 1:  # the text before the table has the length
+        head, rows = head[1:], [row[1:] for row in rows]
+    about = (
+        "The table shows how sparse attention in a prompt changes the predictions of "
+        f"SmolLM2-135M with the LoRA weights `{result['lora']}`, in {result['dtype']}. The number "
+        "for each text is the KL divergence of the next-token distributions from those with full "
+        "attention, in nats. In parentheses is the fraction of tokens for which the most likely "
+        f"next token is the same. Both are means over the last {result['last']} tokens of a text"
+    )
+    about += "." if len(lengths) > 1 else f" of {lengths[0]:,} tokens."
+    about += (
+        f" Of these, the last {result['dense_last']} attend to all tokens. *Blocks read* is the "
+        "fraction of the blocks that full attention reads."
+    )
+    if any("" in row for row in rows):
+        about += " An empty cell was not measured."
+    return f"{about}\n\n{table(head, rows)}\n\n{_machines([result])}"
+
+
+def _cells(result: Result) -> list[Result]:
+    """Return the measurements of all selectors that kvindex has, from all files of results."""
+    found = {}
+    for one in stored_like("sparse_selectors", result):
+        for cell in one["cells"]:
+            name = _full_name(cell["selector"])
+            if name.partition(":")[0] in SELECTORS:
+                found[name, cell["text"], cell["tokens"]] = cell | {"selector": name}
+    return list(found.values())
+
+
+def _full_name(selector: str) -> str:
+    """Add the number of queries to the name of a `sampled` selector."""
+    if selector.partition(":")[0] == "sampled" and "queries=" not in selector:
+        return f"{selector}:queries={USUAL_QUERIES}"
+    return selector
+
+
+def _offered(selector: str) -> bool:
+    parts = selector.split(":")
+    return any(set(one.split(":")) <= set(parts) for one in OFFERED)
+
+
+def _order(selector: str, cells: Sequence[Result]) -> tuple[int, float]:
+    """Sort selectors by kind, and then by the number of blocks that they read."""
+    kept = statistics.mean(cell["kept"] for cell in cells if cell["selector"] == selector)
+    return list(SELECTORS).index(selector.partition(":")[0]), kept
+
+
+def _divergence(cell: Result | None) -> str:
+    return "" if cell is None else f"{cell['kl_mean']:.3f} ({cell['agreement']:.0%})"
+
+
+def _by_length(result: Result) -> list[Result]:
+    results = stored_like("prefill_decoder", result)
+    return sorted(results, key=lambda one: int(one["prefill"]["tokens"]))
+
+
+def _fractions(result: Result) -> list[str]:
+    """Return the names of the measured plans with sparse attention."""
+    return [plan for plan in result["prefill"]["first"] if plan.startswith(SPARSE)]
+
+
+def _words(result: Result, plan: str) -> str:
+    """Describe a kind of attention."""
+    if plan.startswith(SPARSE):
+        return f"`{result['index']}`, sparse: {float(plan.removeprefix(SPARSE)):.0%} of the blocks"
+    return {"indexed": f"`{result['index']}`", "full": "full attention"}[plan]
+
+
+def _prefill_rows(result: Result, results: Sequence[Result]) -> list[tuple[str, ...]]:
+    found, rows = result["prefill"], []
+    label = _label(result, results)
+    for plan in ("indexed", "full", *_fractions(result)):
+        if plan not in found["first"]:
+            continue
+        peak = found.get(plan, {}).get("peak_bytes")
+        memory = found.get("memory", {}).get(plan)
+        rows.append(
+            (
+                label,
+                _words(result, plan),
+                f"{found['first'][plan]['seconds'][0]:.2f}",
+                _quartiles(found.get(plan)),
+                _ratio(found, plan, "floor"),
+                "" if plan == "full" else _ratio(found, plan, "full"),
+                "" if peak is None else f"{peak / 1e9:.2f}",
+                "" if memory is None else f"{memory:.3f}",
+            )
+        )
+    if "floor" in found:
+        rows.append((label, "floor", "", _quartiles(found["floor"]), "", "", "", ""))
+    return rows
+
+
+def _quartiles(figures: Result | None) -> str:
+    """Format a median time with its quartiles; empty if there was no later run."""
+    if figures is None:
+        return ""
+    warm, low, high = (figures[f"seconds{part}"] for part in ("", "_low", "_high"))
+    return f"{warm:.2f} ({low:.2f} to {high:.2f})"
+
+
+def _short(found: Result, plan: str) -> str:
+    """Format the times of later runs and of the first run; empty if not measured."""
+    if plan not in found["first"]:
+        return ""
+    first = f"({found['first'][plan]['seconds'][0]:.2f})"
+    return f"{found[plan]['seconds']:.2f} {first}" if plan in found else first
+
+
+def _ratio(found: Result, plan: str, over: str) -> str:
+    """Return the median ratio of the times of two plans in the same rounds; empty if one of them
+    was not measured."""
+    if plan not in found or over not in found:
+        return ""
+    rounds = zip(*(found[one]["seconds_rounds"] for one in (plan, over)), strict=True)
+    return f"{statistics.median(mine / theirs for mine, theirs in rounds):.3f}"
+
+
+def _label(result: Result, results: Sequence[Result]) -> str:
+    """Return the number of tokens, with the model and the GPU if these differ among results."""
+    parts = [f"{result['prefill']['tokens']:,}"]
+    for part in (lambda one: one["model"], gpu):
+        if len({part(one) for one in results}) > 1:
+            parts.append(part(result))
+    return ", ".join(parts)
+
+
+def _models(results: Sequence[Result]) -> str:
+    return " or ".join(dict.fromkeys(one["model"] for one in results))
+
+
+def _machines(results: Sequence[Result]) -> str:
+    """Name all machines of the results, one sentence each."""
+    return " ".join(dict.fromkeys(map(machine, results)))
