@@ -7,17 +7,15 @@ from collections.abc import Sequence
 
 from benchmarks.reporting.parts import Result, machine, stored_like, table, values
 from benchmarks.reporting.tokens import gpu
+from kvindex.selectors import SampledSelector
 from kvindex.selectors.named import SELECTORS
 
-SPARSE = "sparse "
-"""Beginning of the name of a plan with sparse attention. The fraction of blocks follows."""
+SPARSE = "="
+"""Part of the name of each plan with sparse attention: the selector, and the fraction of blocks."""
 
 OFFERED = ("pooled", "sampled:queries=32", "oracle")
 """Selectors in the table for users: the choices of `prefill_selector`, and the best possible one.
 Each text is the name, and the options that must have these values."""
-
-USUAL_QUERIES = 16
-"""Number of queries of the selector `sampled` if its name in the results contains none."""
 
 
 def prefill(result: Result) -> str:
@@ -52,9 +50,9 @@ def prefill(result: Result) -> str:
 
 _RANDOM = (
     "With *sparse* attention, each block of 128 queries reads random blocks of keys, in place of "
-    "the blocks that were chosen for it, because a model with random weights has no attention that "
-    "concentrates on few blocks. The percentage is the fraction of all blocks. The time to choose "
-    "blocks is included."
+    "the blocks that the selector has chosen for it, because a model with random weights has no "
+    "attention that concentrates on few blocks. The percentage is the fraction of all blocks. The "
+    "time to choose blocks is included."
 )
 
 
@@ -137,7 +135,7 @@ def _cells(result: Result) -> list[Result]:
 def _full_name(selector: str) -> str:
     """Add the number of queries to the name of a `sampled` selector."""
     if selector.partition(":")[0] == "sampled" and "queries=" not in selector:
-        return f"{selector}:queries={USUAL_QUERIES}"
+        return f"{selector}:queries={SampledSelector().queries}"
     return selector
 
 
@@ -163,13 +161,14 @@ def _by_length(result: Result) -> list[Result]:
 
 def _fractions(result: Result) -> list[str]:
     """Return the names of the measured plans with sparse attention."""
-    return [plan for plan in result["prefill"]["first"] if plan.startswith(SPARSE)]
+    return [plan for plan in result["prefill"]["first"] if SPARSE in plan]
 
 
 def _words(result: Result, plan: str) -> str:
     """Describe a kind of attention."""
-    if plan.startswith(SPARSE):
-        return f"`{result['index']}`, sparse: {float(plan.removeprefix(SPARSE)):.0%} of the blocks"
+    selector, sparse, fraction = plan.partition(SPARSE)
+    if sparse:
+        return f"`{result['index']}`, sparse (`{selector}`), {float(fraction):.0%} of the blocks"
     return {"indexed": f"`{result['index']}`", "full": "full attention"}[plan]
 
 

@@ -49,7 +49,7 @@ def test_pictures_are_drawn(tmp_path):
 
 def prompt_result(**changes):
     """A result of `generation --prefill` with the fields that the tables of prompts read."""
-    times = {"indexed": (3.0, 2.0), "full": (2.0, 1.6), "sparse 0.2": (1.5, 1.2)}
+    times = {"indexed": (3.0, 2.0), "full": (2.0, 1.6), "pooled=0.2": (1.5, 1.2)}
     found = dict(tokens=4096, chunk=1024, first={}, memory={"indexed": 1.25})
     for plan, (first, later) in times.items():
         found["first"][plan] = {"seconds": [first]}
@@ -74,7 +74,7 @@ def test_prompts_are_compared_with_the_floor():
     page = report.TABLES["prefill_decoder"](prompt_result(floor=floor))
     line = "| 4,096 | `exact` | 3.00 | 2.10 (2.00 to 2.20) | 2.000 | 1.235 | 5.00 | 1.250 |"
     assert line in page  # 2.1 / 1.7 is the median of the ratios to full attention
-    assert "| 4,096 | `exact`, sparse: 20% of the blocks | 1.50 | 1.30 (" in page
+    assert "| 4,096 | `exact`, sparse (`pooled`), 20% of the blocks | 1.50 | 1.30 (" in page
     assert "| 4,096 | floor |  | 1.00 (1.00 to 1.00) |" in page
     assert "random blocks" in page
 
@@ -82,13 +82,13 @@ def test_prompts_are_compared_with_the_floor():
 @pytest.mark.usefixtures("alone")
 def test_prompts_without_a_floor_or_later_runs_have_empty_cells():
     result = prompt_result()
-    del result["prefill"]["sparse 0.2"], result["prefill"]["memory"]
+    del result["prefill"]["pooled=0.2"], result["prefill"]["memory"]
     page = report.TABLES["prefill_decoder"](result)
     assert "| 4,096 | full attention | 2.00 | 1.70 (1.60 to 1.80) |  |  |  |  |" in page
-    assert "| 4,096 | `exact`, sparse: 20% of the blocks | 1.50 |  |  |  |  |  |" in page
+    assert "| 4,096 | `exact`, sparse (`pooled`), 20% of the blocks | 1.50 |  |  |  |  |  |" in page
     assert "*floor*" not in page
     page = report.TABLES["prefill_summary"](result)
-    head = "| tokens | full attention | `exact` | `exact`, sparse: 20% of the blocks |"
+    head = "| tokens | full attention | `exact` | `exact`, sparse (`pooled`), 20% of the blocks |"
     assert head in page
     assert "| 4,096 | 1.70 (2.00) | 2.10 (3.00) | (1.50) |" in page
 
@@ -112,12 +112,13 @@ def test_selectors_that_kvindex_lacks_are_left_out():
     cells += [cell("prose", "oracle:mass=0.9", 0.25, **change)]
     cells += [cell("code", "oracle:mass=0.9", 0.4, **change)]
     cells += [cell("prose", "sampled:mass=0.9", 0.3, **change)]
+    cells += [cell("prose", "sampled:mass=0.9:queries=16", 0.5, **change)]
     cells += [cell("prose", "pooled:mass=0.9", 0.2, **change) | {"tokens": 128}]
     machine = dict(gpu="NVIDIA H200", torch="2", transformers="5")
     result = dict(cells=cells, lora="lora", dtype="float32", last=9, dense_last=4, machine=machine)
     page = report.TABLES["selectors_all"](result)
     assert "| 256 | `oracle:mass=0.9` | 25% to 40% | 0.012 (50%) | 0.012 (50%) |" in page
-    assert "| 256 | `sampled:mass=0.9:queries=16` | 30% | 0.012 (50%) |  |" in page
+    assert "| 256 | `sampled:mass=0.9:queries=32` | 30% | 0.012 (50%) |  |" in page
     assert "rows" not in page
     assert "dense" not in page
     users = report.TABLES["selectors"](result)
