@@ -47,7 +47,8 @@ def test_a_model_on_a_cpu_is_timed_without_graphs(tiny, monkeypatch):
 
 def test_a_prefill_is_timed_with_an_index_and_without(tiny_decoder, monkeypatch):
     given = ["--prefill", 700, "--sparse", "pooled=0.5", "sampled=0.5", *tiny_decoder]
-    found = ran(generation.main, given, monkeypatch)["prefill"]
+    result = ran(generation.main, given, monkeypatch)
+    found = result["prefill"]
     assert (found["rounds"], found["ratio"].keys()) == (
         3,
         {"indexed", "full", "pooled=0.5", "sampled=0.5"},
@@ -55,6 +56,13 @@ def test_a_prefill_is_timed_with_an_index_and_without(tiny_decoder, monkeypatch)
     assert found["needed_bytes"]["layer"] == 2 * 700 * 64 * 4
     assert found["over_bytes"] == sum(found["needed_bytes"].values()) - 700 * 64 * 4
     assert len([*prompt.shown(found)]) == 5
+    monkeypatch.setattr("benchmarks.reporting.prompts.stored_like", lambda name, one: [one])
+    page = report.TABLES["prefill_decoder"](result)
+    assert f"| 700 | floor |  | {found['floor']['seconds']:.2f} (" in page
+    page = report.TABLES["prefill_summary"](result)
+    assert ", sparse (`pooled`), 50% of the blocks |" in page
+    first = found["first"]["full"]["seconds"][0]
+    assert f"| 700 | {found['full']['seconds']:.2f} ({first:.2f}) |" in page
 
 
 @pytest.mark.parametrize(
