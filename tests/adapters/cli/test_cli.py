@@ -514,7 +514,9 @@ def test_a_prompt_may_be_read_sparsely(tiny, tmp_path):
     )
     assert line["regions"]["prefill"] == "sparse"
     assert sparse.stdout == dense.stdout  # all blocks are read
-    wrong = CliRunner().invoke(app, ["generate", "--prompt", text, "--prefill", "some"])
+    wrong = CliRunner().invoke(
+        app, ["generate", "--model", "tiny", "--prompt", text, "--prefill", "some"]
+    )
     assert "prefill: got 'some', allowed is one of" in str(wrong.exception)
 
 
