@@ -38,7 +38,9 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--lora", type=Path, help="File with a LoRA adapter to merge into the model"
     )
     parser.add_argument(
-        "--device", default="cpu", help="Device on which the model runs: cpu or cuda"
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="Device on which the model runs: cpu or cuda (default: cuda, if there is a GPU)",
     )
     parser.add_argument("--json", type=output(), help="JSON file to which the results are written")
 
