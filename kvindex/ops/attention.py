@@ -356,12 +356,12 @@ def _by_pieces(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> T
     each = (torch.split(part, 1) for part in (queries, output, keys, values))
     for query, to, key, value in zip(*each, strict=True):
         own = slice(N - T, N)
-        merged, lse = _cudnn(query, key[:, :, own], value[:, :, own], scale, causal=True)
+        among, lse = _cudnn(query, key[:, :, own], value[:, :, own], scale, causal=True)
+        merged = among.float()
         for start, stop in _pieces(N - T):
             rows = key[:, :, start:stop], value[:, :, start:stop]
             part, part_lse = (_flash if stop - start < PIECE else _cudnn)(query, *rows, scale)
-            fraction = torch.sigmoid(part_lse - lse)[..., None]
-            merged = torch.lerp(merged.float(), part.float(), fraction)
+            merged.lerp_(part.float(), torch.sigmoid(part_lse - lse)[..., None])
             lse = torch.logaddexp(lse, part_lse)
         to.copy_(merged)
     return output

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvindex.core.protocol import Attended
+from kvindex.ops import attention
 from kvindex.ops.attention import (
     attend,
     attend_blocks,
@@ -238,3 +239,46 @@ def test_a_sinks_logit_is_that_of_a_row_whose_value_is_0():
 def test_a_sink_without_any_row_gives_0(sink):
     output, lse = torch.zeros(1, 2, 8), torch.full((1, 2), float("-inf"))
     assert torch.equal(with_sink_logits(output, lse, torch.full((2,), sink)), output)
+
+
+def exact(queries, keys, values, scale, *, causal=False):
+    """Compute what the kernels of torch for GPUs do, and the log-sum-exp."""
+    keys, values = (part.repeat_interleave(queries.shape[1] // 2, 1) for part in (keys, values))
+    logits = scale * queries @ keys.mT
+    if causal:
+        later = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
+        logits = logits.masked_fill(later, float("-inf"))
+    return logits.softmax(-1) @ values, logits.logsumexp(-1)
+
+
+@pytest.mark.parametrize("past", [1, 1023, 1024, 2500, 7168])
+def test_pieces_of_the_past_are_merged(past, monkeypatch):
+    torch.manual_seed(0)
+    sizes = []
+
+    def kernel(queries, keys, values, scale, *, causal=False):
+        sizes.append(keys.shape[2])
+        return exact(queries, keys, values, scale, causal=causal)
+
+    monkeypatch.setattr(attention, "_cudnn", kernel)
+    monkeypatch.setattr(attention, "_flash", kernel)
+    queries = torch.randn(2, 4, 60, 16)
+    keys, values = torch.randn(2, 2, 2, past + 60, 16).unbind(0)
+    want = attend_causal(queries, keys, values, scale=0.3)
+    found = attention._by_pieces(queries, keys, values, 0.3)
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+    own, *pieces = sizes[: len(sizes) // 2]
+    assert (own, sum(pieces)) == (60, past)
+    assert all(size.bit_count() == 1 or size < attention.PIECE for size in pieces)
+    assert sum(size < attention.PIECE for size in pieces) <= 1
+
+
+def test_strides_of_a_token_major_tensor_depend_on_its_shape_alone():
+    buffer = torch.randn(1, 100, 2, 16)
+    part = buffer.transpose(1, 2)[:, :, 10:30]
+    found = attention._token_major(part)
+    assert torch.equal(found, part)
+    assert (found.stride(), found.data_ptr()) == ((640, 16, 32, 1), part.data_ptr())
+    other = part.contiguous()  # the heads are apart: copied
+    assert attention._token_major(other).stride() == found.stride()
+    assert torch.equal(attention._token_major(other), part)
