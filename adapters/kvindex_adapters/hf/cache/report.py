@@ -52,6 +52,8 @@ class Report:
         rank: Rank of this process, or None for the sum over all processes (`over_ranks`).
         ranks: Number of processes.
         sharded: Whether the processes shard tokens instead of heads.
+        prefill_fraction: Fraction of the blocks of keys that sparse attention of prompts has read,
+            of those that full attention reads. Mean over layers. None if prompts are read densely.
         graph: How many decode steps were replays of a CUDA graph, and why others were not. None
             with `attach(token_graph=False)`.
     """
@@ -72,6 +74,7 @@ class Report:
     rank: int | None = 0
     ranks: int = 1
     sharded: bool = False
+    prefill_fraction: float | None = None
     graph: str | None = None
 
     def over_ranks(self) -> Report:
@@ -147,6 +150,11 @@ class Report:
             f"memory{of_rank}: {tiers or 'none'}"
             + (plain if self.plain_nbytes else "")
             + (f"; k {self.k}, rows: {self.placement}" if self.placement else "")
+            + (
+                ""
+                if self.prefill_fraction is None
+                else f"; prompts read {self.prefill_fraction:.0%} of the blocks of keys"
+            )
             + (f"; {self.graph}" if self.graph else "")
         )
 
@@ -166,6 +174,7 @@ def sum_up(layers: Sequence[AttentionLayer], indexed: int, other: int | None = N
     steps = sum(part.steps for part in traffic)
     covered = steps > 0 and any(layer.coverage is not None for layer in layers)
     nbytes = _summed(layer.nbytes() for layer in layers)
+    sparse = [layer.prefill_fraction for layer in layers if layer.prefill == "sparse"]
     if other is not None:
         nbytes["other"] = other
     return Report(
@@ -182,6 +191,7 @@ def sum_up(layers: Sequence[AttentionLayer], indexed: int, other: int | None = N
         coverage=float(sum(float(part.coverage) for part in traffic)) / steps if covered else None,
         k=max((layer.k for layer in layers), default=0),
         placement=_together([layer.index for layer in layers]),
+        prefill_fraction=fmean(sparse) if sparse else None,
         rank=place,
         ranks=ranks,
         sharded=any(is_sharded(layer.index) for layer in layers),

@@ -1,0 +1,117 @@
+"""Sparse attention of prompts in transformers models, in sessions of the decoder, and in chats."""
+
+import pytest
+import torch
+
+import kvindex_adapters.hf as kvhf
+from kvindex_adapters.common.prompt_chunks import aligned, chunks
+from kvindex_adapters.decoder import Decoder
+from tests.adapters.decoder.families import ids_of, model_of
+
+REGIONS = dict(sink=4, local_window=8, update_every=8, dense_below=0)
+SPARSE = dict(**REGIONS, prefill="sparse", prefill_mass=0.3, prefill_last=40)
+TOKENS = 700
+
+
+@pytest.fixture(scope="module")
+def model():
+    full = dict(layer_types=["full_attention"] * 2, max_position_embeddings=4096)
+    return model_of("qwen3", num_hidden_layers=2, **full)
+
+
+def logits_after(model, cache, ids):
+    with torch.no_grad():
+        return model(input_ids=ids[None], past_key_values=cache).logits[0, -1]
+
+
+def read(model, sizes, **options):
+    """Read parts of a prompt, each in chunks. Return the next logits and the report."""
+    ids, start = ids_of(TOKENS), 0
+    with kvhf.attach(model, index="pariskv", k=20, **{**SPARSE, **options}) as cache:
+        for tokens, chunk in sizes:
+            some = ids[start : start + tokens]
+            kvhf.read(
+                model, None, some, cache=cache, used="continue" if start else "refuse", chunk=chunk
+            )
+            start += tokens
+        return logits_after(model, cache, ids[:1]), cache.report()
+
+
+def test_chunks_have_no_effect(model):
+    (want, report), *others = (read(model, [(TOKENS, chunk)]) for chunk in (TOKENS, 256, 300, 130))
+    assert report.prefill_fraction < 0.95
+    assert f"prompts read {report.prefill_fraction:.0%} of the blocks" in str(report)
+    for found, other in others:
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+        assert other.prefill_fraction == pytest.approx(report.prefill_fraction)
+
+
+def test_all_of_the_weight_is_a_dense_prompt(model):
+    dense, report = read(model, [(TOKENS, 256)], prefill="dense")
+    assert report.prefill_fraction is None
+    for sizes in ([(TOKENS, 256)], [(300, 200), (TOKENS - 300, 256)]):
+        found, report = read(model, sizes, prefill_mass=1.0)
+        torch.testing.assert_close(found, dense, rtol=1e-4, atol=1e-4)
+        assert report.prefill_fraction == 1
+
+
+@pytest.mark.parametrize("selector", ["pooled", "sampled"])
+def test_the_decoder_reads_as_transformers_does(model, selector):
+    ids, options = ids_of(TOKENS), {**SPARSE, "prefill_selector": selector}
+    decoder = Decoder.of(model)
+    session = decoder.session(index="pariskv", k=20, attach_options=options)
+    decoder.read(ids, session, chunk=256)
+    mine = session.step(ids[:1])[0]
+    with kvhf.attach(model, index="pariskv", k=20, **options) as cache:
+        kvhf.read(model, None, ids, cache=cache, chunk=256)
+        torch.testing.assert_close(logits_after(model, cache, ids[:1]), mine, rtol=1e-4, atol=1e-4)
+        assert cache.report().prefill_fraction == session.report().prefill_fraction < 0.95
+
+
+def test_an_answer_does_not_depend_on_chunks(model):
+    how = dict(index="pariskv", k=20, attach_options=SPARSE, max_new_tokens=12, chunk=256)
+    decoder = Decoder.of(model)
+    tokens = [decoder.generate(ids_of(TOKENS), **{**how, "chunk": size}) for size in (256, 300)]
+    assert torch.equal(tokens[0].answer_ids, tokens[1].answer_ids)
+    assert tokens[0].report.prefill_fraction == pytest.approx(tokens[1].report.prefill_fraction)
+
+
+def test_a_cache_that_was_read_sparsely_is_not_loaded_into_a_dense_one(model, tmp_path):
+    ids = ids_of(TOKENS)
+    with kvhf.attach(model, index="pariskv", k=20, **SPARSE) as cache:
+        kvhf.read(model, None, ids, cache=cache)
+        cache.save(tmp_path / "sparse")
+        want = logits_after(model, cache.fork(), ids[:1])
+    with kvhf.attach(model, index="pariskv", k=20, **REGIONS) as cache:
+        with pytest.raises(ValueError, match=r"sparse attention.*prefill='sparse'"):
+            cache.load(tmp_path / "sparse")
+        assert cache.get_seq_length() == 0
+    with kvhf.attach(model, index="pariskv", k=20, **SPARSE) as cache:
+        cache.load(tmp_path / "sparse")
+        torch.testing.assert_close(logits_after(model, cache, ids[:1]), want)
+    decoder = Decoder.of(model)
+    session = decoder.session(index="pariskv", k=20, attach_options=SPARSE)
+    decoder.read(ids, session)
+    session.save(tmp_path / "session")
+    dense = decoder.session(index="pariskv", k=20, attach_options=REGIONS)
+    with pytest.raises(ValueError, match=r"sparse attention.*prefill='sparse'"):
+        dense.load(tmp_path / "session")
+
+
+def test_a_batch_with_padding_is_refused(model):
+    decoder = Decoder.of(model)
+    with pytest.raises(ValueError, match=r"valid: got padding tokens.*prefill='dense'"):
+        decoder.generate([ids_of(300), ids_of(200)], index="exact", attach_options=SPARSE)
+
+
+def test_chunks_end_at_multiples_of_a_unit_in_the_sequence():
+    assert [*chunks(1000, 300, unit=128)] == [(0, 256), (256, 512), (512, 768), (768, 1000)]
+    assert [*chunks(500, 200, first=100, unit=128)] == [
+        (0, 156),
+        (156, 284),
+        (284, 412),
+        (412, 500),
+    ]
+    assert [*chunks(100, 30, unit=128)] == [*chunks(100, 30)]  # chunks that are shorter
+    assert aligned(1000, 100, 128) == 924
+    assert aligned(20, 100, 128) == 0
