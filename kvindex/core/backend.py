@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Mapping
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -68,10 +69,16 @@ def accelerate(
 def prompt_kernels(device: torch.device) -> ModuleType | None:
     """Return the module with kernels for sparse attention of prompts, or None to use plain torch.
 
-    The kernels need a CUDA device, `kvindex_cuda` and Triton.
+    The kernels need a CUDA device, `kvindex_cuda`, and a Triton with tensor descriptors (3.3 or
+    newer).
     """
-    installed = all(importlib.util.find_spec(name) for name in ("triton", "kvindex_cuda"))
-    if device.type != "cuda" or not installed:
+    return _block_sparse() if device.type == "cuda" else None
+
+
+@cache
+def _block_sparse() -> ModuleType | None:
+    needed = "kvindex_cuda", "triton", "triton.tools.tensor_descriptor"  # each before its parts
+    if not all(importlib.util.find_spec(name) for name in needed):
         return None
     return importlib.import_module("kvindex_cuda.triton.block_sparse")
 

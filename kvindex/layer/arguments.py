@@ -130,7 +130,7 @@ def check_plain(
     given = {"valid": valid, "bias": bias, "sink_logits": sinks, "visible": visible}
     what = {"valid": "padding tokens", "bias": "a bias", "sink_logits": "learned sinks"}
     for name, tensor in given.items():
-        if tensor is not None:
+        if tensor is not None and not (name == "valid" and bool(tensor.all())):
             raise ValueError(
                 f"{name}: got {what.get(name, 'a mask')}, which prefill='sparse' does not support; "
                 "pass prefill='dense', or prompts without padding one at a time"

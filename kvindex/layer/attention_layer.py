@@ -245,16 +245,18 @@ class AttentionLayer(Transactional):
 
         Returns:
             The bytes of the index per memory tier, as `KVIndex.nbytes` returns them, and under
-            `window` the bytes of the sink and the newest tokens.
+            `window` the bytes of the sink, of the newest tokens, and of the mean keys that sparse
+            attention of prompts uses.
         """
-        return self._contents.nbytes()
+        nbytes = self._contents.nbytes()
+        return nbytes | {"window": nbytes["window"] + self._sparse.nbytes}
 
     @property
-    def prefill_fraction(self) -> float:
+    def prefill_fraction(self) -> float | None:
         """Fraction of the blocks of keys that sparse attention of prompts has read.
 
         1 is the number of blocks that dense attention reads. Tokens that attended densely do not
-        count. On a GPU, the host waits for the device.
+        count. None if all tokens did. On a GPU, the host waits for the device.
         """
         return self._sparse.fraction
 
@@ -586,8 +588,9 @@ class AttentionLayer(Transactional):
         check.at_least("length", length, 0)
         self._searched = 0
         self._updates.keep(length)
+        if length < len(self):
+            self._sparse.truncate(length)
         self._contents.truncate(length)
-        self._sparse.truncate(length)
 
     def reorder(self, batch_indices: Tensor) -> None:
         """Replace sequence `b` of the batch by sequence `batch_indices[b]`.
@@ -857,7 +860,7 @@ class AttentionLayer(Transactional):
         """
         self.settle()
         flags = {"prompt_ended": torch.tensor(self._updates.prompt_ended)}
-        if self._sparse.used:
+        if self._sparse.used_from is not None:
             flags[SPARSE] = torch.tensor(True)
         return signed(self._whose(), self._contents.packed() | flags)
 
@@ -911,7 +914,7 @@ class AttentionLayer(Transactional):
             )
         self._contents.unpack(state)
         self._updates.prompt_ended, self._broken = bool(state["prompt_ended"]), None
-        self._sparse.used = SPARSE in state
+        self._sparse.used_from = 0 if SPARSE in state else None
 
     def _whose(self) -> dict[str, Any]:
         sizes = dict(sink=self.sink, local_window=self.local_window, update_every=self.update_every)

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvindex.core.backend import prompt_kernels
 from kvindex.core.protocol import UNUSED, Hits, KVIndex, Rows
 from kvindex.core.restore import Restorable
-from kvindex.layer.dense import attend_densely
+from kvindex.layer.dense import GATHERED_BYTES, attend_densely
 from kvindex.layer.sink import Sink
 from kvindex.ops.block_sparse import BLOCK, attend_chosen_fast
 from kvindex.selectors.pooled import PooledSelector
@@ -28,6 +28,11 @@ SELECTORS: dict[str, type[PooledSelector] | type[SampledSelector]] = {
     "sampled": SampledSelector,
 }
 """Name of each selector that a layer can use -> its class."""
+
+
+PIECE = 2**15
+"""Number of tokens whose keys and values are fetched from the index at a time, to read only their
+keys."""
 
 
 class PromptRows(Protocol):
@@ -67,16 +72,24 @@ class SparsePrompt(Restorable):
         self.end: int | None = None
         """Length of the sequence at the end of the prompt, or None if unknown. If it is unknown, or
         the prompt has ended, the last tokens of each chunk attend to all tokens."""
-        self.used = False
-        """True if some tokens of the sequence were read with sparse attention."""
+        self.used_from: int | None = None
+        """Position of the first token that was read with sparse attention, or None."""
         self._means: Tensor | None = None  # of the first blocks of keys, float32 [B, G, m, D]
         self._read: Tensor | int = 0  # number of chosen blocks; a tensor on the device
         self._causal = 0  # number of blocks that dense attention would have read
 
     @property
-    def fraction(self) -> float:
-        """Fraction of the blocks of keys that was read, of those that dense attention reads."""
-        return float(self._read) / self._causal if self._causal else 1.0
+    def fraction(self) -> float | None:
+        """Fraction of the blocks of keys that was read, of those that dense attention reads.
+
+        None before the first sparse block of queries.
+        """
+        return float(self._read) / self._causal if self._causal else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the mean keys."""
+        return 0 if self._means is None else self._means.nbytes
 
     def attend(self, queries: Tensor, first: int, rows: PromptRows) -> Tensor:
         """Attend from a chunk of a prompt to the tokens before it and to itself.
@@ -90,7 +103,8 @@ class SparsePrompt(Restorable):
             Attention outputs `[B, H, T, Dv]`.
         """
         B, H, T, _ = queries.shape
-        end = max(self.end or 0, first + T)  # an announced prompt may have ended before
+        # an announced prompt may have ended before
+        end = self.end if self.end is not None and self.end > first else first + T
         start = -(-first // BLOCK) * BLOCK
         stop = min(first + T, max(end - self.last, 0)) // BLOCK * BLOCK
         if start >= stop:
@@ -104,7 +118,7 @@ class SparsePrompt(Restorable):
             outputs.insert(0, rows.attend_densely(before, start))
         if stop < first + T:
             outputs.append(rows.attend_densely(after, first + T))
-        self.used = True
+        self.used_from = start if self.used_from is None else min(self.used_from, start)
         self._read = self._read + chosen.sum()
         self._causal += B * H * sum(range(start // BLOCK + 1, stop // BLOCK + 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
@@ -150,6 +164,8 @@ class SparsePrompt(Restorable):
     def truncate(self, length: int) -> None:
         """Forget the blocks that contain tokens from position `length` on."""
         self.end = None
+        if self.used_from is not None and length <= self.used_from:
+            self.used_from = None
         if self._means is not None:
             self._means = self._means[:, :, : length // BLOCK]
 
@@ -160,7 +176,7 @@ class SparsePrompt(Restorable):
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self.end, self.used, self._means = None, False, None
+        self.end, self.used_from, self._means = None, None, None
         self._read, self._causal = 0, 0
 
 
@@ -208,14 +224,25 @@ class IndexedRows:
         )
 
     def keys(self, start: int, stop: int) -> Tensor:
-        """Return the keys of the tokens from one position to another, `[B, G, n, D]`."""
+        """Return the keys of the tokens from one position to another, `[B, G, n, D]`.
+
+        Keys and values of `PIECE` tokens are fetched at a time, and only the keys are kept.
+        """
         indexed, keys = len(self._index), self._window.keys
         newer = keys[:, :, max(start - indexed, 0) : max(stop - indexed, 0)]
         if start >= indexed:
             return newer
-        ids = torch.arange(start, min(stop, indexed), device=keys.device)
-        rows = self._fetched(ids.expand(*keys.shape[:2], -1))
-        return torch.cat([rows.keys, newer], 2)
+        B, G, _, D = keys.shape
+        found = keys.new_empty(B, G, stop - start, D)
+        for first in range(start, min(stop, indexed), PIECE):
+            ids = torch.arange(first, min(first + PIECE, stop, indexed), device=keys.device)
+            rows = self._fetched(ids.expand(B, G, -1))
+            found[:, :, first - start : first - start + len(ids)] = rows.keys
+        found[:, :, stop - start - newer.shape[2] :] = newer
+        if self._sink is not None and start < self._sink.ids.shape[1]:
+            exact = self._sink.rows.keys[:, :, start:stop]
+            found[:, :, : exact.shape[2]] = exact
+        return found
 
     def attend_densely(self, queries: Tensor, stop: int) -> Tensor:
         """Attend causally with queries `[B, H, T, D]` of the last tokens before a position."""
@@ -225,8 +252,22 @@ class IndexedRows:
     def attend_chosen(self, queries: Tensor, chosen: Tensor) -> Tensor:
         """Attend causally to the chosen blocks, bool `[B, H, QB, KB]`.
 
-        Only the blocks that at least one query head of a KV head reads are fetched.
+        Only the blocks that at least one query head of a KV head reads are fetched. If they are
+        large, the queries are divided in two, so that fewer rows are in memory at a time.
         """
+        QB, KB = chosen.shape[2:]
+        window = self._window
+        width = window.keys.shape[3] + window.values.shape[3]
+        nbytes = KB * BLOCK * width * len(queries) * window.keys.shape[1] * queries.element_size()
+        if QB > 1 and nbytes > GATHERED_BYTES:
+            half = QB // 2
+            first, second = queries[:, :, : half * BLOCK], queries[:, :, half * BLOCK :]
+            some = chosen[:, :, :half, : KB - QB + half]
+            outputs = (
+                self.attend_chosen(first, some),
+                self.attend_chosen(second, chosen[:, :, half:]),
+            )
+            return torch.cat(outputs, 2)
         rows, renumbered = self._gathered(chosen)
         return attend_to_blocks(queries, rows, renumbered, self.scale)
 

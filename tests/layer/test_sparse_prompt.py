@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import kvindex
-from kvindex.layer import AttentionLayer
-from kvindex.layer.sparse import SELECTORS
+from kvindex.layer import AttentionLayer, sparse
+from kvindex.layer.sparse import SELECTORS, IndexedRows
 from kvindex.ops.block_sparse import BLOCK, attend_chosen
 from tests.support.helpers import mostly_slow
 
@@ -115,6 +115,67 @@ def test_rows_in_int8_keep_an_exact_sink():
     coded = read(layer_of("exact:row_codec=int8", **options), given, [512, 788], N)
     torch.testing.assert_close(coded, plain, rtol=0.1, atol=0.1)
     assert not torch.equal(coded, plain)
+
+
+def test_exact_sink_keys_decide_what_is_read():
+    given = tokens()
+    options = dict(prefill="sparse", prefill_mass=0.5, sink=200, prefill_selector="sampled")
+    layer = layer_of("exact:row_codec=int4", **options)
+    read(layer, given, [900, 400], N)
+    rows = IndexedRows(layer.index, layer._window.rows, layer._window.sink)
+    for start, stop in ((0, 128), (128, 384), (0, N), (1000, N)):
+        exact = min(max(200 - start, 0), stop - start)
+        found, want = rows.keys(start, stop), given[1][:, :, start:stop]
+        assert torch.equal(found[:, :, :exact], want[:, :, :exact])
+        torch.testing.assert_close(found, want, rtol=0.5, atol=2.0)
+
+
+def test_large_rows_are_fetched_for_a_part_of_the_queries_at_a_time(monkeypatch):
+    given = tokens()
+    options = dict(prefill="sparse", prefill_mass=0.5)
+    want = read(layer_of("pariskv", **options), given, [512, 788], N)
+    monkeypatch.setattr(sparse, "GATHERED_BYTES", 2 * 4 * G * 2 * D * BLOCK)
+    monkeypatch.setattr(sparse, "PIECE", 100)
+    layer, fetched = layer_of("pariskv", **options), []
+    fetch = layer.index.fetch
+    monkeypatch.setattr(layer.index, "fetch", lambda hits: fetched.append(hits) or fetch(hits))
+    torch.testing.assert_close(read(layer, given, [512, 788], N), want, rtol=1e-4, atol=1e-5)
+    assert len(fetched) > 3
+
+
+def test_what_was_truncated_is_no_longer_sparse():
+    given = tokens()
+    layer = layer_of("pariskv", prefill="sparse", prefill_mass=0.5, prefill_last=10)
+    assert layer.prefill_fraction is None
+    read(layer, [part[:, :, :300] for part in given], [40, 260], 300)  # sparse from 128 on
+    before = layer.nbytes()["window"]
+    layer.truncate(10**6)  # removes nothing
+    assert "read_sparsely" in copy.deepcopy(layer).state_dict()
+    layer.truncate(128)
+    assert "read_sparsely" not in layer.state_dict()
+    layer_of("pariskv").load_state_dict(layer.state_dict())
+    assert layer.nbytes()["window"] < before
+
+
+def test_a_truncation_of_nothing_keeps_the_announced_end():
+    given = tokens()
+    want = read(layer_of(prefill="sparse", prefill_mass=0.3), given, [640, 660], N)
+    layer = layer_of(prefill="sparse", prefill_mass=0.3)
+    layer.expect_prompt(N)
+    first = layer.step(*(part[:, :, :640] for part in given))
+    layer.truncate(640)
+    rest = layer.step(*(part[:, :, 640:] for part in given))
+    assert torch.equal(torch.cat([first, rest], 2), want)
+
+
+def test_tokens_beyond_the_announced_end_do_not_move_the_dense_ones():
+    given = tokens()
+    layer = layer_of(prefill="sparse", prefill_mass=0.3)
+    layer.expect_prompt(1000)
+    found = layer.step(*given)  # the prompt, and tokens that a caller speculates on
+    dense = read(layer_of(), given, [N])
+    start = (1000 - 128) // BLOCK * BLOCK
+    torch.testing.assert_close(found[:, :, start:], dense[:, :, start:], rtol=1e-4, atol=1e-5)
 
 
 def test_a_later_prompt_after_decoded_tokens():

@@ -79,11 +79,17 @@ class LayerOptions:
             search_up_to=self.search_up_to,
             update_phase=list(ropes).index(number) / len(ropes),
             graphs=self.graphs,
-            prefill=self.prefill,
-            prefill_mass=self.prefill_mass,
-            prefill_last=self.prefill_last,
-            prefill_selector=self.prefill_selector,
+            **self._of_prompts(),
         )
+
+    def _of_prompts(self) -> dict[str, Any]:
+        """Return the options of prompts that differ from the defaults.
+
+        A layer class of the caller need not know these options.
+        """
+        names = "prefill", "prefill_mass", "prefill_last", "prefill_selector"
+        given, defaults = vars(self), vars(LayerOptions)
+        return {name: given[name] for name in names if given[name] != defaults[name]}
 
     def probe(self, ropes: Ropes, geometry: Callable[[int], dict[str, Any]]) -> list[KVIndex]:
         """Make a few trial indexes, so that wrong options raise an error before the model runs.

@@ -49,13 +49,16 @@ def chunks(stop: int, chunk: int, *, first: int = 0, unit: int = 1) -> Iterator[
         stop: Number of tokens.
         chunk: Number of tokens of a chunk.
         first: Number of tokens of the sequence before these tokens.
-        unit: Chunks end at multiples of `unit` in the sequence, if they are long enough. The last
-            chunk ends at `stop`.
+        unit: Chunks of at least this size end at multiples of `unit` in the sequence. They are up
+            to `unit` tokens shorter, or up to `unit / 2` tokens longer so that they have at least
+            that many tokens. The last chunk ends at `stop`.
     """
     start = 0
     while start < stop:
-        end = aligned(start + chunk, first, unit)
-        end = end if end > start else start + chunk
+        end = start + chunk
+        if chunk >= unit > 1:
+            end = aligned(end, first, unit)
+            end = end if 2 * (end - start) >= unit else end + unit
         end = end if stop - end > 1 else stop
         yield start, end
         start = end

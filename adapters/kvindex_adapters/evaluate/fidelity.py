@@ -97,7 +97,7 @@ def teacher_forced(
     with torch.no_grad():
         full = model(input_ids=ids[None], logits_to_keep=steps, use_cache=False).logits[0]
         with attach(model, index=measured, k=k, **(attach_options or {})) as cache:
-            prefill(model, ids, cache, stop=len(prompt), chunk=chunk)
+            prefill(model, ids, cache, stop=len(prompt), chunk=chunk, prompt=len(prompt))
             return followed(model, cache, ids[len(prompt) :], full, on_progress=on_progress)
 
 
@@ -180,7 +180,7 @@ def divergences(
     options: dict[str, Any] = {"dense_below": 0, **(attach_options or {})}
     divergence: list[Tensor] = []
     with torch.no_grad(), attach(model, index=index, k=k, layer=ParallelLayer, **options) as cache:
-        prefill(model, ids, cache, stop=len(prompt), chunk=chunk)
+        prefill(model, ids, cache, stop=len(prompt), chunk=chunk, prompt=len(prompt))
         for layer in cache.attention_layers():
             assert isinstance(layer, ParallelLayer)
             layer.begin()

@@ -102,8 +102,18 @@ class ParallelLayer(AttentionLayer):
             if len(self.index):
                 outputs.append(self._steps(*parts, some))
             else:  # no step searches
-                outputs.append(super().step(*parts, sink_logits=some))
+                outputs.append(self._densely(*parts, some))
         return torch.cat(outputs, dim=2)
+
+    def _densely(
+        self, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        """Append `T` tokens that attend to all tokens, also if prompts are read sparsely."""
+        prefill, self.prefill = self.prefill, "dense"
+        try:
+            return super().step(queries, keys, values, sink_logits=sinks)
+        finally:
+            self.prefill = prefill
 
     def attend(self, queries: Tensor, *, sink_logits: Tensor | None = None) -> Tensor:
         """Attend to the keys and values of this layer with the queries of another layer.

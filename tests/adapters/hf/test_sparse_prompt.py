@@ -4,8 +4,11 @@ import pytest
 import torch
 
 import kvindex_adapters.hf as kvhf
+from kvindex.layer import AttentionLayer
 from kvindex_adapters.common.prompt_chunks import aligned, chunks
 from kvindex_adapters.decoder import Decoder
+from kvindex_adapters.hf.generation.prefill import prefill
+from kvindex_adapters.hf.model.reread import prefilled
 from tests.adapters.decoder.families import ids_of, model_of
 
 REGIONS = dict(sink=4, local_window=8, update_every=8, dense_below=0)
@@ -115,3 +118,69 @@ def test_chunks_end_at_multiples_of_a_unit_in_the_sequence():
     assert [*chunks(100, 30, unit=128)] == [*chunks(100, 30)]  # chunks that are shorter
     assert aligned(1000, 100, 128) == 924
     assert aligned(20, 100, 128) == 0
+
+
+@pytest.mark.parametrize("first", [0, 1, 100, 126, 127, 128, 129, 255, 2559])
+@pytest.mark.parametrize("chunk", [2, 100, 127, 128, 129, 200, 256, 1024])
+def test_no_chunk_after_other_tokens_has_one_token(first, chunk):
+    for stop in (2, 129, 130, 258, 330, 1084):
+        parts = [*chunks(stop, chunk, first=first, unit=128)]
+        assert [start for start, _ in parts[1:]] == [end for _, end in parts[:-1]]
+        assert (parts[0][0], parts[-1][1]) == (0, stop)
+        assert min(end - start for start, end in parts) > 1
+        if chunk >= 128:  # and the inner ends are ends of blocks
+            assert all((first + end) % 128 == 0 for _, end in parts[:-1])
+            assert max(end - start for start, end in parts) <= chunk + 128
+
+
+@pytest.mark.parametrize("tokens", [255, 383])
+def test_a_later_turn_searches_in_no_chunk(model, tokens):
+    ids = ids_of(tokens + 330)
+    for chunk in (128, 200):
+        with kvhf.attach(model, index="pariskv", k=20, **SPARSE) as cache:
+            kvhf.read(model, None, ids[:tokens], cache=cache)
+            kvhf.read(model, None, ids[tokens:], cache=cache, used="continue", chunk=chunk)
+            assert cache.report().steps == 0
+            stops = {prefilled(model, cache, more, chunk) for more in range(chunk, chunk + 300)}
+            assert 0 in stops
+            assert 1 not in stops
+        decoder = Decoder.of(model)
+        session = decoder.session(index="pariskv", k=20, attach_options=SPARSE)
+        decoder.read(ids[:tokens], session)
+        decoder.read(ids[tokens:], session, chunk=chunk)
+        assert session.report().steps == 0
+
+
+def test_a_failed_prompt_withdraws_its_announced_end(model):
+    class StopError(Exception):
+        pass
+
+    def fails(*_):
+        raise StopError
+
+    with kvhf.attach(model, index="pariskv", k=20, **SPARSE) as cache:
+        with model.model.layers[1].register_forward_pre_hook(fails), pytest.raises(StopError):
+            kvhf.read(model, None, ids_of(4000 - 1), cache=cache, chunk=256)
+        assert [layer.expected for layer in cache.layers] == [None, None]
+
+
+def test_a_layer_class_of_the_caller_need_not_know_the_options(model):
+    class Own(AttentionLayer):
+        def __init__(self, index, *, k, coverage, sink, local_window, update_every, **rest):
+            assert not any(name.startswith("prefill") for name in rest)
+            sizes = dict(sink=sink, local_window=local_window, update_every=update_every)
+            super().__init__(index, k=k, coverage=coverage, **sizes, **rest)
+
+    with kvhf.attach(model, index="exact", layer=Own, **REGIONS) as cache:
+        kvhf.read(model, None, ids_of(50), cache=cache)
+    with pytest.raises(AssertionError), kvhf.attach(model, index="exact", layer=Own, **SPARSE):
+        pass
+
+
+def test_the_tokens_after_a_prompt_do_not_move_its_end(model):
+    ids, causal = ids_of(1280), {}
+    for rest in (0, 256):
+        with kvhf.attach(model, index="pariskv", k=20, **SPARSE) as cache:
+            prefill(model, ids[: 1024 + rest], cache, stop=1024, chunk=1024, prompt=1024)
+            causal[rest] = [layer.attention.prefill_fraction for layer in cache.layers]
+    assert causal[0] == causal[256]

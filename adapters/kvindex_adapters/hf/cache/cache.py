@@ -259,16 +259,17 @@ class IndexCache(DynamicCache):
         made = [layer.attention for layer in self._indexed()]
         return [one for one in made if one is not None and one.tokens]
 
-    def expect_prompt(self, length: int) -> None:
+    def expect_prompt(self, length: int | None) -> None:
         """Announce the length of the sequence at the end of the prompt that is read next.
 
         With `attach(prefill="sparse")`, the last tokens of a prompt attend to all tokens.
 
         Args:
-            length: Number of tokens, those in the cache included.
+            length: Number of tokens, those in the cache included. None withdraws the announcement.
         """
-        for layer in self._indexed():
-            layer.expected = length
+        with self.attachment.exclusive():
+            for layer in self._indexed():
+                layer.expected = length
 
     def indexes(self) -> list[KVIndex]:
         """Return the index of each layer that has an index and contains at least one token."""

@@ -53,7 +53,7 @@ class Report:
         ranks: Number of processes.
         sharded: Whether the processes shard tokens instead of heads.
         prefill_fraction: Fraction of the blocks of keys that sparse attention of prompts has read,
-            of those that full attention reads. Mean over layers. None if prompts are read densely.
+            of those that full attention reads. Mean over layers. None if no block was sparse.
         graph: How many decode steps were replays of a CUDA graph, and why others were not. None
             with `attach(token_graph=False)`.
     """
@@ -174,7 +174,7 @@ def sum_up(layers: Sequence[AttentionLayer], indexed: int, other: int | None = N
     steps = sum(part.steps for part in traffic)
     covered = steps > 0 and any(layer.coverage is not None for layer in layers)
     nbytes = _summed(layer.nbytes() for layer in layers)
-    sparse = [layer.prefill_fraction for layer in layers if layer.prefill == "sparse"]
+    sparse = [part for layer in layers if (part := layer.prefill_fraction) is not None]
     if other is not None:
         nbytes["other"] = other
     return Report(

@@ -106,6 +106,7 @@ def prefill(
     stop: int,
     chunk: int,
     room: int = 0,
+    prompt: int | None = None,
     report: Progress | None = None,
 ) -> None:
     """Run a model on the first `stop` tokens of a prompt, in chunks.
@@ -123,13 +124,15 @@ def prefill(
         room: Number of tokens for which the indexes reserve memory in the background: from the
             start if the cache contains tokens, and otherwise after the first chunk. If the prompt
             fails, this ends. 0 reserves nothing.
+        prompt: Number of ids that are the prompt, if others follow it. None means all ids. With
+            `attach(prefill="sparse")`, the last tokens of the prompt attend to all tokens.
         report: Called after each chunk with "prefill", the number of tokens done, and the total
             number.
     """
     embeddings, before = length_dependent(model), cache.get_seq_length()
     unit = 1
     if isinstance(cache, IndexCache):
-        cache.expect_prompt(before + len(ids))
+        cache.expect_prompt(before + (len(ids) if prompt is None else prompt))
         unit = cache.chunk_unit
     parts = chunks(stop, chunk if reads_chunks(model) else stop, first=before, unit=unit)
     announced: list[KVIndex] = []
@@ -152,4 +155,6 @@ def prefill(
                 report("prefill", end, len(ids))
     except BaseException:
         expect(announced, 0, batch=1)
+        if isinstance(cache, IndexCache):
+            cache.expect_prompt(None)
         raise

@@ -48,6 +48,7 @@ def prefilled(model: PreTrainedModel, cache: Any, tokens: int, chunk: int) -> in
     stop = max(tokens - chunk, 0) if reads_chunks(model) else 0
     if isinstance(cache, IndexCache):
         stop = aligned(stop, cache.get_seq_length(), cache.chunk_unit)
+        stop = 0 if stop == 1 else stop  # a chunk of one token would run as a decode step
     if not crosses(model, stop, tokens):
         return stop
     count: int = vars(model.config)["original_max_position_embeddings"] + 1
