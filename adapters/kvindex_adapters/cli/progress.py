@@ -54,7 +54,11 @@ class Lines:
     There, the package `rich` shows progress bars only after the work is done. A line is printed
     when a phase of the work begins, and then every `LINE_EVERY_S` seconds. After more than 100
     seconds of a phase, a line is printed each time that another tenth of that time has passed. On a
-    terminal, nothing is printed.
+    terminal, and for a quiet console, nothing is printed.
+
+    A phase may have done a part of its steps before the first call, for example if a measurement is
+    resumed. The time that this part took is unknown. So the remaining time is estimated from the
+    later steps alone, and the lines leave out the time that has passed.
 
     Args:
         output: The console of the progress bars.
@@ -62,7 +66,7 @@ class Lines:
 
     def __init__(self, output: Console) -> None:
         self._output = output
-        self._starts: dict[str, float] = {}
+        self._starts: dict[str, tuple[float, int]] = {}  # phase -> time and `done` of first call
         self._next: dict[str, float] = {}
 
     def update(self, phase: str, done: int, total: int, detail: str = "") -> None:
@@ -75,14 +79,25 @@ class Lines:
             detail: What is being done, or "".
         """
         now = time.monotonic()
-        if self._output.is_terminal or done >= total or now < self._next.get(phase, now):
+        if not _prints_lines(self._output):
             return
-        passed = now - self._starts.setdefault(phase, now)
+        start, first = self._starts.setdefault(phase, (now, done))
+        if done >= total or now < self._next.get(phase, now):
+            return
+        passed = now - start
         self._next[phase] = now + max(LINE_EVERY_S, passed / 10)
-        left = f", about {_time(passed * (total - done) / done)} left" if passed and done else ""
-        after = f"{done / total:.0%} done after {_time(passed)}{left}" if passed else "begins"
-        text = f"{phase}: {after}" + (f" ({detail})" if detail else "")
+        text = f"{done / total:.0%} done" if done or passed else "begins"
+        if passed and not first:
+            text += f" after {_time(passed)}"
+        if passed and done > first:
+            text += f", about {_time(passed * (total - done) / (done - first))} left"
+        text = f"{phase}: {text}" + (f" ({detail})" if detail else "")
         print(text, file=self._output.file, flush=True)
+
+
+def _prints_lines(output: Console) -> bool:
+    """Return True if progress is printed as lines of text: not on a terminal, and not if quiet."""
+    return not (output.is_terminal or output.quiet)
 
 
 def _time(seconds: float) -> str:
@@ -134,12 +149,12 @@ class Bars:
         self._in_answer = False
 
     def _plain(self, text: str) -> None:
-        """Print the text if the output is not a terminal.
+        """Print the text if the output is neither a terminal nor quiet.
 
         On a terminal nothing is printed, because `Display` already shows the answers below the
         progress bars.
         """
-        if not self._progress.console.is_terminal:
+        if _prints_lines(self._progress.console):
             print(text, end="", file=self._progress.console.file, flush=True)
 
     def clustering(self, done: int, total: int) -> None:

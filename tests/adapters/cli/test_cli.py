@@ -354,6 +354,34 @@ def test_a_file_gets_lines_of_progress_at_intervals(monkeypatch, capsys):
     assert times[-1] > 30  # minutes
 
 
+def test_times_of_progress_do_not_count_work_before_the_first_call(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(progress_bars, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    lines = progress_bars.Lines(Console(stderr=True))
+    for done in range(50, 101, 10):  # half is done already, and each later tenth takes a minute
+        lines.update("measuring", done, 100)
+        now[0] += 60
+    assert capsys.readouterr().err.splitlines() == [
+        "measuring: 50% done",
+        "measuring: 60% done, about 4 min left",
+        "measuring: 70% done, about 3 min left",
+        "measuring: 80% done, about 2 min left",
+        "measuring: 90% done, about 60 s left",
+    ]
+    for _ in range(2):  # no step is done since the first call
+        lines.update("reading", 1, 4)
+        now[0] += 60
+    assert capsys.readouterr().err == "reading: 25% done\n" * 2
+
+
+def test_a_quiet_console_gets_no_progress(monkeypatch, capsys):
+    monkeypatch.setattr("kvindex_adapters.cli.progress.console", Console(stderr=True, quiet=True))
+    with bars() as progress:
+        progress.update("reading", 0, 9)
+    streamed(Words())
+    assert capsys.readouterr().err == ""
+
+
 def test_lines_of_progress_are_only_for_files_and_do_not_break_an_answer(monkeypatch, capsys):
     with bars() as progress:
         progress.update("reading", 0, 9)
