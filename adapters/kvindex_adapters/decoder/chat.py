@@ -13,7 +13,7 @@ from kvindex_adapters.common.prompt_chunks import Progress
 from kvindex_adapters.decoder.decoder import Decoder
 from kvindex_adapters.decoder.open_session import OpenSession
 from kvindex_adapters.hf.cache.report import Report
-from kvindex_adapters.hf.chat import NO_TOKENS, BaseChat
+from kvindex_adapters.hf.chat import BaseChat
 from kvindex_adapters.hf.generate import INDEX, Generation, K
 
 
@@ -87,8 +87,6 @@ class Chat(BaseChat):
     def _save(self, folder: Path) -> None:
         session, beginning = self.session, self._undone(self.session)
         if beginning is not None:
-            if not len(beginning.ids):
-                raise ValueError(NO_TOKENS)
             session = session.fork()
             session.truncate(len(beginning.ids))
         session.save(folder)

@@ -51,12 +51,6 @@ INSTRUCTIONS = {"system", "developer"}
 CHAT, CACHE = "chat.json", "cache"
 """Names inside a saved folder: the file of the messages, and the folder of the cache."""
 
-NO_TOKENS = (
-    "chat: got an empty conversation, allowed is one with at least one message or document; send a "
-    "message first"
-)
-"""Text of the error if an empty conversation is saved."""
-
 
 class BaseChat(ABC):
     """A conversation whose KV cache stays between turns.
@@ -199,11 +193,13 @@ class BaseChat(ABC):
 
         Raises:
             OSError: The folder exists already, or cannot be written.
-            ValueError: The conversation is empty, or a message cannot be written as JSON.
+            ValueError: The conversation is empty, or the cache contains no tokens of it. Or a
+                message cannot be written as JSON. Or the cache may contain tokens that do not
+                belong to the conversation, and the chat template does not accept the messages.
         """
         check_new(folder)
         if not self.tokens:
-            raise ValueError(NO_TOKENS)
+            raise ValueError(self._no_tokens())
         try:
             text = json.dumps({"messages": self.messages, "documents": self.documents}, indent=1)
         except (TypeError, ValueError, RecursionError) as error:
@@ -271,9 +267,13 @@ class BaseChat(ABC):
             past: The cache or session of this chat.
 
         Returns:
-            None if all tokens belong to the conversation, or if this is unknown. Otherwise the
-            beginning of the conversation, up to the first of its tokens that the cache does not
-            contain.
+            None if all tokens belong to the conversation, or if the ids of the tokens are unknown.
+            Otherwise the beginning of the conversation, up to the first of its tokens that the
+            cache does not contain.
+
+        Raises:
+            ValueError: The cache contains no tokens of the conversation, or the chat template does
+                not accept the messages.
         """
         if past.ids is None:
             return None
@@ -284,18 +284,51 @@ class BaseChat(ABC):
                 return None
             beginning = self._beginning()
         except ValueError:  # the chat template does not accept a question after these messages
-            return None
+            beginning = self._without_question()
         length = common_length([past.ids, beginning.ids])
         if length == len(past.ids):
             return None
+        if not length:
+            raise ValueError(self._no_tokens())
         return RenderedChat(beginning.ids[:length], beginning.messages)
 
+    def _without_question(self) -> RenderedChat:
+        """Return the token ids of the conversation so far. Raise ValueError if the chat template
+        does not accept the messages."""
+        try:
+            return self._render(self.messages, cue=False)
+        except ValueError as error:
+            raise ValueError(
+                "messages: got messages from which no prompt can be made, so tokens that do not "
+                f"belong to the conversation cannot be found in the cache; the reason: {error}"
+            ) from error
+
+    def _no_tokens(self) -> str:
+        """Return the text of the error if the cache contains no tokens of the conversation."""
+        if self.messages or self.documents:
+            return (
+                "chat: got a cache that contains no tokens of the conversation; send a message "
+                "first"
+            )
+        return (
+            "chat: got an empty conversation, allowed is one with at least one message or "
+            "document; send a message first"
+        )
+
     def _render(
-        self, messages: Messages, template_options: Mapping[str, Any] | None = None
+        self,
+        messages: Messages,
+        template_options: Mapping[str, Any] | None = None,
+        *,
+        cue: bool = True,
     ) -> RenderedChat:
-        """Apply the chat template to a conversation and to the documents of this chat."""
+        """Apply the chat template to a conversation and to the documents of this chat.
+
+        With `cue`, add the generation prompt, if the last message is not from the assistant.
+        """
         options = {**self.template_options, **(template_options or {})}
-        return render_chat(self.tokenizer, with_documents(messages, self.documents), options)
+        whole = with_documents(messages, self.documents)
+        return render_chat(self.tokenizer, whole, options, cue=cue)
 
     @property
     @abstractmethod
@@ -491,8 +524,6 @@ class Chat(BaseChat):
         beginning = self._undone(self.cache)
         if beginning is None:
             return self.cache
-        if not len(beginning.ids):
-            raise ValueError(NO_TOKENS)
         other = self.cache.fork()
         try:
             other.crop(len(beginning.ids) - other.get_seq_length())

@@ -1,6 +1,9 @@
 """`Chat` with transformers and with the decoder: answers are those to the whole conversation."""
 
+import itertools
+
 import pytest
+from jinja2 import TemplateError
 
 import kvindex_adapters.decoder as kvdecoder
 import kvindex_adapters.hf as kvhf
@@ -221,6 +224,47 @@ def test_a_chat_whose_turns_were_all_undone(chat_of, tmp_path):
     assert stored_ids(chat) == document
 
 
+class Alternating(Tokenizer):
+    """A template that rejects a question directly after a question."""
+
+    def apply_chat_template(self, messages, **options):
+        roles = [one["role"] for one in messages]
+        if any(one == other == "user" for one, other in itertools.pairwise(roles)):
+            raise TemplateError("roles must alternate")
+        return super().apply_chat_template(messages, **options)
+
+
+def test_a_saved_chat_lacks_undone_tokens_if_no_question_may_follow(chat_of, tmp_path):
+    tokenizer = Alternating()
+    chat = chat_of(tokenizer)
+    chat.send(words(20))
+    chat.send(words(12, seed=1))
+    chat.undo()
+    chat.messages.append(user("30 31"))  # the template rejects another question after this one
+    messages = list(chat.messages)
+    chat.save(tmp_path / "saved")
+    chat.load(tmp_path / "saved")
+    kept, asked = stored_ids(chat), rendered(tokenizer, messages, cue=False)
+    assert kept == asked[: len(kept)]
+    assert len(kept) > len(rendered(tokenizer, messages[:1]))
+    assert chat.messages == messages
+
+
+def test_a_chat_is_not_saved_if_its_messages_cannot_be_rendered(chat_of, tmp_path):
+    chat = chat_of(Alternating())
+    chat.send(words(20))
+    chat.messages[-1] = user("30")  # two questions
+    stored = stored_ids(chat)
+    with pytest.raises(ValueError, match=r"^messages: got messages from which.*must alternate$"):
+        chat.save(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    assert stored_ids(chat) == stored
+    chat.messages = [user([{"type": "text", "text": "30"}])]
+    chat.documents = [words(9)]
+    with pytest.raises(ValueError, match=r"^messages: got messages from which.*allowed is text"):
+        chat.save(tmp_path / "saved")
+
+
 def test_a_missing_folder_is_named(chat_of, tmp_path):
     chat = chat_of(Tokenizer())
     with pytest.raises(FileNotFoundError, match=r"^folder: got '/no/where', which does not exist"):
@@ -288,8 +332,23 @@ def test_a_failed_turn_changes_nothing(chat_of):
 
 
 def test_an_empty_chat_cannot_be_saved(chat_of, tmp_path):
-    with pytest.raises(ValueError, match="allowed is"):
+    with pytest.raises(ValueError, match="got an empty conversation, allowed is"):
         chat_of(Tokenizer()).save(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+NO_TOKENS = "^chat: got a cache that contains no tokens of the conversation; send a message first$"
+
+
+def test_messages_of_which_the_cache_contains_no_tokens_cannot_be_saved(chat_of, tmp_path):
+    chat = chat_of(Tokenizer(), system="9")
+    with pytest.raises(ValueError, match=NO_TOKENS):
+        chat.save(tmp_path / "saved")
+    chat.send(words(20))
+    chat.template_options["tools"] = [7]  # now the first token of the conversation is another
+    chat.undo()
+    with pytest.raises(ValueError, match=NO_TOKENS):
+        chat.save(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 
 
