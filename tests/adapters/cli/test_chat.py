@@ -74,6 +74,21 @@ def test_a_saved_chat_that_cannot_be_loaded_is_told_with_its_option(tmp_path, mo
     )
 
 
+@pytest.mark.parametrize("engine", mostly_slow(["decoder", "transformers"], "transformers"))
+def test_a_chat_that_was_read_sparsely_names_the_option_to_load_it(tmp_path, engine):
+    document, folder = tmp_path / "document.txt", tmp_path / "saved"
+    document.write_text(words(400))
+    sparse, load = ("--prefill", "sparse", "--engine", engine), ("--load", folder)
+    typed(words(8), f"/save {folder}", arguments=(document, *sparse))
+    remedy = (
+        "prefill: got 'dense', but the folder was saved with 'sparse'; pass prefill='sparse' to "
+        "attach(), or --prefill sparse to the command"
+    )
+    assert failed(*load, "--engine", engine).endswith(remedy)
+    assert remedy in typed(f"/load {folder}", arguments=("--engine", engine)).stderr
+    assert "loaded " in typed(arguments=(*load, *sparse)).stderr
+
+
 def test_a_saved_chat_is_what_the_user_sees(tmp_path):
     folder, question = tmp_path / "saved", words(5, 2)
     lines = words(8), words(5, 1), "/undo", f"/save {folder}", question, "/undo", "/undo"

@@ -86,7 +86,7 @@ def test_a_cache_that_was_read_sparsely_is_not_loaded_into_a_dense_one(model, tm
         cache.save(tmp_path / "sparse")
         want = logits_after(model, cache.fork(), ids[:1])
     with kvhf.attach(model, index="pariskv", k=20, **REGIONS) as cache:
-        with pytest.raises(ValueError, match=r"sparse attention.*prefill='sparse'"):
+        with pytest.raises(ValueError, match=r"saved with 'sparse'; pass prefill='sparse'"):
             cache.load(tmp_path / "sparse")
         assert cache.get_seq_length() == 0
     with kvhf.attach(model, index="pariskv", k=20, **SPARSE) as cache:
@@ -97,7 +97,7 @@ def test_a_cache_that_was_read_sparsely_is_not_loaded_into_a_dense_one(model, tm
     decoder.read(ids, session)
     session.save(tmp_path / "session")
     dense = decoder.session(index="pariskv", k=20, attach_options=REGIONS)
-    with pytest.raises(ValueError, match=r"sparse attention.*prefill='sparse'"):
+    with pytest.raises(ValueError, match=r"saved with 'sparse'; pass prefill='sparse'"):
         dense.load(tmp_path / "session")
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from kvindex import registry
 from kvindex.core.capability import capability
 from kvindex.core.protocol import KeepsState
+from kvindex.layer.attention_layer import SPARSE
 from kvindex.storage.layout import TensorSpec, check_layout
 from kvindex.storage.recipe import as_json, field, geometry_from
 from kvindex.storage.safetensors import DTYPES
@@ -237,7 +238,8 @@ def _restore(
 
 
 def _check_options(layer: Any, state: Mapping[str, Tensor]) -> None:
-    """Raise ValueError if a saved state belongs to a layer with another index or other sizes.
+    """Raise ValueError if a saved state belongs to a layer with another index or other sizes, or if
+    its tokens were read with sparse attention, and the layer has `prefill="dense"`.
 
     The error says which option of `attach` to pass. If the options of either layer are unknown,
     there is no error.
@@ -249,7 +251,9 @@ def _check_options(layer: Any, state: Mapping[str, Tensor]) -> None:
     index = capability(layer.index, KeepsState)
     saved = {"index": _spec(below("index", state)), **_whose(state).get("layer", {})}
     own: dict[str, Any] = {"index": None if index is None else _spec(index.state_dict())}
-    for name in ("sink", "local_window", "update_every"):
+    if SPARSE in state:  # tokens that were read densely fit both values of `prefill`
+        saved["prefill"] = "sparse"
+    for name in ("sink", "local_window", "update_every", "prefill"):
         own[name] = vars(layer)[name]
     for name, value in saved.items():
         if None not in (value, own.get(name)) and value != own[name]:
