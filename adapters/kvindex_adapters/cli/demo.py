@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -91,7 +92,8 @@ def demo(
     """Let a small model answer questions about a long document.
 
     The model reads the document once. Then it answers each question with full attention and with an
-    index, and the command compares answers, rows read, memory and time.
+    index, and the command compares answers, rows read, memory and time. With --prefill sparse, the
+    model reads the document a second time, with sparse attention, for the index.
     """
     check_stdout()
     announce_imports()
@@ -189,7 +191,8 @@ def _compared(
     attached = Asked()
     with attach(model, index=index, k=k, **punctuated(index, tokenizer, regions)) as cache:
         start = time.perf_counter()
-        taken = _fill(progress, model, tokenizer, cache, past, document)
+        again = regions["prefill"] == "sparse"
+        taken = _fill(progress, model, tokenizer, cache, past, document, again=again)
         fill_s = time.perf_counter() - start
         nbytes = cache.report().nbytes
         for number, ids in enumerate(hidden.prompts, start=1):
@@ -258,19 +261,33 @@ def _nbytes(past: DynamicCache) -> int:
 
 
 def _fill(
-    progress: Bars, model: Any, tokenizer: Any, cache: IndexCache, past: DynamicCache, ids: Tensor
+    progress: Bars,
+    model: Any,
+    tokenizer: Any,
+    cache: IndexCache,
+    past: DynamicCache,
+    ids: Tensor,
+    *,
+    again: bool,
 ) -> bool:
-    """Fill the indexes from the document's keys and values. Return False if the document had to be
-    read again, because the index also learns from queries."""
+    """Fill the indexes with the document, from its keys and values in `past` if possible.
+
+    If `again` is True, the model reads the document again instead, with the attention of `cache`.
+    It also does so if the index needs queries.
+
+    Returns:
+        True if the keys and values come from `past`.
+    """
     from kvindex_adapters.hf.generation.prefill import read
 
-    try:
-        cache.from_cache(past, ids=ids[None])
-    except ValueError:
-        report = _phase(progress, "reading it for the index")
-        read(model, tokenizer, ids, cache=cache, on_progress=report)
-        return False
-    return True
+    if not again:
+        with suppress(ValueError):
+            cache.from_cache(past, ids=ids[None])
+            return True
+    report = _phase(progress, "reading it for the index")
+    report("prefill", 0, len(ids))  # the first report follows the first chunk
+    read(model, tokenizer, ids, cache=cache, on_progress=report)
+    return False
 
 
 def _ask(

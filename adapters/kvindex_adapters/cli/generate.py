@@ -160,6 +160,11 @@ def generate(
     )
     if index != "none":
         common.check_search(index, k, device, regions)
+    elif prefill != "dense":
+        raise ValueError(
+            f"prefill: got {prefill!r} with --index none, which allows only 'dense'; pass an index "
+            "or --prefill dense"
+        )
     request = answers.Request(
         index=None if index == "none" else index,
         k=k,

@@ -44,15 +44,16 @@ DenseBelow = Annotated[
 Prefill = Annotated[
     str,
     typer.Option(
-        help="How prompts attend: dense (to all tokens), or sparse (to chosen blocks of 128 "
-        "tokens, which is faster for long prompts, and changes the answer a little)."
+        help="How the tokens of a prompt attend: dense (to all tokens before them), or sparse (to "
+        "chosen blocks of 128 tokens). Sparse is faster for long prompts on a GPU, but can change "
+        "the answer."
     ),
 ]
 PrefillMass = Annotated[
     float,
     typer.Option(
         help="With --prefill sparse: fraction of the estimated attention weight that the chosen "
-        "blocks have."
+        "blocks must have, above 0 and at most 1. A larger value reads more blocks."
     ),
 ]
 Model = Annotated[

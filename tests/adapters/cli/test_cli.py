@@ -13,11 +13,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rich.console import Console
+from transformers import DynamicCache
 from typer.testing import CliRunner
 
 import kvindex
+import kvindex_adapters.hf as kvhf
 from kvindex.ops import kmeans
 from kvindex_adapters.cli import app, common, main
+from kvindex_adapters.cli import demo as demo_module
 from kvindex_adapters.cli import progress as progress_bars
 from kvindex_adapters.cli.answers import shared_length
 from kvindex_adapters.cli.progress import Answer, Bars, bars
@@ -546,6 +549,46 @@ def test_a_prompt_may_be_read_sparsely(tiny, tmp_path):
         app, ["generate", "--model", "tiny", "--prompt", text, "--prefill", "some"]
     )
     assert "prefill: got 'some', allowed is one of" in str(wrong.exception)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "demo"])
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--prefill", "some", "prefill: got 'some', allowed is one of ['dense', 'sparse']"),
+        ("--prefill-mass", "0", "prefill_mass: got 0.0, allowed is a number in (0, 1]"),
+        ("--prefill-mass", "1.5", "prefill_mass: got 1.5, allowed is a number in (0, 1]"),
+    ],
+)
+def test_wrong_options_of_sparse_prompts_are_told_first(command, option, value, message):
+    needed = ["--model", "nowhere", "--prompt", "Hi"] if command == "generate" else []
+    result = run(command, *needed, option, value)
+    assert str(result.exception) == message
+
+
+def test_full_attention_without_an_index_does_not_read_sparsely():
+    given = ("--model", "nowhere", "--prompt", "Hi", "--index", "none", "--prefill", "sparse")
+    assert str(run("generate", *given).exception) == (
+        "prefill: got 'sparse' with --index none, which allows only 'dense'; pass an index or "
+        "--prefill dense"
+    )
+
+
+@pytest.mark.parametrize("prefill", ["dense", "sparse"])
+def test_the_demo_reads_the_document_as_the_option_says(prefill, capsys):
+    model, ids = build("llama"), torch.arange(900) % 90 + 3
+    past = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=ids[None], past_key_values=past)
+    options = dict(prefill=prefill, prefill_mass=0.1, sink=4, local_window=8, dense_below=0)
+    sparse = prefill == "sparse"
+    with kvhf.attach(model, index="exact", k=9, **options) as cache, bars() as progress:
+        copied = demo_module._fill(progress, model, Words(), cache, past, ids, again=sparse)
+        assert copied is not sparse
+        assert cache.ids.tolist() == ids.tolist()
+        fraction = cache.report().prefill_fraction
+    assert 0 < fraction < 1 if sparse else fraction is None
+    assert ("reading it for the index: begins" in capsys.readouterr().err) is sparse
 
 
 def test_a_prompt_comes_from_the_line_from_a_file_or_from_standard_input(tiny, tmp_path):
