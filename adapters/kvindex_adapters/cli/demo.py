@@ -19,6 +19,8 @@ from kvindex_adapters.cli.options import (
     JsonFile,
     K,
     Local,
+    Prefill,
+    PrefillMass,
     Sink,
     UpdateEvery,
     announce_imports,
@@ -68,6 +70,8 @@ def demo(
     local_window: Local = 256,
     update_every: UpdateEvery = 256,
     dense_below: DenseBelow = 2048,
+    prefill: Prefill = "dense",
+    prefill_mass: PrefillMass = 0.95,
     seed: Annotated[
         int,
         typer.Option(help="Seed for the hidden facts, their places and the order of the text."),
@@ -117,6 +121,8 @@ def demo(
         local_window=local_window,
         update_every=update_every,
         dense_below=dense_below,
+        prefill=prefill,
+        prefill_mass=prefill_mass,
     )
     common.check_search(index, k, device, regions)
     check.seed(seed)
