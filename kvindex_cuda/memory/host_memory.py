@@ -13,12 +13,13 @@ import errno
 import mmap
 import os
 import sys
+from _thread import start_new_thread
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from threading import Condition
+from threading import Lock
 from typing import Any
 
 from kvindex_cuda.memory.budget import available_bytes, bytes_left_in_groups
@@ -95,20 +96,9 @@ def map_memory(nbytes: int, threads: int | None = None) -> HostMemory:
         )
     nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
-        memory = HostMemory(_map_aligned(nbytes), nbytes, os.getpid())
-        try:
-            _advise(memory.address, nbytes, mmap.MADV_DONTFORK)
-            with suppress(OSError):  # core dumps are larger
-                _advise(memory.address, nbytes, mmap.MADV_DONTDUMP)
-            with suppress(OSError):  # pages are small
-                _advise(memory.address, nbytes, mmap.MADV_HUGEPAGE)
-            _Populating(memory).run(usable_threads() if threads is None else threads)
-        except BaseException:
-            memory.free()
-            raise
-    except OSError as error:
+        return _Call(nbytes, usable_threads() if threads is None else threads).run()
+    except (OSError, RuntimeError) as error:  # RuntimeError: no thread could start
         raise MemoryError(f"cannot map {nbytes} bytes of host memory: {error}") from error
-    return memory
 
 
 def usable_threads() -> int:
@@ -130,58 +120,130 @@ def _spare_bytes() -> int:
     return int(SPARE_FRACTION * (usable_bytes() or 0))
 
 
-class _Populating:
-    """The work of several threads that allocate all pages of a range of memory."""
+class Latch:
+    """Lets threads wait until another thread calls `open`.
 
-    def __init__(self, memory: HostMemory) -> None:
-        self._end = memory.address + memory.nbytes
-        self._starts = deque(range(memory.address, self._end, STEP))  # steps that are left
-        self._busy = 0  # threads that are in a step
-        self._error: OSError | None = None
-        self._changed = Condition()
+    Unlike `threading.Event`, a `KeyboardInterrupt` in a waiting thread can never block `open`.
+    """
 
-    def run(self, threads: int) -> None:
-        """Populate the memory by the calling thread and `threads - 1` others. When this returns or
-        raises, no thread uses the memory any more. Raises OSError."""
+    def __init__(self) -> None:
+        self._closed = Lock()
+        self._closed.acquire()
+
+    def open(self) -> None:
+        """Let all threads that wait continue. May be called once."""
+        self._closed.release()
+
+    def wait(self) -> None:
+        """Wait until `open` has been called."""
+        with self._closed:
+            pass
+
+
+def start(work: Callable[[], None]) -> Latch:
+    """Run `work` on a new thread. Return a latch that opens when `work` has ended.
+
+    Raises RuntimeError if no thread could start. `threading.Thread.start` waits for the new thread,
+    and a KeyboardInterrupt meanwhile may block that thread forever.
+    """
+    done = Latch()
+
+    def run() -> None:
         try:
-            with suppress(RuntimeError):  # no further thread could start
-                for _ in range(min(threads, len(self._starts)) - 1):
-                    _helpers().submit(self._work)
-            self._work()
+            work()
         finally:
-            with self._changed:
-                self._starts.clear()  # not empty if this thread was interrupted
-                self._changed.wait_for(lambda: not self._busy)
-        if self._error is not None:
-            raise self._error
+            done.open()
+
+    start_new_thread(run, ())
+    return done
+
+
+class _Call:
+    """One call of `map_memory`, whose work is done by new threads.
+
+    Python raises KeyboardInterrupt in the main thread alone, and possibly between any two
+    instructions. So no thread that can be interrupted maps, populates or unmaps memory that others
+    still use. If the caller is interrupted, the working thread frees the memory when it is done.
+    """
+
+    def __init__(self, nbytes: int, threads: int) -> None:
+        self._nbytes, self._threads = nbytes, threads
+        self._result: HostMemory | Exception | None = None
+        self._first = Lock()  # acquired by the thread when it is done, or by a caller that leaves
+
+    def run(self) -> HostMemory:
+        """Return the memory. Raises OSError, and RuntimeError if no thread could start."""
+        try:
+            start(self._work).wait()
+            if isinstance(self._result, HostMemory):
+                return self._result
+        except BaseException:
+            if not self._first.acquire(blocking=False):  # too late for the thread to free it
+                self._free()
+            raise
+        assert self._result is not None
+        raise self._result
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                if not self._starts:
-                    return
-                start = self._starts.popleft()
-                self._busy += 1
-            try:
-                _populate(start, min(STEP, self._end - start))
-            except OSError as error:
-                with self._changed:
-                    self._error = error
-                    self._starts.clear()
-            finally:
-                with self._changed:
-                    self._busy -= 1
-                    self._changed.notify_all()
+        try:
+            self._result = _mapped(self._nbytes, self._threads)
+        except Exception as error:
+            self._result = error
+        if not self._first.acquire(blocking=False):
+            self._free()
+
+    def _free(self) -> None:
+        if isinstance(self._result, HostMemory):
+            self._result.free()
 
 
-@lru_cache(maxsize=1)
-def _helpers() -> ThreadPoolExecutor:
-    """Return the threads that help to populate memory. They sleep when there is nothing to do."""
-    return ThreadPoolExecutor(MAX_THREADS - 1, thread_name_prefix="kvindex-populate")
+def _mapped(nbytes: int, threads: int) -> HostMemory:
+    """Map memory and populate it by several threads. Raises OSError, and then keeps none."""
+    memory = HostMemory(_map_aligned(nbytes), nbytes, os.getpid())
+    try:
+        _advise(memory.address, nbytes, mmap.MADV_DONTFORK)
+        with suppress(OSError):  # core dumps are larger
+            _advise(memory.address, nbytes, mmap.MADV_DONTDUMP)
+        with suppress(OSError):  # pages are small
+            _advise(memory.address, nbytes, mmap.MADV_HUGEPAGE)
+        _populate_steps(memory, threads)
+    except BaseException:
+        memory.free()
+        raise
+    return memory
 
 
-if sys.platform == "linux":
-    os.register_at_fork(after_in_child=_helpers.cache_clear)  # a child has none of the threads
+def _populate_steps(memory: HostMemory, threads: int) -> None:
+    """Populate memory by the calling thread and up to `threads - 1` others. When this returns or
+    raises, no thread uses the memory any more. Raises OSError."""
+    end = memory.address + memory.nbytes
+    starts = deque(range(memory.address, end, STEP))  # steps that are left
+    errors: list[Exception] = []
+    all_started = Latch()  # a thread cannot start while others populate
+
+    def work() -> None:
+        all_started.wait()
+        try:
+            with suppress(IndexError):  # no step is left
+                while True:
+                    first = starts.popleft()
+                    _populate(first, min(STEP, end - first))
+        except Exception as error:
+            errors.append(error)
+            starts.clear()
+
+    helpers: list[Latch] = []
+    try:
+        with suppress(RuntimeError):  # no further thread could start
+            for _ in range(min(threads, len(starts)) - 1):
+                helpers.append(start(work))
+    finally:
+        all_started.open()
+        work()
+        for helper in helpers:
+            helper.wait()
+    if errors:
+        raise errors[0]
 
 
 def _populate(address: int, nbytes: int) -> None:

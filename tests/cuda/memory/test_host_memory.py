@@ -1,9 +1,11 @@
 """Host memory that several threads allocate, without a GPU."""
 
 import ctypes
+import dis
 import errno
 import mmap
 import os
+import signal
 import sys
 import threading
 
@@ -46,6 +48,43 @@ def holds(address, nbytes):
         assert ctypes.get_errno() == errno.ENOMEM  # not mapped
         return False
     return all(page & 1 for page in resident)
+
+
+@pytest.fixture
+def join(monkeypatch):
+    """Return a function that waits for the end of all threads that map and populate memory."""
+    ends, start = [], host_memory.start_new_thread
+
+    def recorded(function, arguments):
+        def run():
+            function(*arguments)
+            ended.set()
+
+        ended = threading.Event()
+        start(run, ())
+        ends.append(ended)
+
+    monkeypatch.setattr(host_memory, "start_new_thread", recorded)
+    return lambda: [ends.pop().wait(10) or pytest.fail("a thread hangs") for _ in list(ends)]
+
+
+@pytest.fixture
+def mapped(monkeypatch):
+    """Record the addresses of memory that is mapped and not unmapped yet."""
+    live, map_aligned, unmap = set(), host_memory._map_aligned, host_memory._unmap
+
+    def recorded(nbytes):
+        address = map_aligned(nbytes)
+        live.add(address)
+        return address
+
+    def forget(address, nbytes):
+        live.discard(address)
+        unmap(address, nbytes)
+
+    monkeypatch.setattr(host_memory, "_map_aligned", recorded)
+    monkeypatch.setattr(host_memory, "_unmap", forget)
+    return live
 
 
 @pytest.mark.parametrize("threads", [None, 1, 3, 20])
@@ -117,53 +156,92 @@ def test_huge_pages_are_used_where_the_system_offers_them():
 
 
 @pytest.mark.parametrize("kind", [10, 23])
-def test_a_failure_leaves_nothing_mapped(kind, monkeypatch):
+def test_a_failure_leaves_nothing_mapped(kind, mapped, monkeypatch):
     """10 keeps the memory out of child processes."""
-    mapped, map_aligned = [], host_memory._map_aligned
-    monkeypatch.setattr(
-        host_memory, "_map_aligned", lambda nbytes: mapped.append(map_aligned(nbytes)) or mapped[0]
-    )
     advice(monkeypatch, {kind: errno.ENOMEM})
     with pytest.raises(MemoryError, match=rf"cannot map {NBYTES} bytes.*Cannot allocate memory"):
         map_memory(NBYTES, 3)
-    assert not holds(mapped[0], NBYTES)
+    assert not mapped
 
 
-def test_an_interrupt_waits_for_other_threads_before_it_unmaps(monkeypatch):
+def test_an_interrupted_caller_leaves_the_memory_to_the_threads(mapped, join, monkeypatch):
+    """It does not wait for them, and they unmap the memory when none of them uses it any more."""
     populate, main = host_memory._populate, threading.get_ident()
-    began, done, unmap, order = threading.Event(), threading.Event(), host_memory._unmap, []
+    go, finished = threading.Event(), []
 
     def slow(address, nbytes):
-        if threading.get_ident() == main:
-            assert began.wait(10)
-            raise KeyboardInterrupt
-        began.set()
-        done.wait(0.2)  # the main thread is interrupted meanwhile
+        if address in mapped:  # the first step
+            signal.pthread_kill(main, signal.SIGINT)
+        assert go.wait(10)
+        assert mapped
         populate(address, nbytes)
-        order.append("populated")
-
-    def recorded(address, nbytes):
-        if nbytes == NBYTES:
-            order.append("unmapped")
-        unmap(address, nbytes)
+        finished.append(threading.get_ident())
 
     monkeypatch.setattr(host_memory, "_populate", slow)
-    monkeypatch.setattr(host_memory, "_unmap", recorded)
     with pytest.raises(KeyboardInterrupt):
-        map_memory(NBYTES, 2)
-    assert order == ["populated", "unmapped"]
+        map_memory(NBYTES, 3)
+    assert (len(mapped), finished) == (1, [])
+    go.set()
+    join()
+    assert (len(mapped), len(finished)) == (0, 6)
+    assert main not in finished
 
 
-def test_no_further_thread_is_no_error(monkeypatch):
-    def start(thread):
-        raise RuntimeError("can't start new thread")
+def test_an_interrupt_at_any_instruction_neither_hangs_nor_leaks(mapped, join):
+    """KeyboardInterrupt is raised before each instruction of the caller, one after the other.
 
-    host_memory._helpers.cache_clear()
-    monkeypatch.setattr(threading.Thread, "start", start)
+    Python raises none before it returns, so the memory cannot be lost there.
+    """
+
+    def returns(frame):
+        return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
+
+    class Interrupt:
+        def __init__(self, at):
+            self.left = at
+
+        def __call__(self, frame, event, argument):
+            if frame.f_code.co_filename == host_memory.__file__:
+                frame.f_trace_opcodes = True
+                if event == "opcode" and not returns(frame):
+                    self.left -= 1
+                    if self.left < 0:
+                        sys.settrace(None)
+                        raise KeyboardInterrupt
+            return self
+
+    at, tracing = 0, sys.gettrace()
+    while True:
+        try:
+            sys.settrace(Interrupt(at))
+            memory = map_memory(mmap.PAGESIZE)
+            break
+        except KeyboardInterrupt:
+            at += 1
+        finally:
+            sys.settrace(tracing)
+        join()
+        assert not mapped
+    memory.free()
+    assert at > 50
+
+
+def test_no_further_thread_is_no_error(mapped, monkeypatch):
+    start, left = host_memory.start_new_thread, [2]
+
+    def limited(*given):
+        if not left[0]:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        start(*given)
+
+    monkeypatch.setattr(host_memory, "start_new_thread", limited)
     memory = map_memory(NBYTES, 8)
     assert holds(memory.address, NBYTES)
     memory.free()
-    host_memory._helpers.cache_clear()
+    with pytest.raises(MemoryError, match=rf"cannot map {NBYTES} bytes.*can't start new thread"):
+        map_memory(NBYTES, 8)
+    assert not mapped
 
 
 @pytest.mark.parametrize("left", [0, NBYTES, NBYTES + 99])
