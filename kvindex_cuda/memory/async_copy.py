@@ -22,6 +22,10 @@ kernels can access it."""
 REGISTERED_BYTES = 4 * 2**20
 """Minimum size of slabs that are mapped and registered. Below it, there are few pages to clear."""
 
+UNSUPPORTED = 1, 801
+"""`cudaErrorInvalidValue` and `cudaErrorNotSupported`: the system cannot register mapped memory.
+After other errors, such as a lack of memory, the next slab may be registered."""
+
 DEVICE_TO_HOST, DEVICE_TO_DEVICE = 2, 3
 """`cudaMemcpyDeviceToHost`, `cudaMemcpyDeviceToDevice`."""
 
@@ -64,8 +68,10 @@ class PinnedSlab:
             if self.mapped is None:
                 cupy.cuda.runtime.freeHost(self.host_address)
             else:
-                cupy.cuda.runtime.hostUnregister(self.host_address)
-                self.mapped.free()
+                try:
+                    cupy.cuda.runtime.hostUnregister(self.host_address)
+                finally:
+                    self.mapped.free()
 
 
 class PinnedAllocator:
@@ -102,12 +108,13 @@ class PinnedAllocator:
                 except MemoryError as error:
                     before = f"; before that: {error}"
                 except runtime.CUDARuntimeError as error:
-                    before, refused = f"; before that, to register memory failed: {error}", True
+                    before = f"; before that, to register memory failed: {error}"
+                    refused = error.status in UNSUPPORTED
             try:
                 slab = self._allocated(runtime, nbytes)
             except runtime.CUDARuntimeError as error:
                 raise MemoryError(f"{error}{before}") from error
-        if refused:  # and not for lack of memory
+        if refused:
             self._registers = False
         return slab
 

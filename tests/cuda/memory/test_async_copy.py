@@ -21,8 +21,17 @@ from tests.cuda.host_memory import GEOMETRY, ROW, append, assert_same, host_stor
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux maps memory this way")
 
 
-class OutOfMemoryError(RuntimeError):
+class CudaError(RuntimeError):
     """Stands for CuPy's `CUDARuntimeError`."""
+
+    def __init__(self, status, message):
+        super().__init__(message)
+        self.status = status
+
+
+OUT_OF_MEMORY = 2, "cudaErrorMemoryAllocation: out of memory"
+NOT_SUPPORTED = 801, "cudaErrorNotSupported: cannot register"
+INVALID_VALUE = 1, "cudaErrorInvalidValue"
 
 
 class FakeRuntime:
@@ -30,6 +39,7 @@ class FakeRuntime:
 
     def __init__(self):
         self.copies, self.held, self.registered, self.fails = [], {}, {}, ()
+        self.refusal = NOT_SUPPORTED  # the error of `hostRegister`
 
     @property
     def cupy(self):
@@ -42,8 +52,8 @@ class FakeRuntime:
             deviceSynchronize=lambda: self.copies.append("synchronized"),
             freeHost=self.held.pop,
             hostRegister=self.register,
-            hostUnregister=self.registered.pop,
-            CUDARuntimeError=OutOfMemoryError,
+            hostUnregister=self.unregister,
+            CUDARuntimeError=CudaError,
         )
 
     def copy(self, to, to_pitch, come, come_pitch, width, height, kind, stream):
@@ -59,7 +69,7 @@ class FakeRuntime:
 
     def allocate(self, nbytes, flags):
         if "hostAlloc" in self.fails:
-            raise OutOfMemoryError("cudaErrorMemoryAllocation: out of memory")
+            raise CudaError(*OUT_OF_MEMORY)
         assert flags == 3
         memory = (ctypes.c_uint8 * nbytes)()
         self.held[ctypes.addressof(memory)] = memory
@@ -67,13 +77,18 @@ class FakeRuntime:
 
     def register(self, address, nbytes, flags):
         if "hostRegister" in self.fails:
-            raise OutOfMemoryError("cudaErrorNotSupported: cannot register")
+            raise CudaError(*self.refusal)
         assert flags == 3
         self.registered[address] = nbytes
 
+    def unregister(self, address):
+        del self.registered[address]
+        if "hostUnregister" in self.fails:
+            raise CudaError(719, "cudaErrorLaunchFailure")
+
     def attributes(self, address):
         if "pointerGetAttributes" in self.fails:
-            raise OutOfMemoryError("cudaErrorInvalidValue")
+            raise CudaError(*INVALID_VALUE)
         return SimpleNamespace(devicePointer=address + 16)
 
 
@@ -175,16 +190,27 @@ def test_large_slabs_are_mapped_and_registered(runtime, mapped):
 
 
 @on_linux
-def test_registration_that_is_refused_falls_back_to_the_driver(runtime, mapped):
+def test_memory_that_cannot_be_unregistered_is_unmapped(runtime, mapped):
+    slab = async_copy.PinnedAllocator(torch.device("cuda:0")).allocate(LARGE)
+    runtime.fails = ["hostUnregister"]
+    with pytest.raises(CudaError, match="LaunchFailure"):
+        slab.free()
+    assert not mapped
+
+
+@on_linux
+@pytest.mark.parametrize("refusal", [NOT_SUPPORTED, INVALID_VALUE, OUT_OF_MEMORY])
+def test_registration_that_is_refused_falls_back_to_the_driver(refusal, runtime, mapped):
     allocator, runtime.fails = async_copy.PinnedAllocator(torch.device("cuda:0")), ["hostRegister"]
+    runtime.refusal = refusal
     slab = allocator.allocate(LARGE)
     assert runtime.held.keys() == {slab.host_address}
     assert not mapped
     runtime.fails = []
-    other = allocator.allocate(LARGE)  # it does not try again
-    assert runtime.held.keys() == {slab.host_address, other.host_address}
+    other = allocator.allocate(LARGE)  # it tries again after a lack of memory only
+    assert (other.mapped is not None) == (refusal == OUT_OF_MEMORY)
     slab.free(), other.free()
-    assert not runtime.held
+    assert (mapped, runtime.registered, runtime.held) == (set(), {}, {})
 
 
 def test_mapping_that_fails_falls_back_to_the_driver(runtime, monkeypatch):
