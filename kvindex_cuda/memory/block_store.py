@@ -236,9 +236,10 @@ class BlockStore(Restorable):
         """Start to pin memory for `tokens` tokens of `batch` sequences in the background. Does not
         wait.
 
-        The call replaces an earlier one. With 0 tokens, no more memory is pinned than is in use.
+        The call replaces an earlier one, also of a copy that uses the same memory. With 0 tokens,
+        an earlier call of this store ends, and no more memory is pinned for it than is in use.
         """
-        self._pool.expect(batch * -(-tokens // BLOCK))
+        self._pool.expect(batch * -(-tokens // BLOCK), self._table.ledger)
 
     def _room(self, batch: int, count: int) -> None:
         if self._lent_by is not None:
@@ -466,12 +467,12 @@ class BlockStore(Restorable):
         """Restore the state of `checkpoint`.
 
         Afterwards, the memory behind the last row has undefined contents, because an asynchronous
-        copy of removed rows may still write to it. Memory that was announced to `pin_ahead` is no
-        longer pinned in the background, because the tokens will not come.
+        copy of removed rows may still write to it. Memory that this store has announced with
+        `pin_ahead` is no longer pinned in the background, because the tokens will not come.
         """
         writing = self._writing
         super().rollback(checkpoint)
-        self._pool.expect(0)
+        self._pool.expect(0, self._table.ledger)
         self._written, self._writing = None, writing or self._writing
 
     def reset(self) -> None:

@@ -49,12 +49,14 @@ class CountedPool(Pool):
     def leave(self, ledger: list[int]) -> None:
         """Remove a store from this pool.
 
-        `ledger` is the list of blocks that the store passed to `join`. This method never waits for
-        a lock or the device, so a finalizer may call it at any time.
+        `ledger` is the list of blocks that the store passed to `join`. An announcement that it made
+        as the `announcer` of `expect` is withdrawn. This method never waits for a lock or the
+        device, so a finalizer may call it at any time.
         """
         if self._ledgers.pop(id(ledger), None) is None:
             return
         self._left.append(ledger)
+        self.expect(0, ledger)
         if not self._ledgers:
             self.close()
 

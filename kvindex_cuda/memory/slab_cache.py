@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -19,26 +20,18 @@ from torch import Tensor
 from kvindex.core import check, forks
 from kvindex_cuda.memory.async_copy import PinnedAllocator
 from kvindex_cuda.memory.budget import Budget, shared_budget
-from kvindex_cuda.memory.slab_pool import Allocator, Slab
-
-
-@dataclass
-class _Expected:
-    """An announcement: `owner` will need `count` slabs of `nbytes` bytes."""
-
-    owner: CachingAllocator
-    nbytes: int
-    count: int
+from kvindex_cuda.memory.host_memory import Latch
+from kvindex_cuda.memory.slab_pool import Allocator, Announcement, Slab
 
 
 @dataclass(frozen=True)
 class _Pinning:
-    """A slab that the background thread is pinning. `ended` is set when it is in the cache, or when
-    pinning it has failed."""
+    """A slab that the background thread is pinning. `ended` is opened when it is in the cache, or
+    when pinning it has failed."""
 
     owner: CachingAllocator
     nbytes: int
-    ended: threading.Event = field(default_factory=threading.Event)
+    ended: Latch = field(default_factory=Latch)
 
 
 class SlabCache:
@@ -55,9 +48,8 @@ class SlabCache:
         self._budget = budget
         self._slabs: dict[int, _Lent] = {}  # address -> slab, the oldest first
         self._kept = 0  # bytes
-        self._counts: Counter[tuple[CachingAllocator, int]] = Counter()  # cached slabs of each size
         self._lock = forks.lock(self, "_lock")  # reentrant: a garbage-collected pool frees slabs
-        self._expected: list[_Expected] = []  # the oldest announcement first
+        self._expected: dict[Announcement, CachingAllocator] = {}  # the oldest announcement first
         self._pinning: _Pinning | None = None
         self._worker: threading.Thread | None = None
 
@@ -71,7 +63,6 @@ class SlabCache:
         with self._lock:
             self._slabs[slab.device_address] = slab
             self._kept += slab.nbytes
-            self._counts[slab.owner, slab.nbytes] += 1
 
     def take(self, allocator: Allocator, nbytes: int) -> _Lent | None:
         """Return a slab of `nbytes` bytes from the cache and remove it from there. The slab must
@@ -94,63 +85,60 @@ class SlabCache:
 
     def _pop(self, slab: _Lent) -> _Lent:
         self._kept -= slab.nbytes
-        self._counts[slab.owner, slab.nbytes] -= 1
         return self._slabs.pop(slab.device_address)
 
-    def expect(self, owner: CachingAllocator, nbytes: int, count: int) -> None:
-        """Announce that `owner` will soon need `count` more slabs (ranges of pinned memory) of
-        `nbytes` bytes. A negative `count` withdraws announcements, the oldest first.
+    def expect(self, owner: CachingAllocator, announcement: Announcement) -> None:
+        """Start to pin the slabs (ranges of pinned memory) that a caller will soon need from
+        `owner`.
 
-        A background thread then pins the missing slabs in the order of the announcements. It stops
-        when the budget is used up or when an allocation fails. This method never fails.
+        A background thread pins the missing slabs in the order of the announcements. It stops when
+        the budget is used up or when an allocation fails. The next call starts it again. This
+        method does not wait, and does not fail.
         """
-        with self._lock:
-            if count <= 0:
-                self._withdraw(owner, nbytes, -count)
-                return
-            self._expected.append(_Expected(owner, nbytes, count))
-            if self._worker is not None:
-                return
-            worker = threading.Thread(target=self._pin, name="kvindex-pin", daemon=True)
-            self._worker = worker
-            try:
-                worker.start()
-            except RuntimeError:  # no thread could start: memory is pinned when needed
+        worker = threading.Thread(target=self._pin, name="kvindex-pin", daemon=True)
+        try:
+            with self._lock:
+                self._expected.setdefault(announcement, owner)
+                if _works(self._worker):
+                    return
+                self._worker, self._pinning = worker, None
+            worker.start()  # without the lock, for which a finalizer in the new thread may wait
+        except BaseException as error:
+            if self._worker is worker:
                 self._worker = None
-
-    def _withdraw(self, owner: CachingAllocator, nbytes: int, count: int) -> None:
-        for expected in list(self._expected):
-            if count and (expected.owner, expected.nbytes) == (owner, nbytes):
-                fewer = min(expected.count, count)
-                expected.count -= fewer
-                count -= fewer
-        self._expected = [expected for expected in self._expected if expected.count > 0]
+            if not isinstance(error, RuntimeError) or worker.ident is not None:
+                raise  # a KeyboardInterrupt after the thread has started may leave a RuntimeError
 
     def _pin(self) -> None:
         while (pinning := self._next()) is not None:
-            owner, nbytes = pinning.owner, pinning.nbytes
-            try:
-                slab = owner.allocator.allocate(nbytes)
-                with self._lock:
-                    self.keep(_Lent(slab, nbytes, owner))
-                    self._pinning = None
-            except Exception:  # the caller that needs the slab will raise the error
-                with self._lock:
-                    self._expected, self._pinning = [], None
-            finally:
-                pinning.ended.set()
+            slab: _Lent | None = None
+            with suppress(Exception):  # the caller that needs the slab will raise the error
+                memory = pinning.owner.allocator.allocate(pinning.nbytes)
+                slab = _Lent(memory, pinning.nbytes, pinning.owner)
+            with self._lock:
+                if slab is None:
+                    self._worker = None
+                else:
+                    self.keep(slab)
+                self._pinning = None
+            pinning.ended.open()
 
     def _next(self) -> _Pinning | None:
-        """Return the next slab that the background thread should pin, or None if no more are needed
-        or allowed."""
+        """Return the next slab that this background thread should pin, or None if it should end: no
+        more slabs are needed or allowed, or an allocation has failed."""
         with self._lock:
+            if self._worker is not threading.current_thread():
+                return None
+            for announcement in list(self._expected):
+                if announcement.count <= 0:
+                    del self._expected[announcement]
             limit = self._budget.limit_bytes
             room = None if limit is None else limit - self._kept - self._budget.used_bytes
-            needed: Counter[tuple[CachingAllocator, int]] = Counter()
-            for expected in list(self._expected):
-                wanted = owner, nbytes = expected.owner, expected.nbytes
-                needed[wanted] += expected.count
-                if self._counts[wanted] < needed[wanted] and (room is None or nbytes <= room):
+            cached = Counter([(slab.owner, slab.nbytes) for slab in list(self._slabs.values())])
+            for announcement, owner in list(self._expected.items()):
+                nbytes = announcement.nbytes
+                cached[owner, nbytes] -= announcement.count
+                if cached[owner, nbytes] < 0 and (room is None or nbytes <= room):
                     self._pinning = _Pinning(owner, nbytes)
                     return self._pinning
             self._worker = None
@@ -169,11 +157,18 @@ class SlabCache:
         freed = 0
         while True:
             with self._lock:
-                if not self._slabs or self._kept <= keep_bytes:
+                slabs = list(self._slabs.values())
+                if not slabs or self._kept <= keep_bytes:
                     return freed
-                slab = self._pop(next(iter(self._slabs.values())))
+                slab = self._pop(slabs[0])
             slab.slab.free()
             freed += slab.nbytes
+
+
+def _works(thread: threading.Thread | None) -> bool:
+    """Return True if a thread will start or is running. A child process after `os.fork` has none of
+    the threads of its parent."""
+    return thread is not None and (thread.ident is None or thread.is_alive())
 
 
 @dataclass(frozen=True)
@@ -188,10 +183,10 @@ class CachingAllocator:
         """True if the slabs are in host memory."""
         return self.allocator.on_host
 
-    def expect(self, nbytes: int, count: int) -> None:
-        """Announce that the caller will soon need `count` more slabs (ranges of pinned memory) of
-        `nbytes` bytes. Does not wait."""
-        self.cache.expect(self, nbytes, count)
+    def expect(self, announcement: Announcement) -> None:
+        """Start to pin the slabs (ranges of pinned memory) of an announcement in the background.
+        Does not wait."""
+        self.cache.expect(self, announcement)
 
     def allocate(self, nbytes: int) -> Slab:
         """Return a slab of `nbytes` bytes, cached or new. Raises the errors of the wrapped

@@ -57,13 +57,26 @@ class Allocator(Protocol):
         ...
 
 
+@dataclass(eq=False)
+class Announcement:
+    """The slabs (ranges of memory) that one caller will soon need. Only this caller changes it.
+
+    Attributes:
+        nbytes: Bytes of a slab.
+        count: Number of slabs that the caller will still request. 0 withdraws the announcement.
+    """
+
+    nbytes: int
+    count: int = 0
+
+
 @runtime_checkable
 class Foresees(Protocol):
     """An `Allocator` that can allocate slabs in advance, before they are requested."""
 
-    def expect(self, nbytes: int, count: int) -> None:
-        """Announce that the caller will soon need `count` more slabs (ranges of memory) of `nbytes`
-        bytes. A negative `count` withdraws earlier announcements. Does not wait."""
+    def expect(self, announcement: Announcement) -> None:
+        """Start to allocate the slabs (ranges of memory) of an announcement in the background. Does
+        not wait. Call this again after `count` has increased, or to retry after a failure."""
         ...
 
 
@@ -150,7 +163,8 @@ class Pool:
         self._held: deque[_Held] = deque()  # slabs that `close` frees
         self._ready: deque[_Held] = deque()  # allocated by the worker, not yet numbered
         self._worker: threading.Thread | None = None
-        self._expected = 0  # slabs that the last tier's allocator expects
+        self._expected = Announcement(self._slab_bytes)
+        self._announcer: object = None  # the caller of `expect`
         self._error: Exception | None = None
         self._closed = False
 
@@ -222,24 +236,25 @@ class Pool:
         self._worker = work
         try:
             work.start()
-        except RuntimeError:  # no thread could start: memory is allocated when needed
-            self._worker = None
+        except RuntimeError:
+            if work.ident is not None:
+                raise  # the thread has started, and a KeyboardInterrupt has left this error
+            self._worker = None  # no thread could start: memory is allocated when needed
             tier.budget.give(self._slab_bytes)
 
-    def expect(self, blocks: int) -> None:
+    def expect(self, blocks: int, announcer: object = None) -> None:
         """Announce how many blocks will be used in total, so that their slabs can be pinned in
-        advance, and one more slab. This replaces an earlier announcement; 0 withdraws it. It does
-        nothing if the pool has both device memory and host memory."""
-        if self._preferred:
+        advance, and one more slab. This replaces an earlier announcement. With 0 blocks, the
+        announcement is withdrawn if it was made by the same `announcer`. The method does nothing if
+        the pool has both device memory and host memory."""
+        if self._preferred or (not blocks and announcer is not self._announcer):
             return
+        self._announcer = announcer
         slabs = -(-blocks // self.slab_blocks) + 1 if blocks else 0
-        self._tell(max(0, slabs - len(self._held)) - self._expected)
-
-    def _tell(self, slabs: int) -> None:
+        self._expected.count = max(0, slabs - len(self._held))
         allocator = self._last.allocator
-        if slabs and isinstance(allocator, Foresees):
-            self._expected += slabs
-            allocator.expect(self._slab_bytes, slabs)
+        if self._expected.count and isinstance(allocator, Foresees):
+            allocator.expect(self._expected)
 
     def settle(self) -> None:
         """Wait until the background thread has finished the allocation of its current slab."""
@@ -250,7 +265,7 @@ class Pool:
         """Free all slabs. If the background thread is pinning a slab, that slab is freed as soon as
         it is pinned."""
         self._closed = True
-        self._tell(-self._expected)
+        self._expected.count = 0
         self._drain()
 
     def _grow(self, slabs: int) -> None:
@@ -286,8 +301,8 @@ class Pool:
         the slab from the budget of this tier. If the allocation fails, allocate from the last
         tier."""
         try:
-            if self._expected:
-                self._tell(-1)  # first, so that no slab is pinned in place of the one taken here
+            if self._expected.count > 0:  # first, so that no slab is pinned in place of this one
+                self._expected.count -= 1
             return _Held(tier.allocator.allocate(self._slab_bytes), tier)
         except BaseException as error:
             tier.budget.give(self._slab_bytes)

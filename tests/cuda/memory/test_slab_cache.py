@@ -1,5 +1,6 @@
 """Pinned slabs that outlive a store are reused, limited in number, and released."""
 
+import copy
 import gc
 import os
 import signal
@@ -19,6 +20,7 @@ from kvindex_cuda.memory.slab_cache import (
     release_pinned,
     shared_cache,
 )
+from kvindex_cuda.memory.slab_pool import Announcement, Pool, Tier
 from tests.cuda.host_memory import (
     GEOMETRY,
     SLAB,
@@ -38,6 +40,17 @@ from tests.support.helpers import Case
 def caching(allocator, limit=None):
     budget = Budget(limit)
     return CachingAllocator(allocator, SlabCache(budget)), budget
+
+
+def announce(allocator, nbytes, count):
+    """Announce slabs, each call for another caller."""
+    allocator.expect(made := Announcement(nbytes, count))
+    return made
+
+
+def announced(allocator):
+    """Return the number of announced slabs that were not requested yet."""
+    return sum(each.count for each in allocator.cache._expected)
 
 
 def prompt(allocator, budget, count, seed=0):
@@ -211,7 +224,7 @@ def test_an_append_does_not_wait_for_a_slab_of_another_size():
     fake = FakeAllocator()
     allocator, _ = caching(fake)
     fake.gate.clear()
-    allocator.expect(2 * SLAB, 1)
+    announce(allocator, 2 * SLAB, 1)
     pinning(fake, 1)
     thread = threading.Thread(target=allocator.allocate, args=(SLAB,))
     thread.start()
@@ -239,7 +252,7 @@ def test_a_child_process_does_not_wait_for_a_thread_of_its_parent():
     fake = FakeAllocator()
     allocator, _ = caching(fake)
     fake.gate.clear()
-    allocator.expect(SLAB, 1)
+    announce(allocator, SLAB, 1)
     pinning(fake, 1)
     child = os.fork()
     if not child:
@@ -267,15 +280,10 @@ def test_slabs_are_pinned_in_the_order_in_which_they_were_announced():
     allocate = fake.allocate
     fake.allocate = lambda nbytes: sizes.append(nbytes) or allocate(nbytes)
     for nbytes, count in given:
-        allocator.expect(nbytes, count)
+        announce(allocator, nbytes, count)
     fake.gate.set()
     finish()
     assert sizes == [SLAB, SLAB, 2 * SLAB, SLAB, 3 * SLAB]
-    allocator.allocate(SLAB)
-    allocator.expect(SLAB, -1)  # the oldest announcement
-    assert [(each.nbytes, each.count) for each in allocator.cache._expected] == [
-        *((SLAB, 1), (2 * SLAB, 1), (SLAB, 1), (3 * SLAB, 1))
-    ]
 
 
 def test_no_slab_is_pinned_in_place_of_one_that_a_prompt_takes(monkeypatch):
@@ -289,7 +297,7 @@ def test_no_slab_is_pinned_in_place_of_one_that_a_prompt_takes(monkeypatch):
     def taken(owner, nbytes):
         slab = take(owner, nbytes)
         if threading.current_thread() is here:
-            allocator.expect(2 * SLAB, 1)  # starts the thread
+            announce(allocator, 2 * SLAB, 1)  # starts the thread
             finish()
         return slab
 
@@ -313,7 +321,7 @@ def test_a_prompt_that_ends_early_withdraws_what_it_announced():
     finish()
     assert fake.calls == 3  # two slabs of the other store, and one more
     other.pin_ahead(200, 2)  # a smaller total replaces it
-    assert sum(each.count for each in allocator.cache._expected) == 2
+    assert announced(allocator) == 2
 
 
 def test_a_rollback_withdraws_what_was_announced():
@@ -328,8 +336,164 @@ def test_a_rollback_withdraws_what_was_announced():
     fake.gate.set()
     finish()
     assert fake.calls == calls + 1
-    assert not allocator.cache._expected
+    assert not announced(allocator)
     assert_same(store, append(TensorStore(GEOMETRY), tokens(10)))
+
+
+@pytest.mark.parametrize("count", [600, 900])
+def test_after_a_failure_the_next_announcement_pins(count):
+    """Also if it announces the same number of tokens again."""
+    fake = FakeAllocator(fails=[0])
+    allocator, budget = caching(fake)
+    store = host_store(allocator, budget=budget)
+    store.pin_ahead(600, 2)
+    finish()
+    assert (fake.calls, allocator.cache.kept_bytes) == (1, 0)
+    store.pin_ahead(count, 2)
+    finish()
+    assert allocator.cache.kept_bytes == (1 + count // 300) * SLAB
+
+
+def test_a_pool_that_closes_leaves_the_announcements_of_others():
+    """The background thread has failed after the announcement of this pool."""
+    fake = FakeAllocator(fails=[0])
+    allocator, budget = caching(fake)
+    one, other = (Pool(SLAB, 1, Tier(allocator, budget)) for _ in range(2))
+    one.expect(8)
+    finish()
+    fake.gate.clear()
+    other.expect(8)
+    pinning(fake, 2)
+    one.close()
+    fake.gate.set()
+    finish()
+    assert allocator.cache.kept_bytes == 9 * SLAB
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_process_pins_what_it_announces():
+    """It does not have the thread of its parent."""
+    fake = FakeAllocator()
+    allocator, _ = caching(fake)
+    fake.gate.clear()
+    announce(allocator, SLAB, 2)
+    pinning(fake, 1)
+    child = os.fork()
+    if not child:
+        fake.gate.set()
+        announce(allocator, SLAB, 1)
+        finish()
+        os._exit(0 if allocator.cache.kept_bytes == 3 * SLAB else 1)
+    fake.gate.set()
+    finish()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_fork_withdraws_what_it_announced_itself():
+    """The fork and the original use the same pool."""
+    fake = FakeAllocator()
+    allocator, budget = caching(fake)
+    store = settled(append(host_store(allocator, budget=budget), tokens(300)))
+    fork = copy.deepcopy(store)
+    before = fork.checkpoint()
+    store.pin_ahead(4000, 2)
+    finish()
+    wanted = announced(allocator)
+    assert wanted > 1
+    fork.pin_ahead(0, 2)
+    fork.rollback(before)
+    del fork, before
+    assert announced(allocator) == wanted
+    fork = copy.deepcopy(store)
+    before = fork.checkpoint()
+    fork.pin_ahead(4000, 2)
+    fork.rollback(before)
+    assert not announced(allocator)
+    fork.pin_ahead(4000, 2)
+    assert announced(allocator)
+    del fork, before
+    assert not announced(allocator)
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_collection_while_a_slab_is_cached_counts_all_slabs(at, monkeypatch):
+    """Python may run the finalizer of a store at any time, also within a call of the cache."""
+    fake = FakeAllocator()
+    allocator, budget = caching(fake)
+    hashes, hashed = iter(range(99)), CachingAllocator.__hash__
+    pools = [Pool(SLAB, 1, Tier(allocator, budget)) for _ in range(2)]
+    for pool in pools:
+        pool.take(1)
+
+    def collected(owner):
+        if next(hashes) == at:
+            pools[1].close()
+        return hashed(owner)
+
+    monkeypatch.setattr(CachingAllocator, "__hash__", collected)
+    pools[0].close()
+    pools[1].close()
+    announce(allocator, SLAB, 2)
+    finish()
+    assert (fake.calls, allocator.cache.kept_bytes) == (2, 2 * SLAB)
+
+
+def test_a_finalizer_in_the_new_thread_may_use_the_cache(monkeypatch):
+    """Python may run it before `Thread.start` returns in the calling thread."""
+    fake = FakeAllocator()
+    allocator, _ = caching(fake)
+    slab, start = allocator.allocate(SLAB), threading.Thread.start
+
+    def started(thread):
+        freed = threading.Thread(target=slab.free)
+        start(freed)
+        freed.join(10)
+        assert not freed.is_alive()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", started)
+    announce(allocator, SLAB, 1)
+    finish()
+    assert fake.calls == 1
+
+
+def test_without_a_thread_memory_is_pinned_when_needed(monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    fake = FakeAllocator()
+    allocator, _ = caching(fake)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        made = announce(allocator, SLAB, 2)
+    allocator.allocate(SLAB)
+    assert fake.threads == [threading.current_thread().name]
+    allocator.expect(made)
+    finish()
+    assert fake.calls == 3
+
+
+def test_an_interrupt_while_a_thread_starts_is_no_lack_of_threads(monkeypatch):
+    """It can make `Thread.start` raise RuntimeError after the thread has started."""
+    fake, begin = FakeAllocator(), threading.Thread.start
+    allocator, budget = caching(fake)
+    store = host_store(allocator, budget=budget)
+
+    def start(thread):
+        begin(thread)
+        raise RuntimeError("release unlocked lock")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="release unlocked lock"):
+            store.pin_ahead(600, 2)
+        with pytest.raises(RuntimeError, match="release unlocked lock"):
+            append(store, tokens(10))  # pins one slab more in the background
+    settled(store)
+    assert budget.used_bytes == store.pinned_bytes > 0
+    store.pin_ahead(1200, 2)
+    finish()
+    assert announced(allocator) * SLAB == allocator.cache.kept_bytes
 
 
 def test_an_index_passes_on_what_it_will_need():
@@ -340,7 +504,7 @@ def test_an_index_passes_on_what_it_will_need():
     finish()
     assert fake.calls == 2
     index.capability(ReservesAhead).reserve_ahead(0, batch=1)
-    assert not allocator.cache._expected
+    assert not announced(allocator)
     with pytest.raises(ValueError, match="batch: got 0"):
         index.reserve_ahead(600, batch=0)
     with pytest.raises(ValueError, match="tokens: got -1"):
