@@ -376,9 +376,9 @@ class _Float32:
             first = not self._inside
             if first:
                 self._before = torch.get_default_dtype()
-            # Count this thread before changing the default dtype. If another thread calls `os.fork`
-            # right after the change, `forget_threads` runs in the child process, finds the count
-            # and restores the dtype.
+            # Another thread may call `os.fork` right after the default dtype has changed. In the
+            # child process, `forget_threads` then restores the dtype, if this thread is counted.
+            # So count it before the change.
             self._inside[get_ident()] += 1
             if first:
                 torch.set_default_dtype(torch.float32)

@@ -215,7 +215,7 @@ class JoinedSteps(Restorable):
     def rollback(self, checkpoint: Any) -> None:
         """Return to the state that `checkpoint` recorded.
 
-        Tokens that were counted since then are removed.
+        Tokens that were appended since then are removed.
         """
         counted, tally = checkpoint
         self._contents.window.uncount(counted)

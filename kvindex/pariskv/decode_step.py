@@ -438,8 +438,9 @@ def select_rows(
     if sampling is not None:
         return _select_sampled(reranked, k, config, sampling)
     g, tokens = config.geometry, state.tokens
-    # Retain the `C` keys with the best votes (coarse scores). The rerank got all keys in the
-    # histogram bin of the `C`-th best vote, so there may be more than `C`.
+    # Keep the `C` keys with the best votes (coarse scores). The rerank may have got more than `C`
+    # keys: it got every key whose vote is in the histogram bin of the `C`-th best vote, or in a
+    # better bin.
     whole = reranked.cuts[..., 0] < 0
     counts = torch.where(whole, reranked.candidate_counts.long(), state.target)
     ids = id_of(reranked.candidates)

@@ -81,8 +81,8 @@ def load(
             ) from error
     elif (device, store, backend) != ("cpu", "device", None):
         raise ValueError(
-            "into: got an object together with device, store or backend; the object already has "
-            "these, so pass only into"
+            "into: got an object together with device, store or backend; the object already has a "
+            "device, a store and a backend, so leave these arguments out"
         )
     else:
         made = into

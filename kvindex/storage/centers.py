@@ -96,7 +96,7 @@ def check_center(center: Tensor | None, *, centered: bool, held: int) -> None:
     if center is not None and (held or not centered):
         place = f"a store that has {held} tokens" if held else "a store whose codec uses no center"
         raise ValueError(
-            f"center: got a center for {place}, allowed is None, or a center for an empty store "
+            f"center: got a center for {place}, allowed is None; a center needs an empty store "
             "with the codec int8, fp8, int4 or int2"
         )
 

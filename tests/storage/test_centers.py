@@ -274,7 +274,7 @@ def test_a_center_comes_with_the_first_coded_rows_alone():
             mine.append_encoded(mine.encoded(), mine.center)
         plain.append(plain.join(*both))
         with pytest.raises(
-            ValueError, match=r"center: got a center .* allowed is None, or a center for"
+            ValueError, match=r"center: got a center .* allowed is None; a center needs an"
         ):
             store_of("plain", place).append_encoded(plain.encoded(), mine.center)
         other = store_of("fp8", place)

@@ -35,9 +35,9 @@ __device__ __forceinline__ void four(u32 (&pairs)[2], u32 indices, u32 signs, co
     pairs[1] = __byte_perm(low, high, 0x7362);
 }
 
-// Decode four of 32 coordinates of a key to float16, and write two of them into each word of `pairs`. Bit i of
-// `sign` is the sign bit of coordinate i, and bit i of the words in `plane` is a bit of its magnitude. The function
-// decodes every fourth coordinate, beginning with number b + 16 * half, where `b` is 0 to 3 and `half` is 0 or 1.
+// Decode four of 32 coordinates of a key to float16: numbers c, c + 4, c + 8 and c + 12, where c = b + 16 * half,
+// `b` is 0 to 3, and `half` is 0 or 1. Two of them are written into each word of `pairs`. Bit i of `sign` is the
+// sign bit of coordinate i, and bit i of each word of `plane` is one bit of its magnitude.
 __device__ __forceinline__ void decode(u32 (&pairs)[2], u32 sign, const u32 (&plane)[BITS > 0 ? BITS : 1],
                                        int b, int half, const Levels& levels) {
     int shift = b + 16 * half;

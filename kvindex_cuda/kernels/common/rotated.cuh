@@ -1,9 +1,12 @@
 // Rotate keys and convert them to codes, with four lanes per key (ParisKV paper, A.1 to A.3). Used by
 // encode.cu.
 //
+// Let k be a key, and μ the center of its block. Three quantities are computed from them:
+//   y = √D R (k − μ), the rotated key;
+//   u = y / ‖y‖, its direction, which is stored as signs and levels. Let v be the numbers that decoding returns;
+//   ‖k − μ‖ / ⟨v, u⟩, the weight of the key.
 // The rotation is R = (Q ⊗ H) diag(s) / √D with a Hadamard matrix H of order POWER, a Hartley matrix Q of order
-// ODD (D = POWER · ODD), and random signs s. For each key k and the center μ of its block, the result is y = √D
-// R (k − μ), its direction u = y/‖y‖, and the weight ‖k − μ‖/⟨v, u⟩, where v are the decoded coordinates.
+// ODD (D = POWER · ODD), and random signs s.
 //
 // Tensor cores compute four butterfly stages of H for 8 keys at a time, on the keys as they are stored.
 // Products are exact, because the entries of H are ±1, and a float32 number is the sum of three bfloat16

@@ -63,10 +63,10 @@ sample_rows(const __grid_constant__ Arguments args) {
     auto rest = [&](int p) { return exp(double(logits[p]) - best); };  // 0 where there is no row
     if (threadIdx.x == 0) certain = max(P - sure, 0), total = 0;
 
-    // The rows are in descending order of their logits. The first `sure` rows are selected. The rows after them
-    // have the numbers j = 0, 1, … here. Divide exp(logit) of row j by the sum of exp(logit) over row j and all
-    // later rows. Find the first row j for which this fraction is at most 1 / (sampled - j). Rows before it are
-    // selected with certainty too. The other rows to select are sampled from this row and all later rows.
+    // Find the number of further rows that are selected with certainty. The rows are in descending order of their
+    // logits, and the first `sure` rows are selected already. Number the remaining rows j = 0, 1, …, and let the
+    // share of row j be exp(logit) divided by the sum of exp(logit) over row j and all later rows. The first row j
+    // whose share is at most 1 / (sampled - j), and the rows after it, are sampled. All rows before it are selected.
     double mine = 0;
     for (int q = first; q < first + each; q++)
         if (P - 1 - q >= sure) mine += rest(P - 1 - q);

@@ -23,9 +23,9 @@
 //   RAGGED (1: each sequence has its own count of resident rows)
 #include "common/row_codes.cuh"
 
-// Each warp computes the logits of 16 heads over one slice of the coordinates. The eight warps must process all
-// PART heads, so the coordinates are divided into SLICES = 8 / (PART / 16) slices. (float32 does not use tensor
-// cores, and needs no slices.)
+// Each warp computes the logits of 16 heads, so PART / 16 of the eight warps process all PART heads. The other
+// warps would be idle. Therefore the coordinates are divided into SLICES = 8 / (PART / 16) slices, and each warp
+// computes one slice. (float32 does not use tensor cores, and needs no slices.)
 constexpr int SLICES = DTYPE == 0 ? 1 : 128 / PART;
 constexpr int STEPS = ((D + 31) / 32 + SLICES - 1) / SLICES;  // steps of 32 coordinates per slice
 constexpr int SIZE = DTYPE == 0 ? 4 : 2;
@@ -191,8 +191,8 @@ struct AttendArguments {
     const u8* resident_mask;    // [B, room]: 1 where a resident row is valid
     const i64* resident_count;  // [1], or RAGGED: [B]: number of resident rows
     // Log weights, which are added to the logits of the selected rows: −inf hides a row, and a null pointer means
-    // zeros. The log weight of row i for head h of KV head number bg is at bg · weights_group + h · weights_head +
-    // i.
+    // zeros. For KV head bg (counted over all sequences) and its query head h, the log weight of selected row i is
+    // at bg · weights_group + h · weights_head + i.
     const float* weights;
     float* partial;             // [BG, splits, GROUP, DV]
     float2* sums;               // [BG, splits, GROUP]: maximum and sum, −inf and 0 if no row is visible

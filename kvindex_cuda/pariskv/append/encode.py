@@ -177,9 +177,10 @@ class Encoder:
         """Encode full segments (256 tokens) in the pages of an inference engine, for all layers.
 
         Args:
-            rows: Rows of any layer, `[pages, G, tokens, 2 D]`. All layers have the same strides.
-            due: Number of segments to encode, followed by the index of each segment among all
-                pages, int64 `[1 + n]`. The kernel reads these numbers on the device.
+            rows: Rows of one of the layers, `[pages, G, tokens, 2 D]`, for their shape and dtype.
+                The kernel finds the rows of each layer by `bases`.
+            due: Int64 `[1 + n]`: the number of segments to encode, then the numbers of these
+                segments, counted over all pages. The kernel reads them on the device.
             bases: Addresses of codes and rows of each layer, int64 `[layers, 2]`.
             layers: Number of layers.
             parts: Segments of a page.
