@@ -216,12 +216,8 @@ class IndexedRows:
     """
 
     def __init__(self, index: KVIndex, window: Rows, sink: Sink | None) -> None:
-        self.scale, self._index, self._window, self._sink = (
-            index.geometry.scale,
-            index,
-            window,
-            sink,
-        )
+        self.scale, self._index = index.geometry.scale, index
+        self._window, self._sink = window, sink
 
     def keys(self, start: int, stop: int) -> Tensor:
         """Return the keys of the tokens from one position to another, `[B, G, n, D]`.
@@ -297,8 +293,9 @@ class IndexedRows:
         newer = _until(self._window, max(KB * BLOCK - indexed, 0))
         keys = torch.cat([rows.keys, newer.keys], 2)
         values = torch.cat([rows.values, newer.values], 2)
-        order, used = (part.repeat_interleave(H // G, 1)[:, :, None] for part in (order, used))
-        some = chosen[..., :whole].gather(-1, order.expand(-1, -1, QB, -1)) & used
+        # an unused slot is that of a block that no query head has chosen
+        each = order.repeat_interleave(H // G, 1)[:, :, None].expand(-1, -1, QB, -1)
+        some = chosen[..., :whole].gather(-1, each)
         return Rows(keys, values), torch.cat([some, chosen[..., whole:]], -1)
 
     def _fetched(self, ids: Tensor) -> Rows:

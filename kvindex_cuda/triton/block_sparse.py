@@ -15,6 +15,9 @@ from kvindex_cuda.triton.operands import DTYPES, Tile, launch
 WIDEST = 2**15
 """Largest number of key blocks: 4 million tokens. A program reads the scores of all of them."""
 
+MOST_WIDE = 256
+"""Largest head dimension of the kernels."""
+
 SUM_BYTES = 2**27
 """Most bytes of the sums of exponentials that `choose_sampled` has in memory at a time."""
 
@@ -63,6 +66,7 @@ def attend_chosen(
                 f"{name}: got a stride of {part.stride(3)} in the last dimension, allowed is 1"
             )
     (B, H, T, D), (_, G, N, Dv) = queries.shape, values.shape
+    _check_width(max(D, Dv))
     tile = tile_of(max(D, Dv), queries.element_size()) if tile is None else tile
     if BLOCK % tile.columns:
         raise ValueError(f"columns: got {tile.columns}, allowed is a divisor of {BLOCK}")
@@ -190,12 +194,10 @@ def choose_sampled(
     chosen = torch.empty((B, H, QB, KB), dtype=torch.bool, device=queries.device)
     if KB == 1:
         return chosen.fill_(True)
-    rows = max(16, min(128, next_power_of_2(H // G * count)))
-    tiles = cdiv(H // G * count, rows)
-    tile = Tile(columns=BLOCK, warps=8 if rows > 64 else 4, stages=3)
-    if queries.element_size() > 2:
-        tile = Tile(columns=BLOCK, warps=8, stages=1)
+    _check_width(D)
     wide, keys = max(16, next_power_of_2(D)), _described(keys)
+    tile = sampled_tile(H // G * count, wide * queries.element_size())
+    rows, tiles = tile.rows, cdiv(H // G * count, tile.rows)
     # the buffer of sums limits how many blocks of queries are processed at a time
     some = max(1, SUM_BYTES // (4 * B * H * count * KB))
     for start in range(0, QB, some):
@@ -263,6 +265,27 @@ def tile_of(width: int, item_bytes: int) -> Tile:
     if width > 128:
         return Tile(columns=64, warps=8, stages=2)
     return Tile(columns=64, warps=4, stages=2)
+
+
+def sampled_tile(pairs: int, row_bytes: int) -> Tile:
+    """Return the tile of `sum_blocks`. Its queries and keys fit into shared memory (227 KiB).
+
+    Args:
+        pairs: Number of taken queries of all heads of a KV head.
+        row_bytes: Bytes of a query or key in shared memory.
+    """
+    rows = max(16, min(128 if row_bytes <= 512 else 64, next_power_of_2(pairs)))
+    stages = 3 if row_bytes <= 256 else 2 if row_bytes <= 512 else 1
+    return Tile(rows=rows, columns=BLOCK, warps=8 if rows > 64 else 4, stages=stages)
+
+
+def _check_width(width: int) -> None:
+    """Raise ValueError for a head dimension that does not fit into shared memory."""
+    if width > MOST_WIDE:
+        raise ValueError(
+            f"D: got a head dimension of {width}, allowed is up to {MOST_WIDE} for sparse "
+            "attention on a GPU; use full attention (prefill='dense')"
+        )
 
 
 def _listed(chosen: Tensor, first_block: int, tile: Tile) -> tuple[Tensor, Tensor]:

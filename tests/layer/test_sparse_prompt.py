@@ -129,6 +129,27 @@ def test_exact_sink_keys_decide_what_is_read():
         assert torch.equal(found[:, :, :exact], want[:, :, :exact])
         torch.testing.assert_close(found, want, rtol=0.5, atol=2.0)
 
+    rows, _ = rows._gathered(torch.ones(1, H, 2, N // BLOCK, dtype=torch.bool))
+    for found, want in ((rows.keys, given[1]), (rows.values, given[2])):
+        assert torch.equal(found[:, :, :200], want[:, :, :200])
+
+
+def test_means_follow_other_tokens_and_another_order():
+    given = tokens(batch=2)
+    options = dict(prefill="sparse", prefill_mass=0.4)
+    other = [torch.cat([part[:, :, :256], part[:, :, 256:].flip(2)], 2) for part in given]
+    swap = torch.tensor([1, 0])
+    want = read(layer_of("pariskv", **options), other, [640, 660], N)[swap][:, :, 640:]
+    layer = layer_of("pariskv", **options)
+    read(layer, [part[:, :, :900] for part in given], [900], N)
+    layer.truncate(256)
+    layer.expect_prompt(N)
+    layer.step(*(part[:, :, 256:640] for part in other))
+    layer.reorder(swap)
+    layer.expect_prompt(N)
+    found = layer.step(*(part[swap][:, :, 640:] for part in other))
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+
 
 def test_large_rows_are_fetched_for_a_part_of_the_queries_at_a_time(monkeypatch):
     given = tokens()
@@ -195,7 +216,7 @@ def test_truncate_and_a_failed_call_forget_what_was_read():
     first = [part[:, :, :640] for part in given]
     read(layer, first, [640], N)
     twin = copy.deepcopy(layer)
-    bad = [part[:, :, 640:].clone() for part in given]
+    bad = [part[:, :, 640:].flip(2) for part in given]  # other keys than those that come later
     bad[0][0, 0, 5] = float("nan")
     with pytest.raises(ValueError, match="queries"):
         layer.step(*bad)

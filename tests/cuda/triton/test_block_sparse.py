@@ -130,6 +130,15 @@ def test_a_score_that_is_not_a_number_chooses_everything(run):
         assert not chosen[0, 0].all()
 
 
+def test_wide_heads_are_refused():
+    queries, keys = torch.zeros(1, 1, 128, 512), torch.zeros(1, 1, 256, 512)
+    chosen = torch.ones(1, 1, 1, 2, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"D: got a head dimension of 512.*prefill='dense'"):
+        block_sparse.attend_chosen(queries, keys, keys, chosen, scale=1.0)
+    with pytest.raises(ValueError, match=r"D: got a head dimension of 512.*prefill='dense'"):
+        block_sparse.choose_sampled(queries, keys, 128, scale=1.0, mass=0.5, count=32)
+
+
 def test_bad_arguments_are_refused():
     queries, keys = torch.zeros(1, 2, 128, 16), torch.zeros(1, 1, 256, 16)
     chosen = torch.ones(1, 2, 1, 2, dtype=torch.bool)

@@ -16,7 +16,15 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from kvindex_cuda.triton import Matrix  # noqa: E402
-from kvindex_cuda.triton.kernels import attention, chunk, ends, heads, product  # noqa: E402
+from kvindex_cuda.triton import block_sparse as tiles_of_blocks  # noqa: E402
+from kvindex_cuda.triton.kernels import (  # noqa: E402
+    attention,
+    block_sparse,
+    chunk,
+    ends,
+    heads,
+    product,
+)
 from kvindex_cuda.triton.tiles import usual  # noqa: E402
 
 pytestmark = [
@@ -135,6 +143,45 @@ def test_products_of_several_rows_run_on_the_matrix_units(tmp_path, monkeypatch)
     for weights in ("bf16", "fp16"):
         given = MULTIPLY | dict(BATCH=8, residual=None, OVERLAP=True)
         assert "mma" in compiled(product.multiply, weights, given).asm["ptx"]
+
+
+CHOOSE = dict(OVERLAP=False, mass="fp32", chosen="*i8", WIDE=1024)
+CHOOSING = [
+    (block_sparse.choose_by_mass, CHOOSE | dict(scores="*fp32")),
+    (block_sparse.choose_by_sums, CHOOSE | dict(sums="*fp32", COUNT=32)),
+    (block_sparse.list_chosen, CHOOSE | dict(listed="*i32", counts="*i32")),
+]
+
+
+@pytest.mark.parametrize(("kernel", "given"), CHOOSING)
+def test_kernels_that_choose_blocks_compile(kernel, given, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert compiled(kernel, "bf16", given, warps=8, stages=1).asm["cubin"]
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype"), mostly_slow(product_of((64, 96, 128, 256), ("bf16", "fp32")), (256, "bf16"))
+)
+def test_sparse_attention_fits_into_shared_memory(width, dtype, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    size, wide = (2 if dtype == "bf16" else 4), triton.next_power_of_2(width)
+    same = dict(OVERLAP=False, scale="fp32", H=32, GROUP=4, D=width, WIDE=wide, BLOCK=128)
+
+    def blocks(rows):
+        return f"tensordesc<{dtype}[1, 1, {rows}, {wide}]>"
+
+    tile = tiles_of_blocks.tile_of(width, size)
+    given = same | dict(key_blocks=blocks(tile.columns), value_blocks=blocks(tile.columns))
+    given |= dict(DV=width, WIDE_V=wide, BLOCK_N=tile.columns, PIECES=128 // tile.columns)
+    given |= dict(values=f"*{dtype}", output=f"*{dtype}", listed="*i32", counts="*i32")
+    attend = compiled(block_sparse.attend_chosen, dtype, given, True, tile.warps, tile.stages)
+    tile = tiles_of_blocks.sampled_tile(128, wide * size)
+    given = same | dict(key_blocks=blocks(128), sums="*fp32", G=8, COUNT=32, STEP=4)
+    given |= dict(ROWS=tile.rows, TILES=128 // tile.rows)
+    sums = compiled(block_sparse.sum_blocks, dtype, given, True, tile.warps, tile.stages)
+    for found in (attend, sums):
+        assert found.metadata.shared <= SHARED
+        assert dtype != "bf16" or "wgmma" in found.asm["ptx"]
 
 
 KINDS = {
