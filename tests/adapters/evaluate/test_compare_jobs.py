@@ -125,3 +125,23 @@ def test_an_interruption_ends_all_workers(tmp_path):
     assert said.splitlines()[-1] == "KeyboardInterrupt"
     assert said.count("Traceback") == 1
     assert len([*Records(tmp_path).of(TEXT)]) > 0
+
+
+BLOCKED = """
+import signal
+from tests.adapters.evaluate.test_compare_jobs import parallel, report_blocked
+parallel(Path(%r), report_blocked).run()
+"""
+
+
+def report_blocked():
+    """Fail with a message that says how this process reacts to Ctrl-C."""
+    blocked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    raise FileNotFoundError(f"blocked {blocked}, {signal.getsignal(signal.SIGINT).name}")
+
+
+@pytest.mark.slow
+def test_workers_never_react_to_an_interruption(tmp_path):
+    command = [sys.executable, "-c", "from pathlib import Path" + BLOCKED % str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert run.stderr.splitlines()[-1] == "ChildProcessError: blocked True, SIG_IGN"

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import KW_ONLY, dataclass
-from multiprocessing import get_all_start_methods, get_context
+from multiprocessing import get_all_start_methods, get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -175,6 +175,7 @@ def _serve(pipe: Connection, number: int, load: Load, settings: Settings, plan: 
 
     The function returns when the other end of the pipe is closed.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # `_uninterrupted` covers the time before
     # exit normally after SIGTERM, so that libraries free resources
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     if settings.device == "cuda":  # distribute the processes over all GPUs
@@ -209,6 +210,7 @@ def _uninterrupted() -> Iterator[None]:
     if sys.platform == "win32":  # signal masks do not exist on Windows
         yield
         return
+    resource_tracker.ensure_running()  # the start of this helper process would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
