@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -280,23 +281,36 @@ class BaseIndex(ReadingIndex):
             TypeError: An argument is not a tensor.
         """
         checks.wanted_rows(k)
-        if coverage is not None:
-            checks.within("coverage", coverage, 0, 1)
-            self.check_coverage(coverage)
+        if coverage is None:
+            return self._searched(queries, k, self._search)
+        checks.within("coverage", coverage, 0, 1)
+        self.check_coverage(coverage)
+        target = float(coverage)
+        hits = self._searched(
+            queries, k, lambda found, most: self._search_coverage(found, most, target)
+        )
+        if hits.coverage is None:  # no token is in the index
+            covered = torch.ones(queries.shape[:2], device=self.geometry.device)
+            return replace(hits, coverage=covered)
+        return hits
+
+    def _searched(self, queries: Tensor, k: int, find: Callable[[Tensor, int], Hits]) -> Hits:
+        """Check the queries, and search with `find`.
+
+        Args:
+            queries: `[B, H, D]`.
+            k: Number of slots of the result.
+            find: Function of the queries and of the largest number of rows that can be found. It is
+                not called if no valid token is in the index.
+        """
         g = self.geometry
         self._check_tensor("queries", queries, {"B": self._batch, "H": g.q_heads, "D": g.head_dim})
         self._check_finite("queries", queries)
         if self._length == 0 or int(self._counts.max()) == 0:
             ids = torch.full((len(queries), g.kv_heads, k), UNUSED, device=g.device)
-            found = None if coverage is None else torch.ones(queries.shape[:2], device=g.device)
-            return Hits(
-                ids, torch.full_like(ids, float("-inf"), dtype=torch.float32), coverage=found
-            )
+            return Hits(ids, torch.full_like(ids, float("-inf"), dtype=torch.float32))
         most = min(k, self._rows_at_most())
-        if coverage is not None:
-            hits = self._search_coverage(queries.detach(), most, float(coverage))
-        else:
-            hits = self._search(queries.detach(), most)
+        hits = find(queries.detach(), most)
         return hits if most == k else hits.widened(k)
 
     def _rows_at_most(self) -> int:

@@ -6,8 +6,59 @@ import torch
 from torch import Tensor
 
 from kvindex.core import check
+from kvindex.core.capability import capability
 from kvindex.core.geometry import Geometry
-from kvindex.core.protocol import Rows
+from kvindex.core.protocol import KVIndex, LimitsError, Rows
+
+AUTO_ROWS = 1024
+"""Largest number of rows per KV head that a search retrieves with `k="auto"`."""
+
+AUTO_ERROR = 0.1
+"""Relative error of a layer's output that a search may cause with `k="auto"`."""
+
+
+def checked_rows(
+    k: object, coverage: float | None, error: float | None, index: KVIndex
+) -> tuple[int, float | None]:
+    """Check how many rows a layer shall retrieve.
+
+    Args:
+        k: Number of rows, or "auto".
+        coverage: Fraction of attention weight to reach, or None.
+        error: Relative error of the layer's output, or None.
+        index: The layer's index.
+
+    Returns:
+        The largest number of rows, and the relative error, or None if all searches retrieve as many
+        rows.
+
+    Raises:
+        ValueError: An argument is out of range, or they do not go together, or the index cannot
+            choose the number of rows.
+    """
+    automatic = isinstance(k, str) and k == "auto"
+    if isinstance(k, str) and not automatic:
+        raise ValueError(f"k: got {k!r}, allowed is a number of at least 1, or 'auto'")
+    most = AUTO_ROWS if automatic else check.wanted_rows(k)
+    if error is None and automatic:
+        error = AUTO_ERROR
+    if error is None:
+        return most, None
+    asked = "k: got 'auto'" if automatic else f"error: got {error}"
+    if not error > 0:
+        raise ValueError(f"error: got {error}, allowed is a number above 0, or None")
+    if coverage is not None:
+        raise ValueError(
+            f"{asked} together with coverage={coverage}; pass one of the two, because both choose "
+            "the number of rows"
+        )
+    if capability(index, LimitsError) is None:
+        raise ValueError(
+            f"{asked}, but {type(index).__name__} with these options cannot predict the error of "
+            "fewer rows; pass a number for k and no error, or the index 'pariskv', which samples "
+            "rows by default"
+        )
+    return most, error
 
 
 def check_tokens(g: Geometry, batch: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:

@@ -50,13 +50,15 @@ from kvindex.layer.arguments import (
     check_tokens,
     check_valid,
     check_visible,
+    checked_rows,
     checked_sinks,
 )
 from kvindex.layer.captured import CapturedSteps, JoinedSteps
 from kvindex.layer.chosen import attend_chosen, check_ids
 from kvindex.layer.contents import LayerContents
 from kvindex.layer.dense import attend_densely
-from kvindex.layer.retrieval import Retrieval, output_of
+from kvindex.layer.output_scale import NAMES, OutputScale
+from kvindex.layer.retrieval import Retrieval, Wanted, output_of
 from kvindex.layer.sparse import SELECTORS, IndexedRows, SparsePrompt, StoredRows
 from kvindex.layer.stats import Tally, Traffic
 from kvindex.layer.updates import LAG, Updates, longest_buffer, unit_of
@@ -64,7 +66,7 @@ from kvindex.layer.window import Window
 from kvindex.storage.layout import TensorSpec, check_layout
 from kvindex.storage.recipe import Recipe, class_name
 from kvindex.storage.saved import save_folder
-from kvindex.storage.state import ABOUT, State, check_signed, signed
+from kvindex.storage.state import ABOUT, State, below, check_signed, length_and_batch, signed
 
 SPARSE = "read_sparsely"
 """Name of the entry of a state that says that tokens were read with sparse attention. Their keys
@@ -90,9 +92,14 @@ class AttentionLayer(Transactional):
 
     Args:
         index: An empty index.
-        k: Rows that each query retrieves per KV head.
+        k: Rows that each query retrieves per KV head, or "auto" for as many as `error` asks for, at
+            most 1,024.
         coverage: Retrieve fewer than `k` rows if fewer rows are estimated to have this fraction of
             the attention weight of the tokens in the index (`KVIndex.search`). None: retrieve `k`.
+        error: Retrieve fewer than `k` rows if fewer rows are expected to give an error of the
+            layer's output below this, relative to the size of its outputs. The number differs
+            between KV heads and steps. None: retrieve `k`, or with `k="auto"` the same as 0.1. Only
+            some indexes support it (`protocol.LimitsError`).
         sink: Number of sink tokens.
         local_window: Number of tokens that stay in the window when older ones move into the index.
         update_every: Number of new tokens after which tokens move into the index.
@@ -119,8 +126,8 @@ class AttentionLayer(Transactional):
             the 128 queries of a block, which takes longer and loses less.
 
     Raises:
-        ValueError: A size is out of range, the index is not empty, or `coverage` is given and the
-            index cannot estimate it.
+        ValueError: A size is out of range, the index is not empty, `coverage` or `error` is given
+            and the index cannot estimate it, or both are given.
 
     Examples:
         ```python
@@ -136,8 +143,9 @@ class AttentionLayer(Transactional):
         self,
         index: KVIndex,
         *,
-        k: int = 100,
+        k: int | str = 100,
         coverage: float | None = None,
+        error: float | None = None,
         sink: int = 64,
         local_window: int = 256,
         update_every: int = 256,
@@ -150,7 +158,7 @@ class AttentionLayer(Transactional):
         prefill_last: int = 128,
         prefill_selector: str = "pooled",
     ) -> None:
-        self.k = check.wanted_rows(k)
+        self.k, self.error = checked_rows(k, coverage, error, index)
         self.coverage = None if coverage is None else check.within("coverage", coverage, 0, 1)
         self.dense_below = check.at_least("dense_below", dense_below, 0)
         self.graphs = check.flag("graphs", graphs)
@@ -166,6 +174,7 @@ class AttentionLayer(Transactional):
         self.prefill_last = check.at_least("prefill_last", prefill_last, 0)
         self.prefill_selector = check.one_of("prefill_selector", prefill_selector, SELECTORS)
         self._sparse = SparsePrompt(prefill_selector, self.prefill_mass, self.prefill_last)
+        self._scale = OutputScale()
         if prefill == "sparse":
             check_sparse(index.geometry)
         if update_phase is not None and not 0 <= update_phase < 1:
@@ -359,11 +368,13 @@ class AttentionLayer(Transactional):
         # 2. Append the keys and values of the new tokens to the window, and compute the attention
         # output of the new tokens.
         long_enough = before + 1 >= self.dense_below and len(self.index) > 0
-        searches = decoded and long_enough and ids is None
-        if not (searches and self._retrieval.checks_keys(valid, bias, self.coverage)):
+        measured = self.error is None or self._scale.known
+        searches = decoded and long_enough and ids is None and measured
+        wanted = self._wanted()
+        if not (searches and self._retrieval.checks_keys(valid, bias, wanted)):
             check_finite("keys", keys)
         if searches:  # tokens enter the window, search, and attend one after the other
-            how: Any = dict(k=self.k, coverage=self.coverage, graphs=self.graphs)
+            how: Any = dict(wanted=wanted, graphs=self.graphs)
             output = self._retrieval.decode(queries, keys, values, valid, bias, sinks, **how)
         else:
             self._window.append(len(self.index), keys, values, valid)
@@ -375,6 +386,8 @@ class AttentionLayer(Transactional):
                 output = self._sparse.attend(queries, before, indexed)
             else:  # attend to all tokens
                 output = self._attend_densely(queries, bias, sinks, visible)
+            if ids is None and visible is None:
+                self._measure(values, output, valid)
 
         # 3. If the window is full, move its old tokens into the index.
         if decoded and T > 1:
@@ -442,7 +455,7 @@ class AttentionLayer(Transactional):
         if not self._searched:
             return self._attend_densely(queries, None, sinks)
         check_finite("queries", queries)
-        outputs, how = [], dict[str, Any](k=self.k, coverage=self.coverage)
+        outputs, how = [], dict[str, Any](wanted=self._wanted())
         for t in range(T):
             own = None if sinks is None else sinks[..., t]
             query, newer = queries[:, :, t], T - 1 - t
@@ -483,10 +496,27 @@ class AttentionLayer(Transactional):
             output = self._sparse.attend(queries, before, StoredRows(self.index, rows))
         else:
             output = attend_densely(self.index, rows, queries, self.valid, indexed=0)
+        self._measure(values, output, valid)
         self._updates.update_chunk()
         return output
 
     # Parts of a step
+
+    def _wanted(self) -> Wanted:
+        """Return how many rows a search shall retrieve now."""
+        limits = self.error is not None and self._scale.known
+        variance = self._scale.variance(self.error) if limits and self.error else None
+        return Wanted(self.k, self.coverage, variance)
+
+    def _measure(self, values: Tensor, outputs: Tensor, valid: Tensor | None) -> None:
+        """Measure the outputs of new tokens that have attended to all tokens.
+
+        values: values of the new tokens, `[B, G, T, Dv]`.
+        """
+        if self.error is None or not outputs.shape[2]:
+            return
+        first = not self._scale.known and len(self._window)
+        self._scale.measure(self._window.rows.values if first else values, outputs, valid)
 
     def _checked(
         self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None
@@ -608,12 +638,14 @@ class AttentionLayer(Transactional):
             self._updates.finish()
             self._contents.reorder(batch_indices)
             self._sparse.reorder(batch_indices)
+            self._scale.reorder(batch_indices)
 
     def reset(self) -> None:
         """Remove all tokens, and reset the counts of `traffic`."""
         self._updates.reset()
         self._contents.reset()
         self._sparse.reset()
+        self._scale.reset()
         self._searched, self._broken = 0, None
         self._tally.reset()
 
@@ -627,6 +659,8 @@ class AttentionLayer(Transactional):
         """
         if type(self).step is not AttentionLayer.step:
             return f"layer: got {type(self).__name__}, which overrides AttentionLayer.step"
+        if self.error is not None:
+            return f"error: got {self.error}, allowed is None and a number for k in a CUDA graph"
         return self._captured.refusal(coverage=self.coverage, dense_below=self.dense_below)
 
     def prepare_replay(self) -> object | None:
@@ -663,7 +697,8 @@ class AttentionLayer(Transactional):
         As long as the value is the same, `prepare_next` is sufficient before a replay. When it has
         changed, `prepare_replay` must be called.
         """
-        return self.calls_begun, id(self.index), self.k, self.coverage, self.dense_below
+        chosen = self.k, self.coverage, self.error, self.dense_below
+        return self.calls_begun, id(self.index), *chosen
 
     def captured_step(
         self,
@@ -743,7 +778,7 @@ class AttentionLayer(Transactional):
 
         `tokens` is the number of tokens of the decode step.
         """
-        if not self.decodes(tokens) or self.coverage is not None:
+        if not self.decodes(tokens) or self.coverage is not None or self.error is not None:
             return False
         return self._joined.possible(searches=len(self) + 1 >= self.dense_below)
 
@@ -823,7 +858,7 @@ class AttentionLayer(Transactional):
 
     def checkpoint(self) -> Any:
         """Return the layer's present state for `rollback`, without waiting for the GPU."""
-        parts = self._contents, self._updates, self._tally, self._sparse
+        parts = self._contents, self._updates, self._tally, self._sparse, self._scale
         return tuple(part.checkpoint() for part in parts), self._searched
 
     def rollback(self, checkpoint: Any) -> None:
@@ -832,8 +867,9 @@ class AttentionLayer(Transactional):
         An index that is not `Restorable` has no checkpoints, so it is only truncated to its former
         length. If it has learned from queries since the checkpoint, this is not undone.
         """
-        (contents, updates, tally, sparse), self._searched = checkpoint
+        (contents, updates, tally, sparse, scale), self._searched = checkpoint
         self._sparse.rollback(sparse)
+        self._scale.rollback(scale)
         self._captured.forget()
         self._updates.rollback(updates)
         self._tally.rollback(tally)
@@ -862,7 +898,7 @@ class AttentionLayer(Transactional):
         flags = {"prompt_ended": torch.tensor(self._updates.prompt_ended)}
         if self._sparse.used_from is not None:
             flags[SPARSE] = torch.tensor(True)
-        return signed(self._whose(), self._contents.packed() | flags)
+        return signed(self._whose(), self._contents.packed() | flags | self._scale.packed())
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Check whether `load_state_dict` would load a state.
@@ -885,6 +921,7 @@ class AttentionLayer(Transactional):
             if name != ABOUT and not name.startswith("index.")
         }
         flags = {name: parts.pop(name) for name in ("prompt_ended", SPARSE) if name in parts}
+        means = {name: parts.pop(name) for name in NAMES if name in parts}
         check_layout(dict.fromkeys(("prompt_ended", *flags), TensorSpec("", torch.bool)), flags, {})
         if SPARSE in flags and self.prefill != "sparse":
             raise ValueError(
@@ -892,6 +929,10 @@ class AttentionLayer(Transactional):
                 "prefill='dense'; load them into a layer with prefill='sparse', or read the text "
                 "again"
             )
+        if means:
+            g, known = self.index.geometry, length_and_batch(below("index", state))
+            sizes = known | {"G": g.kv_heads, "H": g.q_heads}
+            check_layout(OutputScale.layout(), means, sizes)
         self._contents.check_window(parts, state)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -913,6 +954,7 @@ class AttentionLayer(Transactional):
                 f"layer: got a layer with {len(self)} tokens, allowed is an empty layer"
             )
         self._contents.unpack(state)
+        self._scale.unpack(state)
         self._updates.prompt_ended, self._broken = bool(state["prompt_ended"]), None
         self._sparse.used_from = 0 if SPARSE in state else None
 

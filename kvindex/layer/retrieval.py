@@ -10,22 +10,24 @@ The attention is computed in one of three ways, depending on the capabilities of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvindex import ops
-from kvindex.core.capability import capability
+from kvindex.core.capability import capability, required
 from kvindex.core.protocol import (
     UNUSED,
     Attended,
     Attends,
     ChecksTokens,
     DecodesStep,
+    ErrorLimit,
     Hits,
     KVIndex,
+    LimitsError,
     ObservesQueries,
     ReportsRowBytes,
     Rows,
@@ -36,7 +38,28 @@ from kvindex.layer.arguments import check_finite
 from kvindex.layer.contents import LayerContents
 from kvindex.layer.stats import Counts, Tally
 from kvindex.layer.window import Window
-from kvindex.ops.attention import with_sink_logits
+from kvindex.ops.attention import cap, with_sink_logits
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """How many rows a search shall retrieve.
+
+    Attributes:
+        k: Number of rows per KV head, or the largest number if one of the others is given.
+        coverage: Fraction of attention weight to reach, or None (see `AttentionLayer`).
+        variance: Largest variance of the attention weights of sampled rows, float32 `[B, G]`
+            (`protocol.ErrorLimit`), or None.
+    """
+
+    k: int
+    coverage: float | None = None
+    variance: Tensor | None = None
+
+    @property
+    def fixed(self) -> bool:
+        """True if every search retrieves `k` rows."""
+        return self.coverage is None and self.variance is None
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,22 +114,21 @@ def search_and_attend(
     window: Window,
     queries: Tensor,
     *,
-    k: int,
-    coverage: float | None = None,
+    wanted: Wanted,
     bias: Tensor | None = None,
     sink_logits: Tensor | None = None,
     newer: int = 0,
 ) -> Retrieved:
-    """Search, fetch `k` rows per KV head, and attend to sink, window and these rows.
+    """Search, fetch the rows, and attend to sink, window and these rows.
 
     Args:
         index: The index to search.
         window: The window, which also contains the sink.
         queries: `[B, H, D]`.
-        k: Number of rows to retrieve per KV head.
-        coverage: See `AttentionLayer`.
+        wanted: How many rows to retrieve per KV head.
         bias: Added to the logits of all tokens, `[B, H, N]`, or None.
-        sink_logits: Logits of learned sinks `[B, H]`, used only to estimate the coverage.
+        sink_logits: Logits of learned sinks `[B, H]`, used only to estimate the coverage and to
+            limit the error.
         newer: Number of tokens after the queries' token, which are not attended to.
     """
     seen = window.real(len(index))
@@ -116,9 +138,63 @@ def search_and_attend(
     if newer:
         seen = seen.clone()
         seen[:, -newer:] = False
-    hits = index.search(queries, k=k, coverage=coverage)
+    hits = search(index, window, queries, seen, wanted, bias, sink_logits)
     found = index.fetch(hits)
     return attend_over(index, window, queries, hits, found, seen, bias, sink_logits)
+
+
+def search(
+    index: KVIndex,
+    window: Window,
+    queries: Tensor,
+    seen: Tensor,
+    wanted: Wanted,
+    bias: Tensor | None = None,
+    sink_logits: Tensor | None = None,
+) -> Hits:
+    """Search an index for as many rows as are wanted.
+
+    Args:
+        index: The index.
+        window: The window, which also contains the sink.
+        queries: `[B, H, D]`.
+        seen: Bool `[B, W]`, the tokens of the window to attend to.
+        wanted: How many rows to retrieve per KV head.
+        bias: Added to the logits of all tokens, `[B, H, N]`, or None.
+        sink_logits: Logits of learned sinks `[B, H]`, or None.
+    """
+    if wanted.variance is None:
+        return index.search(queries, k=wanted.k, coverage=wanted.coverage)
+    lse = _resident_lse(index, window, queries, seen, bias, sink_logits)
+    limit = ErrorLimit(wanted.variance.expand(len(queries), -1), lse)
+    hits = required(index, LimitsError).search_within(queries, k=wanted.k, limit=limit)
+    if hits.ids.is_cuda:  # the host would wait for the number of used slots
+        return hits
+    return hits.narrowed(max(1, int((hits.ids != UNUSED).sum(-1).max())))
+
+
+def _resident_lse(
+    index: KVIndex,
+    window: Window,
+    queries: Tensor,
+    seen: Tensor,
+    bias: Tensor | None,
+    sink_logits: Tensor | None,
+) -> Tensor:
+    """Return the log-sum-exp of the logits of sink, window and learned sinks, float32 `[B, H]`.
+
+    The arguments are those of `attend_over`.
+    """
+    g = index.geometry
+    resident, seen = window.with_sink(seen)
+    folded = queries.float().reshape(len(queries), g.kv_heads, -1, g.head_dim)
+    logits = folded @ resident.keys.float().mT
+    logits = cap(logits, g.scale, g.softcap).flatten(1, 2)  # [B, H, S + W]
+    if bias is not None:
+        at = window.positions(len(index))[:, None].expand(*logits.shape[:2], -1)
+        logits = logits + bias.float().gather(-1, at.clamp_min(0))
+    lse = logits.masked_fill(~seen[:, None], float("-inf")).logsumexp(-1)
+    return lse if sink_logits is None else torch.logaddexp(lse, sink_logits)
 
 
 def attend_over(
@@ -217,24 +293,22 @@ class Retrieval(Restorable):
         self._contents, self._tally = contents, tally
         self.row_bytes = row_bytes(contents.index)
 
-    def checks_keys(
-        self, valid: Tensor | None, bias: Tensor | None, coverage: float | None
-    ) -> bool:
+    def checks_keys(self, valid: Tensor | None, bias: Tensor | None, wanted: Wanted) -> bool:
         """Return True if the index itself checks the key of the token that `decode` appends.
 
         `decode` then raises ValueError for a key that is NaN, infinite or too large, and the caller
         need not check the key (`bases.executed.ExecutedIndex.checks_tokens`).
         """
-        if self._decodes(valid, bias, coverage) is None:
+        if self._decodes(valid, bias, wanted) is None:
             return False
         index = capability(self._contents.index, ChecksTokens)
         return index is not None and index.checks_tokens
 
     def _decodes(
-        self, valid: Tensor | None, bias: Tensor | None, coverage: float | None
+        self, valid: Tensor | None, bias: Tensor | None, wanted: Wanted
     ) -> DecodesStep | None:
         """Return the index if it can compute the whole decode step, otherwise None."""
-        plain = valid is None and bias is None and coverage is None
+        plain = valid is None and bias is None and wanted.fixed
         return capability(self._contents.index, DecodesStep) if plain else None
 
     def decode(
@@ -246,8 +320,7 @@ class Retrieval(Restorable):
         bias: Tensor | None,
         sinks: Tensor | None,
         *,
-        k: int,
-        coverage: float | None,
+        wanted: Wanted,
         graphs: bool,
     ) -> Tensor:
         """Append `T` tokens one by one, and search and attend with each token's query.
@@ -259,7 +332,7 @@ class Retrieval(Restorable):
         Returns:
             Attention outputs `[B, H, T, Dv]`.
         """
-        T, how = queries.shape[2], dict[str, Any](k=k, coverage=coverage, graphs=graphs)
+        T, how = queries.shape[2], dict[str, Any](wanted=wanted, graphs=graphs)
         if T == 1:
             return self._decode_one(queries, keys, values, valid, bias, sinks, **how)
         before, outputs = len(self._contents), []
@@ -281,14 +354,13 @@ class Retrieval(Restorable):
         bias: Tensor | None,
         sinks: Tensor | None,
         *,
-        k: int,
-        coverage: float | None,
+        wanted: Wanted,
         graphs: bool,
     ) -> Tensor:
         index, window = self._contents.index, self._contents.window
         indexed, observer = len(index), capability(index, ObservesQueries)
         sinks = None if sinks is None else sinks[..., 0]
-        decodes = self._decodes(valid, bias, coverage)
+        decodes = self._decodes(valid, bias, wanted)
         if decodes is None or observer is not None:
             check_finite(
                 "queries", queries
@@ -297,10 +369,10 @@ class Retrieval(Restorable):
             window.append(indexed, keys, values, valid)
             self.observe(queries, valid)
             some = None if bias is None else bias[:, :, 0]
-            return self.attend(queries[:, :, 0], some, sinks, k=k, coverage=coverage)[:, :, None]
+            return self.attend(queries[:, :, 0], some, sinks, wanted=wanted)[:, :, None]
         if observer is not None:
             self.observe(queries, new=1)
-        one, token, k = queries.select(2, 0), Rows(keys, values), rows_to_ask(index, k)
+        one, token, k = queries.select(2, 0), Rows(keys, values), rows_to_ask(index, wanted.k)
         read = decode_step(decodes, one, token, window, indexed, k, graphs)
         return output_of(self.counted(read, len(self._contents)), sinks).unsqueeze(2)
 
@@ -310,8 +382,7 @@ class Retrieval(Restorable):
         bias: Tensor | None,
         sinks: Tensor | None,
         *,
-        k: int,
-        coverage: float | None,
+        wanted: Wanted,
         newer: int = 0,
     ) -> Tensor:
         """Search the index, and attend to sink, retrieved rows and window.
@@ -320,8 +391,7 @@ class Retrieval(Restorable):
             queries: `[B, H, D]`.
             bias: Added to the logits of all tokens, `[B, H, N]`, or None.
             sinks: Logits of learned sinks, `[B, H]`, or None.
-            k: Number of rows to retrieve per KV head.
-            coverage: See `AttentionLayer`.
+            wanted: How many rows to retrieve per KV head.
             newer: Number of stored tokens that come after the token of the queries. The queries do
                 not attend to these tokens.
 
@@ -329,13 +399,14 @@ class Retrieval(Restorable):
             Attention outputs `[B, H, Dv]`.
         """
         index, window = self._contents.index, self._contents.window
-        k, length = rows_to_ask(index, k), len(self._contents)
-        plain = bias is None and coverage is None and not newer
+        wanted = replace(wanted, k=rows_to_ask(index, wanted.k))
+        length = len(self._contents)
+        plain = bias is None and wanted.fixed and not newer
         attends = capability(index, Attends) if plain else None
         if attends is not None:
-            read = attend_resident(attends, window, len(index), queries, k=k)
+            read = attend_resident(attends, window, len(index), queries, k=wanted.k)
             return output_of(self.counted(read, length), sinks)
-        options: Any = dict(k=k, coverage=coverage, bias=bias, sink_logits=sinks, newer=newer)
+        options: Any = dict(wanted=wanted, bias=bias, sink_logits=sinks, newer=newer)
         read = search_and_attend(index, window, queries, **options)
         return output_of(self.counted(read, length - newer), sinks)
 

@@ -301,7 +301,7 @@ def sample(sizes: Tensor, noises: Tensor, k: int) -> tuple[Tensor, Tensor, Tenso
     return priorities[..., :k], positions, chances.masked_fill(positions < 0, -math.inf)
 
 
-def temper(k: int) -> float:
+def temper(k: int | Tensor) -> float | Tensor:
     """Return the exponent `a` that makes the weights of sampled rows smaller.
 
     A row that was sampled with probability `π` gets the weight `(1 / π)^a`. With `a = 1`, a sum
@@ -312,9 +312,9 @@ def temper(k: int) -> float:
     The exponent was chosen by measurements on the keys of a model (docs/decisions/0026).
 
     Args:
-        k: Number of sampled rows.
+        k: Number of sampled rows, or an integer tensor with several numbers.
     """
-    return 1 - 1 / math.sqrt(k)
+    return 1 - k.float().rsqrt() if isinstance(k, Tensor) else 1 - 1 / math.sqrt(k)
 
 
 def root_mean_square(log_weights: Tensor) -> Tensor:

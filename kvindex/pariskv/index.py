@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvindex.bases.executed import ExecutedIndex
 from kvindex.core import backend, check
-from kvindex.core.protocol import Codes, Contents, Hits
+from kvindex.core.protocol import Codes, Contents, ErrorLimit, Hits, LimitsError
 from kvindex.ops.codes import SUBSPACE
 from kvindex.pariskv import sampling, select_rows, sign_regression
 from kvindex.pariskv.config import PRESETS, ParisKVConfig
@@ -228,6 +228,43 @@ class ParisKV(ExecutedIndex):
     def _search_coverage(self, queries: Tensor, k: int, coverage: float) -> Hits:
         return select_rows.search_coverage(*self.inputs(queries), k, coverage)
 
+    def search_within(self, queries: Tensor, *, k: int, limit: ErrorLimit) -> Hits:
+        """Sample as many rows per KV head as a limit of the error asks for, at most `k`.
+
+        The search predicts the error of attention from its estimates, before any row is read
+        (`kvindex.pariskv.row_budget`). It runs op by op, also if kernels run other searches.
+
+        Args:
+            queries: `[B, H, D]`, after the rotary embedding.
+            k: Largest number of rows per KV head, at least 1.
+            limit: The limit. `limit.variance` is `[B, G]`, and `limit.resident_lse` `[B, H]`.
+
+        Returns:
+            Token ids int64 `[B, G, k]`, scores float32 `[B, G, k]` and log weights float32
+            `[B, H, k]`, best rows first. Unused slots have the id -1.
+
+        Raises:
+            ValueError: The option `sampling` is "none", a shape, dtype or device does not fit, a
+                query is not finite, or `k` is out of range.
+            TypeError: An argument is not a tensor.
+        """
+        if not self.weighted:
+            raise ValueError(
+                f"sampling: got {self.config.sampling!r}, allowed is 'priority' or 'tempered' to "
+                "choose the number of rows by their expected error"
+            )
+        check.wanted_rows(k)
+        g = self.geometry
+        sizes: dict[str, int | None] = {"B": self._batch, "G": g.kv_heads, "H": g.q_heads}
+        shape = {name: sizes[name] for name in "BG"}
+        check.tensor("limit.variance", limit.variance, shape, torch.float32, g.device)
+        if (lse := limit.resident_lse) is not None:
+            shape = {name: sizes[name] for name in "BH"}
+            check.tensor("limit.resident_lse", lse, shape, torch.float32, g.device)
+        return self._searched(
+            queries, k, lambda found, most: sampling.search_within(*self.inputs(found), most, limit)
+        )
+
     def inputs(self, queries: Tensor) -> tuple[Tokens, Queries]:
         """Collect the tensors that the stages of a search read. The index must not be empty.
 
@@ -251,6 +288,9 @@ class ParisKV(ExecutedIndex):
             regression=self._regressed(),
         )
         return tokens, Queries.of(queries, tokens)
+
+    def _offers(self, wanted: type) -> bool:
+        return self.weighted if wanted is LimitsError else super()._offers(wanted)
 
     @property
     def weighted(self) -> bool:  # type: ignore[override]  # it depends on the configuration

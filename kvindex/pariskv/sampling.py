@@ -10,15 +10,17 @@ probabilities, not their product (docs/decisions/0025).
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvindex.core.protocol import UNUSED, Hits
+from kvindex.core.protocol import UNUSED, ErrorLimit, Hits
 from kvindex.ops import priority
 from kvindex.ops.attention import cap
 from kvindex.ops.codes import FACTOR
-from kvindex.pariskv import candidates
+from kvindex.ops.select import top_k
+from kvindex.pariskv import candidates, row_budget
 from kvindex.pariskv.inputs import Queries, Tokens
 from kvindex.pariskv.rerank import estimates
 
@@ -29,16 +31,71 @@ def search(tokens: Tokens, queries: Queries, k: int) -> Hits:
     The log weights of the result correct the softmax for the rows that were not sampled.
     """
     noises = _noises(tokens)
-    ids, chances = _find(tokens, queries, noises, k)
+    ids, chances = _find(tokens, queries, noises, tokens.config.limits(tokens.counts, k)[1])
     logits, weighted = _logits(tokens, queries, ids, chances)
-    sizes = priority.root_mean_square(logits - weighted.logsumexp(-1, keepdim=True))
-    sizes = sizes.masked_fill(ids < 0, -math.inf)  # a sequence may have no candidate
-    noises = noises.expand(*ids.shape[:2], -1).gather(-1, ids.clamp_min(0)) * priority.NATS
-    scores, at, last = priority.sample(sizes, noises, k)
-    unused, at = at < 0, at.clamp_min(0)
-    log_weight = _log_weight(tokens, torch.minimum(last, chances.gather(-1, at)), k)
+    sizes = _sampling_weights(logits, weighted.logsumexp(-1, keepdim=True), ids)
+    scores, at, last = priority.sample(sizes, _noises_of(noises, ids), k)
+    return _hits(tokens, ids, scores, at, torch.minimum(last, chances.gather(-1, at.clamp_min(0))))
+
+
+def search_within(tokens: Tokens, queries: Queries, k: int, limit: ErrorLimit) -> Hits:
+    """Sample as many rows per KV head as the limit of the error asks for, at most `k`.
+
+    The number of rows depends on the estimates of the candidates alone, and is chosen before any
+    row is read (`row_budget`).
+    """
+    noises = _noises(tokens)
+    most = row_budget.candidates(tokens.config, tokens.counts, k)
+    ids, chances = _find(tokens, queries, noises, most)
+    logits, weighted = _logits(tokens, queries, ids, chances)
+    total = weighted.logsumexp(-1)
+    if limit.resident_lse is not None:
+        total = torch.logaddexp(total, limit.resident_lse.view_as(total))
+    sizes = _sampling_weights(logits, total[..., None], ids)
+    counts = row_budget.counts_of(k)
+    scores, at = top_k(sizes + _noises_of(noises, ids), k + 1)
+    thresholds = scores[..., counts]
+    variances = row_budget.variances(logits - total[..., None], sizes, chances, thresholds)
+    chosen = row_budget.choose(variances, limit.variance)[..., None]
+    rows = torch.tensor(counts, device=chosen.device)[chosen]
+    scores, at = scores[..., :k], at[..., :k]
+    at = at.masked_fill(torch.arange(k, device=at.device) >= rows, UNUSED)
+    own = sizes.gather(-1, at.clamp_min(0)) - thresholds.gather(-1, chosen)
+    own = torch.minimum(own.clamp_max(0), chances.gather(-1, at.clamp_min(0)))
+    return _hits(tokens, ids, scores.masked_fill(at < 0, -math.inf), at, own, rows)
+
+
+def _sampling_weights(logits: Tensor, totals: Tensor, ids: Tensor) -> Tensor:
+    """Return the logarithms of the candidates' sampling weights, `[B, G, C]`.
+
+    totals: log-sum-exp of the logits of all rows for each query head, `[B, G, g, 1]`.
+    """
+    sizes = priority.root_mean_square(logits - totals)
+    return sizes.masked_fill(ids < 0, -math.inf)  # a sequence may have no candidate
+
+
+def _noises_of(noises: Tensor, ids: Tensor) -> Tensor:
+    """Return the random noise of the candidates `ids`, `-log u`, float32 `[B, G, C]`."""
+    return noises.expand(*ids.shape[:2], -1).gather(-1, ids.clamp_min(0)) * priority.NATS
+
+
+def _hits(
+    tokens: Tokens, ids: Tensor, scores: Tensor, at: Tensor, log_chances: Tensor, rows: Any = None
+) -> Hits:
+    """Return the hits of sampled rows.
+
+    Args:
+        tokens: Codes of all tokens.
+        ids: Token ids of the candidates, int64 `[B, G, C]`.
+        scores: Priorities of the rows, float32 `[B, G, k]`.
+        at: Positions of the rows among the candidates, int64 `[B, G, k]`, -1 in unused slots.
+        log_chances: Logarithms of the probabilities with which the rows were sampled, `[B, G, k]`.
+        rows: Number of rows of each KV head, `[B, G, 1]`, or None for `k`.
+    """
+    unused = at < 0
+    log_weight = _log_weight(tokens, log_chances, scores.shape[-1] if rows is None else rows)
     log_weight = log_weight.masked_fill(unused, -math.inf)
-    found = ids.gather(-1, at).masked_fill(unused, UNUSED)
+    found = ids.gather(-1, at.clamp_min(0)).masked_fill(unused, UNUSED)
     return Hits(found, scores, log_weight.repeat_interleave(tokens.geometry.group_size, dim=1))
 
 
@@ -60,7 +117,7 @@ def find(tokens: Tokens, queries: Queries, k: int) -> tuple[Tensor, Tensor]:
         Token ids, int64 `[B, G, C]`, ascending and padded with -1, and the logarithms of the
         probabilities with which they were sampled, float32 `[B, G, C]`.
     """
-    return _find(tokens, queries, _noises(tokens), k)
+    return _find(tokens, queries, _noises(tokens), tokens.config.limits(tokens.counts, k)[1])
 
 
 def seeds(tokens: Tokens) -> Tensor:
@@ -91,15 +148,21 @@ def _places(tokens: Tokens) -> Tensor:
     return places - tokens.valid.int().argmax(-1)[:, None, None]
 
 
-def _find(tokens: Tokens, queries: Queries, noises: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Sample the candidates of a search for `k` rows, as `find` does, with given random numbers.
+def _find(
+    tokens: Tokens, queries: Queries, noises: Tensor, limits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Sample candidates, as `find` does, with given random numbers.
 
-    noises: result of `_noises`.
+    Args:
+        tokens: Codes of all tokens.
+        queries: Rotated queries.
+        noises: Result of `_noises`.
+        limits: Number of candidates of each sequence, int64 `[B]`.
     """
     votes = _valid_votes(tokens, queries)
     sizes = priority.sizes(votes, *_scales(tokens, queries))
     priorities = (sizes + noises).masked_fill(votes[:, :, 0] == priority.LEAST, priority.LEAST)
-    thresholds = priority.thresholds(priorities, tokens.config.limits(tokens.counts, k)[1])
+    thresholds = priority.thresholds(priorities, limits)
     ids: Tensor = tokens.ops.select.compact(priorities >= thresholds[..., 1:])
     own = sizes.gather(-1, ids.clamp_min(0))
     return ids, priority.log_chances(own, thresholds[..., :1])
@@ -155,10 +218,13 @@ def _logits(
     return logits, logits - chances.masked_fill(ids < 0, 0)[:, :, None]
 
 
-def _log_weight(tokens: Tokens, log_chances: Tensor, k: int) -> Tensor:
+def _log_weight(tokens: Tokens, log_chances: Tensor, k: int | Tensor) -> Tensor:
     """Return the log weights of sampled rows.
 
-    log_chances: logarithms of the probabilities with which the rows were sampled.
+    Args:
+        tokens: For the option `sampling`.
+        log_chances: Logarithms of the probabilities with which the rows were sampled, `[B, G, K]`.
+        k: Number of sampled rows, or the number of each KV head, int64 `[B, G, 1]`.
     """
     tempered = tokens.config.sampling == "tempered"
     return -log_chances * priority.temper(k) if tempered else -log_chances

@@ -43,7 +43,7 @@ class Request:
     """
 
     index: str | None
-    k: int
+    k: int | str
     regions: dict[str, Any]
     chat: bool
     max_new_tokens: int

@@ -46,7 +46,7 @@ def check_size(name: str, value: int, minimum: int, most: int = MOST) -> int:
 
 def check_search(
     index: str,
-    k: int,
+    k: int | str,
     device: str,
     regions: Mapping[str, Any] | None = None,
     store: str | None = None,
@@ -55,7 +55,7 @@ def check_search(
 
     Args:
         index: Name and options of the index.
-        k: Number of tokens to retrieve per KV head in each decode step.
+        k: Number of tokens to retrieve per KV head in each decode step, or "auto".
         device: Name of the torch device.
         regions: Sizes of the sink, the local window and so on, as keyword arguments of `attach`.
             None for the defaults of `attach`.
@@ -63,7 +63,8 @@ def check_search(
     """
     regions = dict(regions or {})
     _find_modules_here(index)
-    check_size("k", k, 1)
+    if not isinstance(k, str):
+        check_size("k", k, 1)
     for name in regions.keys() & {"sink", "local_window", "update_every"}:
         check_size(name, regions[name], int(name == "update_every"))
     AttentionLayer(_trial(index, device, **({"store": store} if store else {})), k=k, **regions)

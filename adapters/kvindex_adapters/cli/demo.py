@@ -167,7 +167,7 @@ def _compared(
     tokenizer: Any,
     hidden: Hidden,
     index: str,
-    k: int,
+    k: int | str,
     regions: dict[str, Any],
 ) -> dict[str, Any]:
     """Read the document once, answer all questions with both engines, and return the result."""

@@ -61,7 +61,12 @@ class CacheDocument:
     @staticmethod
     @contextmanager
     def opened(
-        model: Any, tokenizer: Any, branch: bool, index: str, k: int, attach_options: dict[str, Any]
+        model: Any,
+        tokenizer: Any,
+        branch: bool,
+        index: str,
+        k: int | str,
+        attach_options: dict[str, Any],
     ) -> Iterator[Document]:
         """Open an empty document of a transformers model.
 
@@ -118,7 +123,7 @@ class SessionDocument:
     @staticmethod
     @contextmanager
     def opened(
-        decoder: Decoder, branch: bool, index: str, k: int, attach_options: dict[str, Any]
+        decoder: Decoder, branch: bool, index: str, k: int | str, attach_options: dict[str, Any]
     ) -> Iterator[Document]:
         """Open an empty document in a new session of the decoder."""
         session = decoder.session(index=index, k=k, attach_options=attach_options)

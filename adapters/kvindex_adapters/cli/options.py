@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,9 +18,24 @@ INDEX = (
     "module:Class:option=value for a class in a file of the current folder"
 )
 
+
+def _rows(text: str) -> int | str:
+    """Parse the option `-k`: a number, or "auto"."""
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise typer.BadParameter(f"got {text!r}, allowed is a number or auto") from None
+
+
 K = Annotated[
-    int,
-    typer.Option("-k", help="Number of tokens that each KV head retrieves per decode step."),
+    Any,
+    typer.Option(
+        "-k",
+        parser=_rows,
+        metavar="ROWS",
+        help="Number of tokens that each KV head retrieves per decode step, or auto for as many "
+        "as the expected error asks for.",
+    ),
 ]
 Sink = Annotated[
     int,

@@ -35,8 +35,9 @@ class LayerOptions:
     """
 
     index: str | IndexFactory = "pariskv"
-    k: int = 100
+    k: int | str = 100
     coverage: float | None = None
+    error: float | None = None
     sink: int = 64
     local_window: int = 256
     update_every: int = 256
@@ -79,15 +80,15 @@ class LayerOptions:
             search_up_to=self.search_up_to,
             update_phase=list(ropes).index(number) / len(ropes),
             graphs=self.graphs,
-            **self._of_prompts(),
+            **self._seldom_given(),
         )
 
-    def _of_prompts(self) -> dict[str, Any]:
-        """Return the options of prompts that differ from the defaults.
+    def _seldom_given(self) -> dict[str, Any]:
+        """Return those options of prompts and errors that differ from the defaults.
 
         A layer class of the caller need not know these options.
         """
-        names = "prefill", "prefill_mass", "prefill_last", "prefill_selector"
+        names = "error", "prefill", "prefill_mass", "prefill_last", "prefill_selector"
         given, defaults = vars(self), vars(LayerOptions)
         return {name: given[name] for name in names if given[name] != defaults[name]}
 

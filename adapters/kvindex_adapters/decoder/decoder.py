@@ -264,7 +264,7 @@ class Decoder:
         self,
         *,
         index: str | IndexFactory | None = INDEX,
-        k: int = K,
+        k: int | str = K,
         attach_options: Mapping[str, Any] | None = None,
         graphs: bool = True,
         fused: bool = True,
@@ -397,7 +397,7 @@ class Decoder:
         session: OpenSession | None = None,
         *,
         index: str | IndexFactory | None = INDEX,
-        k: int = K,
+        k: int | str = K,
         attach_options: Mapping[str, Any] | None = None,
         max_new_tokens: int = 256,
         sampling: Sampling = GREEDY,
@@ -451,7 +451,7 @@ class Decoder:
     def _attentions(
         self,
         index: str | IndexFactory | None,
-        k: int,
+        k: int | str,
         attach_options: Mapping[str, Any] | None,
         graphs: bool,
     ) -> list[AttentionLayer | DenseAttention]:

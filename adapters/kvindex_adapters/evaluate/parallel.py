@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from kvindex.core.capability import capability
 from kvindex.core.protocol import ExpandsBatch, KVIndex
 from kvindex.layer import AttentionLayer
 from kvindex.layer.arguments import checked_sinks
-from kvindex.layer.retrieval import attend_over, output_of, rows_to_ask
+from kvindex.layer.retrieval import attend_over, output_of, rows_to_ask, search
 
 
 class ParallelLayer(AttentionLayer):
@@ -138,10 +139,11 @@ class ParallelLayer(AttentionLayer):
         self._window.append(len(self.index), keys, values, None)
         each = queries[0].transpose(0, 1).contiguous()  # decode step t is sequence t of the batch
         index = self._expanding().expand_batch(T)
-        hits = index.search(each, k=rows_to_ask(self.index, self.k), coverage=self.coverage)
         rows = torch.arange(before + T, device=queries.device)
         seen = rows <= torch.arange(before, before + T, device=queries.device)[:, None]
         own = None if sinks is None else sinks[0].mT
+        wanted = replace(self._wanted(), k=rows_to_ask(self.index, self.k))
+        hits = search(index, self._window, each, seen, wanted, sink_logits=own)
         over = self._window, each, hits, index.fetch(hits), seen
         read = attend_over(self.index, *over, sink_logits=own)
         output = output_of(self._retrieval.counted(read, len(self)), own)

@@ -40,8 +40,9 @@ def attach(
     model: PreTrainedModel,
     *,
     index: str | IndexFactory = "pariskv",
-    k: int = 100,
+    k: int | str = 100,
     coverage: float | None = None,
+    error: float | None = None,
     sink: int = 64,
     local_window: int = 256,
     update_every: int = 256,
@@ -73,10 +74,15 @@ def attach(
             that makes an index from its geometry. An index given by name runs with CUDA kernels and
             stores its rows in pinned host memory, if the model is on a GPU that can run the
             kernels.
-        k: Number of rows that a decode step retrieves per KV head, at least 1.
+        k: Number of rows that a decode step retrieves per KV head, at least 1. Or "auto" for as
+            many as `error` asks for, at most 1,024.
         coverage: Fraction of the attention weight, in (0, 1]. A step retrieves fewer than `k` rows
             if the index estimates that fewer rows already have this fraction. None: always `k`
             rows.
+        error: Error of the output of each layer with an index, relative to the size of its outputs.
+            A step retrieves fewer than `k` rows if the index expects a smaller error with fewer.
+            None: always `k` rows, or with `k="auto"` the same as 0.1. Only for indexes that
+            predict this error, such as the default index, and not together with `coverage`.
         sink: Number of first tokens that every step attends to exactly.
         local_window: Number of newest tokens that every step attends to exactly.
         update_every: Number of tokens after which new tokens are appended to the index. Until then,
@@ -129,6 +135,7 @@ def attach(
         index=index,
         k=k,
         coverage=coverage,
+        error=error,
         sink=sink,
         local_window=local_window,
         update_every=update_every,
@@ -147,7 +154,7 @@ def attach(
     if token_graph is not None:
         check.flag("token_graph", token_graph)
     if check.flag("fused", fused):
-        check_fused(model, token_graph=token_graph, coverage=coverage, dense_layers=dense_layers)
+        check_fused(model, options, token_graph=token_graph)
     decoder, ropes = find_decoder(model), Ropes()
     by_kernels = FusedToken(decoder) if fused else None
     with claimed(model) as attachment:

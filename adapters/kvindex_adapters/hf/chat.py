@@ -445,7 +445,7 @@ class Chat(BaseChat):
         tokenizer: Any,
         *,
         index: str | IndexFactory = INDEX,
-        k: int = K,
+        k: int | str = K,
         cache: IndexCache | None = None,
         system: str | None = None,
         template_options: Mapping[str, Any] | None = None,

@@ -87,7 +87,7 @@ def generate(
     prompt: Prompt,
     *,
     index: str | IndexFactory | None = INDEX,
-    k: int = K,
+    k: int | str = K,
     cache: IndexCache | None = None,
     used: str = "refuse",
     max_new_tokens: int = 256,
@@ -254,7 +254,7 @@ def _append_answer(
 
 
 def check_cache(
-    cache: IndexCache | None, used: str, index: object, k: int, attach_options: object
+    cache: IndexCache | None, used: str, index: object, k: int | str, attach_options: object
 ) -> None:
     """Raise ValueError for arguments of `generate` that contradict each other.
 

@@ -21,10 +21,11 @@ Import all names from this package, and not from its modules.
 # Imports and names are in the order of the reference page, so they are not sorted.
 # ruff: noqa: I001, RUF022
 from kvindex.core.protocol.index import KVIndex
-from kvindex.core.protocol.results import Hits, Rows, Attended, Placement, Codes, UNUSED
+from kvindex.core.protocol.results import Hits, ErrorLimit, Rows, Attended, Placement, Codes, UNUSED
 from kvindex.core.protocol.capabilities import (
     ObservesQueries,
     ReportsCoverage,
+    LimitsError,
     ReportsRowBytes,
     PlacesRows,
     CountsTokens,
@@ -56,6 +57,7 @@ from kvindex.core.protocol.executor import Contents, Executor
 __all__ = [
     "KVIndex",
     "Hits",
+    "ErrorLimit",
     "Rows",
     "Attended",
     "Placement",
@@ -63,6 +65,7 @@ __all__ = [
     "UNUSED",
     "ObservesQueries",
     "ReportsCoverage",
+    "LimitsError",
     "ReportsRowBytes",
     "PlacesRows",
     "CountsTokens",

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from kvindex.core.protocol.index import KVIndex
-from kvindex.core.protocol.results import Hits, Placement
+from kvindex.core.protocol.results import ErrorLimit, Hits, Placement
 
 
 @runtime_checkable
@@ -33,6 +33,29 @@ class ReportsCoverage(Protocol):
 
     def check_coverage(self, coverage: float) -> None:
         """Raise ValueError if a search of this index does not support this value of `coverage`."""
+        ...
+
+
+@runtime_checkable
+class LimitsError(Protocol):
+    """An index that can choose the number of rows of a search by their expected error."""
+
+    def search_within(self, queries: Tensor, *, k: int, limit: ErrorLimit) -> Hits:
+        """Select as many rows per KV head as a limit of the error asks for, at most `k`.
+
+        Args:
+            queries: `[B, H, D]`, after the rotary embedding.
+            k: Largest number of rows per KV head, at least 1.
+            limit: The limit, for each KV head.
+
+        Returns:
+            Hits with `k` slots per KV head, best rows first. Unused slots have the id -1.
+
+        Raises:
+            ValueError: A shape, dtype or device does not fit, a query is not finite, or `k` is out
+                of range.
+            TypeError: `queries` is not a tensor.
+        """
         ...
 
 

@@ -37,6 +37,16 @@ class Hits:
     log_weight: Tensor | None = None
     coverage: Tensor | None = None
 
+    def narrowed(self, k: int) -> Hits:
+        """Return the first `k` slots of each KV head. The other slots must be unused."""
+        weight = self.log_weight
+        return Hits(
+            self.ids[..., :k],
+            self.scores[..., :k],
+            None if weight is None else weight[..., :k],
+            self.coverage,
+        )
+
     def widened(self, k: int) -> Hits:
         """Return the same hits, padded with unused slots to `k` slots per KV head."""
         more = (0, k - self.ids.shape[-1])
@@ -47,6 +57,27 @@ class Hits:
             None if weight is None else pad(weight, more, value=float("-inf")),
             self.coverage,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class ErrorLimit:
+    """How accurate attention must be over the rows that a search selects.
+
+    A search that samples rows can predict the variance of their attention weights, `Σ p² (1/π − 1)`
+    over all rows of the index: `p` is the attention weight of a row, and `π` the probability with
+    which it is sampled. Times the mean squared distance between values and output, this is the
+    expected squared error of the output.
+
+    Args:
+        variance: Largest allowed variance, added up over the query heads of a KV head, float32
+            `[B, G]`.
+        resident_lse: Log-sum-exp of the logits of those tokens that are not in the index, but that
+            the query also attends to (sink and window), float32 `[B, H]`. They are part of the
+            attention weights' sum of 1. None if there are none.
+    """
+
+    variance: Tensor
+    resident_lse: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -81,6 +81,8 @@ def attach_batch(
         index_options=index_options,
         layer_options=layer_options,
     )
+    if isinstance(k, str):
+        raise ValueError(f"k: got {k!r}, allowed with attach_batch is a number")
     kinds = DynamicCache(config=config).layers
     check_paged_model(model, config, kinds)
     full = [number for number, kind in enumerate(kinds) if has_full_attention(kind)]

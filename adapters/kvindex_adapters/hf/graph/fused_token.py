@@ -7,7 +7,7 @@ processors, sampling and stopping criteria.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from kvindex.core.protocol import CapturesStep, KVIndex
 from kvindex.core.transaction import in_plain_torch
 from kvindex.layer import AttentionLayer
 from kvindex.wrappers import Wrapper
+from kvindex_adapters.common.layer_options import LayerOptions
 from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.cache.cache import IndexCache
 from kvindex_adapters.hf.cache.padding import MaskInfo
@@ -206,21 +207,20 @@ class FusedGraph(TokenGraph):
         return self._fused.forward(cache, ids, positions, captured=captured)
 
 
-def check_fused(
-    model: PreTrainedModel,
-    *,
-    token_graph: bool | None,
-    coverage: float | None,
-    dense_layers: Collection[int],
-) -> None:
+def check_fused(model: PreTrainedModel, given: LayerOptions, *, token_graph: bool | None) -> None:
     """Raise UnsupportedError if `fused=True` does not support the model or another option of
     `attach`."""
     if token_graph is False:
         raise UnsupportedError("token_graph: got False, allowed with fused=True is True or None")
-    if coverage is not None:
-        raise UnsupportedError(f"coverage: got {coverage}, allowed with fused=True is None")
-    if len(dense_layers):
-        raise UnsupportedError(f"dense_layers: got {dense_layers}, allowed with fused=True is ()")
+    if isinstance(given.k, str):
+        raise UnsupportedError(f"k: got {given.k!r}, allowed with fused=True is a number")
+    for name in ("coverage", "error"):
+        if (got := getattr(given, name)) is not None:
+            raise UnsupportedError(f"{name}: got {got}, allowed with fused=True is None")
+    if len(given.dense_layers):
+        raise UnsupportedError(
+            f"dense_layers: got {given.dense_layers}, allowed with fused=True is ()"
+        )
     check_family(model)
     if why := decoder_refusal(model.base_model):
         raise UnsupportedError(f"fused: got True, but the kernels do not support this model: {why}")
