@@ -192,7 +192,7 @@ class AttentionLayer(Transactional):
         room = local_window + most + LAG + search_up_to - 1
         sizes = dict(sink_size=sink, local_size=local_window, room=room)
         self._contents = LayerContents(index, Window(index.geometry, unit=unit, **sizes))
-        self._tally = Tally()
+        self._tally = Tally(histogram=self.error is not None)
         self._updates = Updates(self._contents, most=most, **turns)
         self._retrieval = Retrieval(self._contents, self._tally)
         counting = self._tally, self._retrieval.row_bytes

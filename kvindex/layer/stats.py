@@ -13,6 +13,9 @@ from kvindex.core.restore import Restorable
 
 T = TypeVar("T")
 
+MOST_FOUND = 1024
+"""Largest number of rows that a histogram tells apart from larger ones."""
+
 AT_ONCE = 128
 """Number of decode steps whose counts are added up together, in a few operations on the device."""
 
@@ -31,6 +34,9 @@ class Traffic:
         bytes_fetched: Bytes of the rows that the index returned.
         coverage: Sum of the searches' `Hits.coverage`, each averaged over heads and sequences.
             Searches without an estimate of the coverage add nothing.
+        found: Histogram of the number of rows that a search returned for a KV head, int64 `[1025]`:
+            entry `n` counts searches that returned `n` rows, and the last entry those that returned
+            1,024 or more. None unless the layer chooses the number of rows by their error.
     """
 
     steps: int = 0
@@ -38,6 +44,7 @@ class Traffic:
     rows_full: Tensor | float = 0.0
     bytes_fetched: Tensor | int = 0
     coverage: Tensor | float = 0.0
+    found: Tensor | None = None
 
 
 class Counts(NamedTuple):
@@ -114,14 +121,19 @@ class Tally(Restorable):
 
     A change replaces the object that contains the counts, and never modifies it. So any thread may
     read the property `traffic` at any time.
+
+    Args:
+        histogram: Whether to count how often each number of rows was found (`Traffic.found`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, histogram: bool = False) -> None:
+        self._histogram = histogram
         self.reset()
 
     def reset(self) -> None:
         """Set all counts to 0."""
-        self._state = State(Traffic(), [], [])
+        found = torch.zeros(MOST_FOUND + 1, dtype=torch.int64) if self._histogram else None
+        self._state = State(Traffic(found=found), [], [])
 
     def watch(self, found: Tensor) -> None:
         """Register a counter on the device, for decode steps that run as a CUDA graph.
@@ -219,8 +231,22 @@ def _added_up(state: State) -> State:
         rows_full=before.rows_full + _less(new, "length", "padded"),
         bytes_fetched=before.bytes_fetched + fetched,
         coverage=before.coverage + (torch.stack(coverages).sum() if coverages else 0.0),
+        found=_histogram(before.found, [step.found for step in new if step.found is not None]),
     )
     return State(total, [], watched)
+
+
+def _histogram(before: Tensor | None, found: list[Tensor]) -> Tensor | None:
+    """Add the numbers of rows of several decode steps to a histogram.
+
+    Args:
+        before: Int64 `[1025]`, or None for no histogram.
+        found: Numbers of rows, int `[B, G]` each.
+    """
+    if before is None or not found:
+        return before
+    each = torch.cat([one.flatten() for one in found]).long().clamp_max(MOST_FOUND)
+    return before.to(each.device).scatter_add(0, each, torch.ones_like(each))
 
 
 def _of_rows(found: list[tuple[Tensor, int]]) -> tuple[Tensor | float, Tensor | int]:

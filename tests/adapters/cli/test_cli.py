@@ -168,6 +168,8 @@ def test_indexes_names_similar_ones():
         (("--prompt-file", "TEXT", "--gguf-file", "none.gguf"), "gguf_file: got 'none.gguf'"),
         (("--prompt-file", "TEXT", "--index", "parisvk"), "did you mean 'pariskv'"),
         (("--prompt-file", "TEXT", "-k", "0"), "k: got 0"),
+        (("--prompt", "Hello", "-k", "many"), "got 'many', allowed is a number or auto"),
+        (("--prompt", "Hello", "-k", "auto", "--index", "quest"), "k: got 'auto', but Quest"),
         (("--prompt-file", "TEXT", "--max-new-tokens", "0"), "max_new_tokens: got 0"),
         (("--prompt-file", "TEXT", "--index", "exact:scale=2"), "got scale, but the model"),
         (("--prompt-file", "TEXT", "--index", "pariskv:preset=1"), "preset: got 1"),

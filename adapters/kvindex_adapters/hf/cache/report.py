@@ -9,11 +9,36 @@ from functools import reduce
 from operator import add
 from statistics import fmean
 
+import torch
+
 from kvindex.core.capability import capability
 from kvindex.core.protocol import KVIndex, Placement, PlacesRows
 from kvindex.core.ranks import Ranks
 from kvindex.layer import AttentionLayer
+from kvindex.layer.stats import Traffic
 from kvindex_adapters.common.parallel import is_sharded, rank
+
+
+@dataclass(frozen=True)
+class RowsFound:
+    """How many rows searches have returned per KV head, if each search chooses their number.
+
+    Args:
+        mean: Mean over layers, KV heads and steps.
+        p99: 99th percentile.
+        by_layer: Mean of each layer that has searched, in the order of the layers.
+    """
+
+    mean: float
+    p99: int
+    by_layer: tuple[float, ...]
+
+    def __str__(self) -> str:
+        low, high = min(self.by_layer), max(self.by_layer)
+        return (
+            f"searches found {self.mean:.0f} rows per KV head on average ({low:.0f} to {high:.0f} "
+            f"by layer), and {self.p99} at the 99th percentile"
+        )
 
 
 @dataclass(frozen=True)
@@ -46,7 +71,9 @@ class Report:
             rows have. Mean over layers, heads and steps. None if `attach` was called without
             `coverage`.
         dense_below: Sequences with fewer tokens use full attention.
-        k: Number of rows that a step retrieves per KV head.
+        k: Number of rows that a step retrieves per KV head, or the largest number with `k="auto"`.
+        rows_found: How many rows searches have returned with `k="auto"` or `error=…`, otherwise
+            None. From one process, if there are several.
         placement: Where rows are stored, and the hit rate of the GPU's row cache. None if all rows
             are in one place without a row cache.
         rank: Rank of this process, or None for the sum over all processes (`over_ranks`).
@@ -70,6 +97,7 @@ class Report:
     coverage: float | None = None
     dense_below: int = 0
     k: int = 0
+    rows_found: RowsFound | None = None
     placement: Placement | None = None
     rank: int | None = 0
     ranks: int = 1
@@ -140,6 +168,10 @@ class Report:
         )
         return "no step has searched" + (elsewhere if self.indexed else "")
 
+    @property
+    def _limit(self) -> str:
+        return f"k up to {self.k}" if self.rows_found else f"k {self.k}"
+
     def __str__(self) -> str:
         tiers = ", ".join(f"{tier} {size / 2**20:.1f} MiB" for tier, size in self.nbytes.items())
         plain = f" (a plain cache: {self.plain_nbytes / 2**20:.1f} MiB)"
@@ -149,7 +181,8 @@ class Report:
             f"{self.tokens} tokens in {self.layers} indexed layers; {self.read}; "
             f"memory{of_rank}: {tiers or 'none'}"
             + (plain if self.plain_nbytes else "")
-            + (f"; k {self.k}, rows: {self.placement}" if self.placement else "")
+            + (f"; {self.rows_found}" if self.rows_found else "")
+            + (f"; {self._limit}, rows: {self.placement}" if self.placement else "")
             + (
                 ""
                 if self.prefill_fraction is None
@@ -190,12 +223,29 @@ def sum_up(layers: Sequence[AttentionLayer], indexed: int, other: int | None = N
         indexed=max((len(layer.index) for layer in layers), default=0),
         coverage=float(sum(float(part.coverage) for part in traffic)) / steps if covered else None,
         k=max((layer.k for layer in layers), default=0),
+        rows_found=rows_found(traffic),
         placement=_together([layer.index for layer in layers]),
         prefill_fraction=fmean(sparse) if sparse else None,
         rank=place,
         ranks=ranks,
         sharded=any(is_sharded(layer.index) for layer in layers),
     )
+
+
+def rows_found(traffic: Iterable[Traffic]) -> RowsFound | None:
+    """Sum up how many rows searches have returned, or return None if this was not counted.
+
+    traffic: the counts of each layer.
+    """
+    counted = [part.found.cpu() for part in traffic if part.found is not None]
+    counted = [found for found in counted if found.any()]
+    if not counted:
+        return None
+    rows = torch.arange(len(counted[0]))
+    total = torch.stack(counted).sum(0)
+    reached = (total.cumsum(0) >= 0.99 * total.sum()).int().argmax()
+    means = tuple(float(found @ rows) / int(found.sum()) for found in counted)
+    return RowsFound(float(total @ rows) / int(total.sum()), int(reached), means)
 
 
 def _plain_nbytes(layer: AttentionLayer) -> int:

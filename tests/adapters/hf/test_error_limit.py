@@ -1,0 +1,84 @@
+"""`k="auto"` and `error=…` in the adapters: as many rows as the error asks for."""
+
+import pytest
+import torch
+
+import kvindex_adapters.hf as kvhf
+from kvindex_adapters.decoder import Decoder
+from kvindex_adapters.evaluate.parallel import ParallelLayer
+from tests.adapters.hf.generation.test_generation import Words
+from tests.adapters.tiny import build, prompt, steps
+
+REGIONS = dict(sink=4, local_window=8, update_every=64, dense_below=0)
+AUTO = dict(k="auto", error=0.3, **REGIONS)
+PROMPT = 300
+SIZES = [PROMPT] + [1] * 4
+
+
+@pytest.fixture
+def model():
+    return build("llama", num_hidden_layers=2)
+
+
+def test_the_report_says_how_many_rows_were_found(model):
+    with kvhf.attach(model, **AUTO) as cache:
+        outputs = steps(model, cache, prompt(1, sum(SIZES)), SIZES)
+        report = cache.report()
+    assert all(output.isfinite().all() for output in outputs)
+    found = report.rows_found
+    assert report.steps == 4
+    assert len(found.by_layer) == 2
+    assert 16 <= min(found.by_layer) <= found.mean <= max(found.by_layer) <= found.p99 <= PROMPT
+    assert f"searches found {found.mean:.0f} rows per KV head on average" in str(report)
+
+
+def test_a_fixed_number_of_rows_is_not_counted(model):
+    with kvhf.attach(model, k=20, **REGIONS) as cache:
+        steps(model, cache, prompt(1, sum(SIZES)), SIZES)
+        assert cache.report().rows_found is None
+
+
+def test_a_smaller_error_is_closer_to_full_attention(model):
+    inputs = prompt(1, sum(SIZES))
+    found = []
+    for options in (dict(k=500), dict(k="auto", error=2.0), dict(k="auto", error=0.02)):
+        with kvhf.attach(model, **REGIONS, **options) as cache:
+            found.append(torch.cat(steps(model, cache, inputs, SIZES), 1))
+    full, loose, tight = found
+    assert (tight - full).norm() < (loose - full).norm()
+
+
+def test_parallel_steps_equal_steps_one_after_the_other(model):
+    inputs = prompt(1, sum(SIZES))
+    with kvhf.attach(model, **AUTO) as cache:
+        one_by_one = torch.cat(steps(model, cache, inputs, SIZES), 1)
+    with kvhf.attach(model, layer=ParallelLayer, **AUTO) as cache:
+        read = steps(model, cache, inputs, SIZES[:1])
+        for layer in cache.layers:
+            layer.attention.begin()
+        rest = model(input_ids=inputs["input_ids"][:, PROMPT:], past_key_values=cache).logits
+    torch.testing.assert_close(torch.cat([*read, rest], 1), one_by_one, atol=1e-4, rtol=1e-4)
+
+
+def test_generate_and_the_decoder(model):
+    ids = prompt(1, PROMPT)["input_ids"][0]
+    options = dict(k="auto", max_new_tokens=4, attach_options=dict(error=0.3, **REGIONS))
+    answer = kvhf.generate(model, Words(), ids, **options)
+    assert answer.report.rows_found is not None
+    other = Decoder.of(model).generate(ids, **options)
+    assert len(other.ids) == len(answer.ids)
+
+
+def test_what_does_not_support_it_says_so(model):
+    with pytest.raises(ValueError, match="k: got 'auto', allowed with attach_batch is a number"):
+        with kvhf.attach_batch(model, k="auto"):
+            pass
+    with pytest.raises(ValueError, match="k: got 'auto', allowed with fused=True is a number"):
+        with kvhf.attach(model, k="auto", fused=True):
+            pass
+    with pytest.raises(ValueError, match="error: got 0.1, allowed with fused=True is None"):
+        with kvhf.attach(model, error=0.1, fused=True):
+            pass
+    with pytest.raises(ValueError, match="k: got 'auto', but Quest"):
+        with kvhf.attach(model, index="quest", k="auto"):
+            pass
