@@ -96,6 +96,10 @@ def get(name: str) -> type[BaseIndex]:
     return _loaded(known[name], f"index: got {name!r} from {_described(known[name])}")
 
 
+REQUIRED = ("q_heads", "kv_heads", "head_dim")
+"""Sizes that every index needs."""
+
+
 def create(index: str, **options: Any) -> KVIndex:
     """Create an index from its name and options.
 
@@ -124,11 +128,25 @@ def create(index: str, **options: Any) -> KVIndex:
     first, *around = check.text("index", index).split("+")
     name, written = split_spec(first)
     kind = get(name)
-    given = read_options(written, BaseIndex.__init__, kind.Config)
-    made: KVIndex = kind(**{**given, **options})
+    given = read_options(written, BaseIndex.__init__, kind.Config) | options
+    _check_sizes(kind, given)
+    made: KVIndex = kind(**given)
     for part in around:
         made = _wrapped(made, *split_spec(part))
     return made
+
+
+def _check_sizes(kind: Any, options: dict[str, Any]) -> None:
+    """Raise ValueError if a required size is missing, and name an option that may be meant."""
+    missing = [name for name in REQUIRED if name not in options]
+    if not missing:
+        return
+    fields = [field.name for field in dataclasses.fields(kind.Config)]
+    own = inspect.signature(kind.__init__).parameters
+    known = dict.fromkeys([*REQUIRED, *fields, *shared_options(), *own])
+    for name in options.keys() - known.keys():
+        raise ValueError(unknown("option", name, [*known]))
+    raise ValueError(f"{missing[0]}: got no value, allowed is an integer of at least 1")
 
 
 def class_of(source: str) -> type[BaseIndex] | type[Wrapper]:

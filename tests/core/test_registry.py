@@ -294,3 +294,11 @@ def test_an_unknown_name_may_be_that_of_a_file(name):
 def test_a_class_that_cannot_be_used_is_named(spec, kind, says):
     with pytest.raises(kind, match=says):
         kvindex.create(spec, **GEOMETRY)
+
+
+@pytest.mark.parametrize("name", ["exact", "pariskv", "quest"])
+def test_a_missing_size_is_named_and_a_similar_name_suggested(name):
+    with pytest.raises(ValueError, match="did you mean 'head_dim'"):
+        kvindex.create(name, q_heads=4, kv_heads=2, headdim=16)
+    with pytest.raises(ValueError, match="head_dim: got no value"):
+        kvindex.create(name, q_heads=4, kv_heads=2)

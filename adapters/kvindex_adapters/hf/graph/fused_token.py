@@ -214,8 +214,8 @@ def check_fused(model: PreTrainedModel, given: LayerOptions, *, token_graph: boo
         raise UnsupportedError("token_graph: got False, allowed with fused=True is True or None")
     if isinstance(given.k, str):
         raise UnsupportedError(f"k: got {given.k!r}, allowed with fused=True is a number")
-    for name in ("coverage", "error"):
-        if (got := getattr(given, name)) is not None:
+    for name, got in {"coverage": given.coverage, "error": given.error}.items():
+        if got is not None:
             raise UnsupportedError(f"{name}: got {got}, allowed with fused=True is None")
     if len(given.dense_layers):
         raise UnsupportedError(
