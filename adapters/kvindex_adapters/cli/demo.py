@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -44,6 +44,13 @@ WARM_UP = 2
 
 SHORT = 8
 """Number of tokens that are timed on a quarter of the document, to find where the gain starts."""
+
+ENGINES = ("full", "index")
+"""Names of the two halves of the result."""
+
+VARYING = 1.5
+"""Upper quartile of the token times over the lower one from which the command warns that they
+vary. On an idle machine it is about 1.1."""
 
 SHORTEST, LONGEST = 500, 32_000
 """Prompt lengths in tokens."""
@@ -219,6 +226,7 @@ def _compared(
             "found": [v in a for v, a in zip(values, full.answers, strict=True)],
             "read_s": read_s,
             "token_s": full_s,
+            "quartiles_s": _quartiles(full.token_s),
             "steps": len(full.token_s),
             "nbytes": plain_bytes,
         },
@@ -232,6 +240,7 @@ def _compared(
             "read_s": read_s + fill_s if taken else fill_s,
             "fill_s": fill_s if taken else None,
             "token_s": token_s,
+            "quartiles_s": _quartiles(attached.token_s),
             "steps": len(attached.token_s),
             "read": generation.report.read,
             "rows_read": generation.report.rows_read,
@@ -411,8 +420,29 @@ def _mib(size: float) -> str:
     return f"{size / 2**20:.0f} MiB"
 
 
+def _quartiles(times: list[float]) -> tuple[float, float]:
+    """Return the lower and the upper quartile of some times."""
+    lower, _, upper = quantiles(times, n=4) if len(times) > 1 else times * 3
+    return lower, upper
+
+
+def _busy(result: dict[str, Any]) -> str:
+    """Return a sentence that warns of varying times, or "" if they hardly vary."""
+    ratios = [upper / lower for lower, upper in (result[name]["quartiles_s"] for name in ENGINES)]
+    if max(ratios) < VARYING:
+        return ""
+    return (
+        f" But the times varied: the upper quartile is {max(ratios):.1f} times the lower one, so "
+        "other programs were probably busy. Run the demo again on an idle machine."
+    )
+
+
 def _conclusion(result: dict[str, Any]) -> str:
-    """Say in one sentence what the table shows."""
+    """Say in one sentence what the table shows, and add a warning if the times varied."""
+    return _finding(result) + _busy(result)
+
+
+def _finding(result: dict[str, Any]) -> str:
     full, index, speedup = result["full"], result["index"], result["speedup"]
     count, (ours, theirs) = len(full["found"]), (sum(one["found"]) for one in (full, index))
     found = (
