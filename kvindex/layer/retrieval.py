@@ -139,6 +139,11 @@ def search_and_attend(
         seen = seen.clone()
         seen[:, -newer:] = False
     hits = search(index, window, queries, seen, wanted, bias, sink_logits)
+    attends = capability(index, Attends)
+    if attends is not None and wanted.variance is not None and bias is None and not newer:
+        resident = window.resident(len(index))
+        attended = attends.attend_hits(queries, hits, resident)
+        return Retrieved(attended, len(resident), resident.masked)
     found = index.fetch(hits)
     return attend_over(index, window, queries, hits, found, seen, bias, sink_logits)
 

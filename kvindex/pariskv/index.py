@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -32,6 +32,15 @@ from kvindex.storage.layout import Layout, StateSizes, TensorSpec
 
 _Fit = Callable[[], Tensor]
 _Statistics = tuple[Tensor, tuple[int, _Fit] | None]
+
+
+@runtime_checkable
+class BoundsErrors(Protocol):
+    """An executor that can choose the number of rows by their expected error."""
+
+    def search_within(self, queries: Tensor, k: int, limit: ErrorLimit) -> Hits:
+        """Sample as many rows per KV head as a limit of the error asks for, at most `k`."""
+        ...
 
 
 class ParisKV(ExecutedIndex):
@@ -232,7 +241,7 @@ class ParisKV(ExecutedIndex):
         """Sample as many rows per KV head as a limit of the error asks for, at most `k`.
 
         The search predicts the error of attention from its estimates, before any row is read
-        (`kvindex.pariskv.row_budget`). It runs op by op, also if kernels run other searches.
+        (`kvindex.pariskv.row_budget`). On a GPU it runs op by op, without the fused kernels.
 
         Args:
             queries: `[B, H, D]`, after the rotary embedding.
@@ -261,9 +270,13 @@ class ParisKV(ExecutedIndex):
         if (lse := limit.resident_lse) is not None:
             shape = {name: sizes[name] for name in "BH"}
             check.tensor("limit.resident_lse", lse, shape, torch.float32, g.device)
-        return self._searched(
-            queries, k, lambda found, most: sampling.search_within(*self.inputs(found), most, limit)
-        )
+        return self._searched(queries, k, partial(self._search_within, limit=limit))
+
+    def _search_within(self, queries: Tensor, k: int, *, limit: ErrorLimit) -> Hits:
+        executor = self._executor
+        if isinstance(executor, BoundsErrors):
+            return executor.search_within(queries, k, limit)
+        return sampling.search_within(*self.inputs(queries), k, limit)
 
     def inputs(self, queries: Tensor) -> tuple[Tokens, Queries]:
         """Collect the tensors that the stages of a search read. The index must not be empty.

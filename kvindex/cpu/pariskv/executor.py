@@ -10,15 +10,16 @@ from torch import Tensor
 
 from kvindex.core import check
 from kvindex.core.geometry import Geometry
-from kvindex.core.protocol import Attended, Codes, Contents, Hits, Rows
+from kvindex.core.protocol import Attended, Codes, Contents, ErrorLimit, Hits, Rows
 from kvindex.core.resident import ResidentRows
 from kvindex.cpu import threads
 from kvindex.cpu.pariskv.constants import Constants
-from kvindex.cpu.pariskv.sampling import SampledStages, seeds_of
+from kvindex.cpu.pariskv.sampling import ErrorTerms, SampledStages, seeds_of
 from kvindex.cpu.pariskv.sign_votes import Found, Stages
 from kvindex.cpu.pariskv.supported import unreadable
 from kvindex.cpu.pariskv.whole_step import WholeStep
 from kvindex.cpu.state import ResidentState, State
+from kvindex.pariskv import row_budget
 from kvindex.pariskv.block_layout import BLOCK
 from kvindex.pariskv.config import ParisKVConfig
 from kvindex.storage.columns import BlockColumns
@@ -114,6 +115,20 @@ class ParisKVExecutor:
         # freed if another thread calls `update` meanwhile.
         folded, stages = self._folded(queries), self._stages
         hits, find = self._finding(stages, folded, k)
+        threads.run(find, stages.most_parts(len(folded)))
+        shape = (len(queries), self._geometry.kv_heads, k)
+        ids, scores = torch.from_numpy(hits.ids), torch.from_numpy(hits.scores)
+        return Hits(ids.view(shape), scores.view(shape), hits.weights(len(queries)))
+
+    def search_within(self, queries: Tensor, k: int, limit: ErrorLimit) -> Hits:
+        """Sample as many rows per KV head as a limit of the error asks for, at most `k`."""
+        folded, stages = self._folded(queries), self._stages
+        assert isinstance(stages, SampledStages)
+        stages = replace(stages, limit=ErrorTerms.of(limit, self._geometry.group_size))
+        candidates = row_budget.candidates(self._config, self._contents.counts, k)
+        limits = candidates.repeat_interleave(self._geometry.kv_heads).numpy()
+        asked = stages.prepare_query(folded)
+        hits, find = stages.find(asked, stages.scan(asked), k, limits)
         threads.run(find, stages.most_parts(len(folded)))
         shape = (len(queries), self._geometry.kv_heads, k)
         ids, scores = torch.from_numpy(hits.ids), torch.from_numpy(hits.scores)

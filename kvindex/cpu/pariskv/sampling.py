@@ -6,12 +6,13 @@ The module `kvindex.ops.priority` explains how keys are sampled.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvindex.core.protocol import Codes, Contents
+from kvindex.core.protocol import Codes, Contents, ErrorLimit
 from kvindex.cpu import threads
 from kvindex.cpu.buffers import BUFFERS
 from kvindex.cpu.kernels.priority import put_scales
@@ -19,6 +20,7 @@ from kvindex.cpu.kernels.sampled_rows import sample_rows
 from kvindex.cpu.kernels.select import SAMPLED
 from kvindex.cpu.pariskv.sign_votes import Call, Found, Prepared, Scanned, Stages
 from kvindex.ops import priority
+from kvindex.pariskv import row_budget
 from kvindex.pariskv.block_layout import BLOCK
 from kvindex.storage.columns import BlockColumns
 
@@ -57,14 +59,46 @@ def signs_at(b: int, position: int, full: Codes, opened: Codes) -> Tensor:
 
 
 @dataclass(frozen=True)
+class ErrorTerms:
+    """A limit of the error (`protocol.ErrorLimit`), as arrays with one row per KV head.
+
+    Attributes:
+        resident: Log-sum-exp of the logits of tokens outside the index, float32 `[B·G, g]`.
+        variances: Largest allowed variance of the attention weights, float32 `[B·G]`.
+    """
+
+    resident: np.ndarray
+    variances: np.ndarray
+
+    @staticmethod
+    def of(limit: ErrorLimit, heads: int) -> ErrorTerms:
+        """Convert a limit. `heads` is the number of query heads per KV head."""
+        variances = limit.variance.contiguous().flatten().numpy()
+        terms = ErrorTerms.of_fixed(len(variances), heads)
+        if limit.resident_lse is None:
+            return replace(terms, variances=variances)
+        resident = limit.resident_lse.contiguous().numpy().reshape(terms.resident.shape)
+        return ErrorTerms(resident, variances)
+
+    @staticmethod
+    @cache
+    def of_fixed(groups: int, heads: int) -> ErrorTerms:
+        """Return terms for a search that samples a fixed number of rows, which ignores them."""
+        resident = np.full((groups, heads), -np.inf, np.float32)
+        return ErrorTerms(resident, np.zeros(groups, np.float32))
+
+
+@dataclass(frozen=True)
 class SampledStages(Stages):
     """The stages of a search that samples candidates and rows.
 
     Attributes:
         seeds: Seed of each group's random numbers (`seeds_of`).
+        limit: The limit of the error from which the number of rows follows, or None for `k` rows.
     """
 
     seeds: np.ndarray
+    limit: ErrorTerms | None = None
 
     def room_of(self, queries: np.ndarray) -> Prepared:
         """Allocate buffers for the data that the kernels compute from the queries before a search.
@@ -101,8 +135,10 @@ class SampledStages(Stages):
         groups, k = hits.ids.shape
         sizes = threads.parts_of(self.most_parts(groups)), self.state.length + 2 * SAMPLED
         room = [BUFFERS.array(name, np.int32, *sizes) for name in ("listed", "numbers")]
-        power = priority.temper(k) if self.config.sampling == "tempered" else 1.0
+        limit = self.limit or ErrorTerms.of_fixed(groups, asked.queries.shape[1])
+        counts = row_budget.counts_of(k) if self.limit else [k]
         bounds, of = (scanned.votes, limits, self.seeds), (asked.rotated, asked.products)
-        by = *self._ranked_by[:-1], power
+        by = *self._ranked_by[:-1], self.config.sampling == "tempered"
+        rows = np.array(counts), limit.resident, limit.variances
         made = hits.ids, hits.scores, hits.found, hits.log_weight
-        return sample_rows, (*bounds, *self._ranked_codes, *of, *by, *room, *made)
+        return sample_rows, (*bounds, *self._ranked_codes, *of, *by, *rows, *room, *made)

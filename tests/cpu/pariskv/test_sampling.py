@@ -177,12 +177,16 @@ def test_a_sample_that_misleads_costs_nothing_but_time(seen):
 
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_sizes_of_rows_are_the_reference_ones(heads, softcap):
+@pytest.mark.parametrize("outside", [-math.inf, 1.5, 60.0])
+def test_sizes_of_rows_are_the_reference_ones(heads, softcap, outside):
     estimates, chances, out = normal(heads, 500) * 40, -normal(500).abs(), np.empty(500, np.float32)
     logits = cap(estimates, 0.125, softcap)
-    totals = (logits - chances).logsumexp(-1, keepdim=True)
+    resident = torch.full((heads,), outside)
+    totals = torch.logaddexp((logits - chances).logsumexp(-1), resident)[:, None]
     want = priority.root_mean_square((logits - totals)[None, None])[0, 0]
-    sampled_rows.put_sizes(estimates.numpy(), chances.numpy(), 0.125, softcap or 0.0, out)
+    given = estimates.numpy(), chances.numpy(), resident.numpy()
+    sampled_rows.put_sizes(*given, 0.125, softcap or 0.0, out)
+    torch.testing.assert_close(estimates, logits - totals, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(torch.from_numpy(out), want, rtol=1e-5, atol=1e-5)
 
 
@@ -194,7 +198,7 @@ def test_rows_are_sampled_as_the_reference_samples(C, k):
     ids, to = 3 * np.arange(C, dtype=np.int32), np.empty(k, np.int64)
     scores, weights = np.empty(k, np.float32), np.empty((2, k), np.float32)
     given = sizes.numpy(), own.numpy(), chances.numpy(), ids
-    count = sampled_rows.sample(*given, 0.5, to, scores, weights)
+    count = sampled_rows.sample(*given, k, 0.5, to, scores, weights)
     want, positions, last = priority.sample(sizes, own, k)
     assert count == min(k, C) == (positions >= 0).sum()
     assert to.tolist() == [3 * at if at >= 0 else -1 for at in positions.tolist()]
