@@ -49,6 +49,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "row_codecs": quality.row_codecs,
     "row_scales": quality.row_scales,
     "lists": quality.lists,
+    "budget": quality.budget,
     "recall_lengths": quality.lengths,
     "field": field.field,
     "answers_field": answers.field,

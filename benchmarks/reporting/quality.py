@@ -181,6 +181,35 @@ def lists(result: Result) -> str:
     return f"{words}\n\n{table((*head, 'recall'), rows)}\n\n{machine(result)}"
 
 
+def budget(result: Result) -> str:
+    """Make a table of the errors of a layer's output, and of how many rows were found."""
+    rows = []
+    for cell in sorted(result["cells"], key=lambda one: (one["tokens"], one["text"])):
+        fixed = cell["error"] is None
+        within = "" if fixed else f"{cell['within']:.0%} ({min(cell['within_by_layer']):.0%})"
+        least, most = min(cell["rows_by_layer"]), max(cell["rows_by_layer"])
+        spread = "" if fixed else f" ({least:.0f} to {most:.0f})"
+        rows.append(
+            (
+                *(f"{cell['tokens']:,}", cell["text"]),
+                f"`k={cell['k']}`" if fixed else f"`error={cell['error']:g}`",
+                f"{cell['rows']:.0f}{spread}",
+                *(f"{cell['median']:.3f}", f"{cell['p95']:.3f}", within),
+            )
+        )
+    head = ("tokens", "text", "setting", "rows (by layer)", "median error", "95th percentile")
+    words = (
+        f"The last {result['steps']} tokens of each text are decoded in one of every "
+        f"{result['every']} layers of {named(result['model'], result['lora'])}, with the keys, values "
+        "and queries of full attention. *Rows* is the mean number of rows that a search finds per KV "
+        "head. "
+        "*Error* is the norm of the difference between a layer's output and that of full "
+        "attention, divided by the norm of the latter. *Within* is the fraction of steps whose "
+        "error is at most the allowed one, and in parentheses that of the worst layer."
+    )
+    return f"{words}\n\n{table((*head, 'within'), rows)}\n\n{machine(result)}"
+
+
 def divergence(result: Result) -> str:
     """Make the table of each index's KL divergence, with the ratio to that of exact search.
 
