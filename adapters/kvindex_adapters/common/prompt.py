@@ -34,11 +34,11 @@ class RenderedChat:
 
     Args:
         ids: Int64 `[N]`, the ids of the conversation, generation prompt included.
-        messages: The messages of the conversation.
+        messages: The messages of the conversation, or None if the ids end inside a message.
     """
 
     ids: Tensor
-    messages: Messages
+    messages: Messages | None
 
 
 def render_chat(

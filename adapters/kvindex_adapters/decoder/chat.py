@@ -7,14 +7,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvindex_adapters.common.context import check_keywords
 from kvindex_adapters.common.layer_options import IndexFactory
 from kvindex_adapters.common.prompt import RenderedChat
 from kvindex_adapters.common.prompt_chunks import Progress
 from kvindex_adapters.decoder.decoder import Decoder
 from kvindex_adapters.decoder.open_session import OpenSession
+from kvindex_adapters.decoder.options import Options
 from kvindex_adapters.hf.cache.report import Report
 from kvindex_adapters.hf.chat import BaseChat
 from kvindex_adapters.hf.generate import INDEX, Generation, K
+
+OF_ANSWERS = {*Options.__annotations__, "streamer", "on_progress"} - {"fused"}
+"""Options of one answer of a chat. The kernels (`fused`) belong to the session of the chat."""
 
 
 class Chat(BaseChat):
@@ -30,11 +35,22 @@ class Chat(BaseChat):
         template_options: Further keyword arguments of `tokenizer.apply_chat_template` for all
             turns.
         attach_options: As in `Options`.
+        fused: As in `Options`.
         **options: Options of every answer, as in `Decoder.generate`: `max_new_tokens`, `sampling`,
-            `stop`, `chunk`.
+            `stop`, `chunk`, `graphs`, `streamer`, `on_progress`.
+
+    Attributes:
+        messages: The messages so far, answers included and documents excluded. They may be edited.
+        documents: Texts of the documents, in the order of the calls of `read`. They may be edited.
+        session: The session of the conversation. Its tokens may be those of an earlier turn.
+        reused: Number of tokens of the last prompt that the session already stored.
+        options: Options of every answer.
+        template_options: Keyword arguments of `tokenizer.apply_chat_template` for all turns.
 
     Raises:
-        ValueError: The tokenizer has no chat template, or `Decoder.session` raises the error.
+        TypeError: An option is unknown.
+        ValueError: The tokenizer has no chat template, a chat sets the option itself, or
+            `Decoder.session` raises the error.
 
     Examples:
         ```python
@@ -48,15 +64,19 @@ class Chat(BaseChat):
         decoder: Decoder,
         *,
         index: str | IndexFactory | None = INDEX,
-        k: int = K,
+        k: int | str = K,
         system: str | None = None,
         template_options: Mapping[str, Any] | None = None,
         attach_options: Mapping[str, Any] | None = None,
+        fused: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(decoder.tokenizer, system, template_options, options)
+        check_keywords("Chat", OF_ANSWERS, options, index)
         self._decoder = decoder
-        self._opened = partial(decoder.session, index=index, k=k, attach_options=attach_options)
+        self._opened = partial(
+            decoder.session, index=index, k=k, attach_options=attach_options, fused=fused
+        )
         self.session: OpenSession = self._opened()
         """The session of the conversation. Its tokens may be those of an earlier turn."""
 
@@ -70,6 +90,12 @@ class Chat(BaseChat):
         return self.session.report()
 
     def _answer(self, rendered: RenderedChat, **options: Any) -> Generation:
+        if "fused" in options:
+            raise ValueError(
+                f"fused: got {options['fused']!r}, but it belongs to the session of the chat; pass "
+                "fused to Chat"
+            )
+        check_keywords("send", OF_ANSWERS, options, None)
         self._renew()
         prompt: Any = rendered
         return self._decoder.generate(prompt, session=self.session, **options)
@@ -83,6 +109,9 @@ class Chat(BaseChat):
         """Open an empty session if another call has added tokens whose ids are unknown."""
         if self.session.length and self.session.ids is None:
             self.session = self._opened()
+
+    def _fork_cache(self) -> None:
+        self.session = self.session.fork()
 
     def _save(self, folder: Path) -> None:
         session, beginning = self.session, self._undone(self.session)

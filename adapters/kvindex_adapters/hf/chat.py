@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,7 +14,7 @@ from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 from transformers import PreTrainedModel
 
@@ -39,7 +41,12 @@ from kvindex_adapters.hf.generate import (
     check_generate_options,
     generate,
 )
-from kvindex_adapters.hf.generation.conversation import CannotForgetError, KnowsTokens, answered
+from kvindex_adapters.hf.generation.conversation import (
+    CannotForgetError,
+    KnowsTokens,
+    answered,
+    begins_with,
+)
 from kvindex_adapters.hf.generation.prefill import read
 from kvindex_adapters.hf.generation.tokenizer import punctuated
 
@@ -51,6 +58,32 @@ INSTRUCTIONS = {"system", "developer"}
 CHAT, CACHE = "chat.json", "cache"
 """Names inside a saved folder: the file of the messages, and the folder of the cache."""
 
+BORDER = 16
+"""Number of tokens at the end of a cache that the first turn of a chat may remove without a
+warning.
+
+They end a message, or the tokenizer encodes them differently when more text follows.
+"""
+
+SET_BY_CHAT = {
+    "used": "a chat always continues its own cache; for an answer that leaves the chat unchanged, "
+    "send the message to chat.fork()",
+    "cache": "a chat has its own cache; pass cache to kvhf.Chat, or continue from the state of a "
+    "chat with chat.fork()",
+    "session": "a chat opens its own session; to continue from the state of a chat, call "
+    "chat.fork()",
+    "prompt": "a chat makes the prompt from its messages; pass the message as the first argument "
+    "of send()",
+    "model": "a chat has one model; make another chat for another model",
+    "tokenizer": "a chat has one tokenizer; make another chat for another tokenizer",
+    "index": "the index belongs to the cache of the chat; pass index to Chat",
+    "k": "k belongs to the cache of the chat; pass k to Chat",
+    "attach_options": "they belong to the cache of the chat; pass attach_options to Chat",
+    "system": "it is not an option of one answer; pass system to Chat, or put a message with the "
+    "role 'system' first into chat.messages",
+}
+"""Maps options that a chat sets itself to the reason and to what the caller can do instead."""
+
 
 class BaseChat(ABC):
     """A conversation whose KV cache stays between turns.
@@ -60,12 +93,23 @@ class BaseChat(ABC):
     the cache already stores, and lets the model read the other ids. So messages may be edited
     between turns, and templates may drop the reasoning of earlier answers.
 
+    The documents of `read` are not in `messages` but in `documents`, and are put before the first
+    message of the user. So another chat that gets only the messages lacks the documents. To
+    continue a conversation in two directions, call `fork`.
+
     Args:
         tokenizer: The model's tokenizer, with a chat template.
         system: Text of the system message, or None.
         template_options: Further keyword arguments of `tokenizer.apply_chat_template` for all
             turns, for example `{"enable_thinking": False}` or `{"tools": [...]}`.
         options: Options of every answer.
+
+    Attributes:
+        messages: The messages so far, answers included and documents excluded. They may be edited.
+        documents: Texts of the documents, in the order of the calls of `read`. They may be edited.
+        template_options: Keyword arguments of `tokenizer.apply_chat_template` for all turns.
+        options: Options of every answer.
+        reused: Number of tokens of the last prompt that the cache already stored.
     """
 
     def __init__(
@@ -81,10 +125,12 @@ class BaseChat(ABC):
                 "tokenizer.chat_template, or call generate() with text"
             )
         self.tokenizer = tokenizer
+        check_options(options)
         self.messages: Messages = []
-        """The messages so far, answers included. They may be edited."""
+        """The messages so far, answers included and documents excluded. They may be edited."""
         self.documents: list[str] = []
-        """Texts that are put before the first message of the user."""
+        """Texts of the documents, which are put before the first message of the user. They may be
+        edited."""
         self.template_options = dict(template_options or {})
         """Keyword arguments of `tokenizer.apply_chat_template` for all turns."""
         self.options = dict(options)
@@ -123,11 +169,16 @@ class BaseChat(ABC):
 
         Raises:
             TypeError: `message` is neither text nor messages.
-            ValueError: The chat template does not accept the messages, or an option is wrong.
+            ValueError: `message` is a blank text, the chat template does not accept the messages,
+                an option is wrong, or the chat sets this option itself.
         """
+        if isinstance(message, str) and not message.strip():
+            raise ValueError(f"message: got {message!r}, allowed is a text that is not blank")
+        given = {**self.options, **options}
+        check_options(given)
         messages = self._conversation(message)
         rendered = self._render(messages, template_options)
-        generation = self._answer(rendered, **{**self.options, **options})
+        generation = self._answer(rendered, **given)
         self.reused = len(rendered.ids) - len(generation.prompt_ids)
         self.messages = answered(messages, generation.text)
         return generation
@@ -135,8 +186,9 @@ class BaseChat(ABC):
     def read(self, document: str, *, on_progress: Progress | None = None) -> None:
         """Add a document to the conversation, and read it into the cache before the next question.
 
-        Documents come before the first message of the user, one after another. If messages were
-        sent already, the next turn reads the whole conversation again.
+        Documents come before the first message of the user, one after another. They are in
+        `documents`, and not in `messages`. If messages were sent already, the next turn reads the
+        whole conversation again.
 
         Args:
             document: Text of the document (not the path of a file).
@@ -163,6 +215,45 @@ class BaseChat(ABC):
         except BaseException:
             self.documents.pop()
             raise
+
+    def fork(self) -> Self:
+        """Return an independent chat that continues from the state of this one.
+
+        The new chat has copies of the messages, documents and options, and a fork of the cache,
+        which shares the memory of the stored tokens. So the new chat reads only what is new to it.
+        `copy.deepcopy(chat)` does the same.
+
+        Returns:
+            The new chat. It uses the same attached model: a fork of `kvhf.Chat` can be used until
+            the `with` block, or `close`, of the first chat ends, or until the caller's `attach`
+            context ends.
+
+        Raises:
+            RuntimeError: The `attach` context has ended.
+
+        Examples:
+            ```python
+            chat.read(document)
+            one, other = chat.fork(), chat.fork()
+            print(one.send("Who wrote it?").text, other.send("When?").text)
+            ```
+        """
+        other = type(self).__new__(type(self))
+        vars(other).update(vars(self))
+        other.messages, other.documents = deepcopy(self.messages), list(self.documents)
+        other.template_options = dict(self.template_options)
+        other.options = dict(self.options)
+        other._fork_cache()
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.fork()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "chat: got pickle or copy.copy; use chat.fork() for an independent chat, or "
+            "chat.save(folder) and chat.load(folder) for another process"
+        )
 
     def undo(self) -> Messages:
         """Remove the last answer and the messages that it answers.
@@ -218,6 +309,9 @@ class BaseChat(ABC):
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Replace this conversation by a saved one. A call that fails changes nothing.
 
+        The saved messages and documents replace those of this chat, the system message included.
+        The options of this chat stay.
+
         Args:
             folder: The folder that `save` has written.
 
@@ -256,7 +350,7 @@ class BaseChat(ABC):
         """
         asked = [self._conversation(question) for question in ("1", "7")]
         every = [self._render(messages).ids for messages in asked]
-        return RenderedChat(every[0][: common_length(every)], asked[0])
+        return RenderedChat(every[0][: common_length(every)], None)
 
     def _undone(self, past: KnowsTokens) -> RenderedChat | None:
         """Find out whether a cache contains tokens that do not belong to the conversation any more.
@@ -348,12 +442,28 @@ class BaseChat(ABC):
         """Fill the cache with the tokens of a conversation, without generating an answer."""
 
     @abstractmethod
+    def _fork_cache(self) -> None:
+        """Replace the cache of this new chat, which is that of another chat, by a fork."""
+
+    @abstractmethod
     def _save(self, folder: Path) -> None:
         """Write the cache to a new folder."""
 
     @abstractmethod
     def _load(self, folder: Path) -> None:
         """Replace the cache by a saved one. A call that fails changes nothing."""
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for options of an answer that a chat sets itself."""
+    for name in sorted(SET_BY_CHAT.keys() & options.keys()):
+        raise ValueError(f"{name}: got {_shortened(options[name])}, but {SET_BY_CHAT[name]}")
+
+
+def _shortened(value: object) -> str:
+    """Return a short description of an argument, for an error text."""
+    simple = value is None or isinstance(value, bool | int | float | str)
+    return repr(value) if simple and len(repr(value)) <= 80 else f"a {type(value).__name__}"
 
 
 def read_saved(folder: str | os.PathLike[str], name: str = "folder") -> tuple[Messages, list[str]]:
@@ -411,8 +521,14 @@ class Chat(BaseChat):
     """A conversation with a model of transformers, whose KV cache stays between turns.
 
     Each turn reads only the tokens that the cache does not store yet. The model stays attached
-    until the context ends or `close` is called. For several conversations with one model, call
-    `attach`, and pass `cache=cache` to one chat and `cache=cache.fork()` to the others.
+    until the context ends or `close` is called.
+
+    To continue one conversation in two directions, call `fork`. For several conversations with one
+    model that do not continue a chat, call `attach`, and pass `cache=cache` to one chat and
+    `cache=cache.fork()` to the others.
+
+    The documents of `read` are not in `messages` but in `documents`, and are put before the first
+    message of the user. So another chat that gets only the messages or the cache lacks them.
 
     Args:
         model: As in `attach`.
@@ -420,7 +536,8 @@ class Chat(BaseChat):
         index: As in `attach`, by default "pariskv".
         k: As in `attach`, by default 100.
         cache: A cache that the caller's `attach` yielded, instead of `index`, `k` and
-            `attach_options`. Tokens in it that the conversation does not begin with are removed.
+            `attach_options`. The first turn removes the tokens in it that the conversation does not
+            begin with, with a warning if these are more than the end of a message.
         system: Text of the system message, or None.
         template_options: Further keyword arguments of `tokenizer.apply_chat_template` for all
             turns, for example `{"enable_thinking": False}` or `{"tools": [...]}`.
@@ -428,8 +545,17 @@ class Chat(BaseChat):
         **options: Options of every answer, as in `generate`: `max_new_tokens`, `chunk`, and those
             of `model.generate`.
 
+    Attributes:
+        messages: The messages so far, answers included and documents excluded. They may be edited.
+        documents: Texts of the documents, in the order of the calls of `read`. They may be edited.
+        cache: The cache of the conversation. Its tokens may be those of an earlier turn.
+        reused: Number of tokens of the last prompt that the cache already stored.
+        options: Options of every answer.
+        template_options: Keyword arguments of `tokenizer.apply_chat_template` for all turns.
+
     Raises:
-        ValueError: The tokenizer has no chat template, or `attach` raises the error.
+        ValueError: The tokenizer has no chat template, a chat sets the option itself, or `attach`
+            raises the error.
 
     Examples:
         ```python
@@ -456,6 +582,7 @@ class Chat(BaseChat):
         check_generate_options(options, index)
         check_attach_options(attach_options)
         self._model, self._context = model, ExitStack()
+        self._begun = cache is None
         if cache is None:
             given = punctuated(index, tokenizer, attach_options)
             cache = self._context.enter_context(attach(model, index=index, k=k, **given))
@@ -474,7 +601,11 @@ class Chat(BaseChat):
         return self.cache.report()
 
     def close(self) -> None:
-        """End the `attach` context of this chat. The messages of the chat stay."""
+        """End the `attach` context of this chat. The messages of the chat stay.
+
+        The cache of this chat, and those of its forks, cannot be used afterwards. For a fork, or a
+        chat with a cache of the caller, this does nothing.
+        """
         self._context.close()
 
     def __enter__(self) -> Self:
@@ -491,15 +622,48 @@ class Chat(BaseChat):
     def _answer(self, rendered: RenderedChat, **options: Any) -> Generation:
         prompt: Any = rendered
         given: dict[str, Any] = {**options, "cache": self.cache, "used": "continue"}
-        return self._again_if_needed(
+        self._warn_of_removal(rendered)
+        generation = self._again_if_needed(
             partial(generate, self._model, self.tokenizer, prompt, **given)
         )
+        self._begun = True
+        return generation
 
     def _read(self, rendered: RenderedChat, on_progress: Progress | None) -> None:
         prompt: Any = rendered
         given: dict[str, Any] = {"cache": self.cache, "used": "continue"}
         call = partial(read, self._model, self.tokenizer, prompt, on_progress=on_progress, **given)
+        self._warn_of_removal(rendered)
         self._again_if_needed(call)
+        self._begun = True
+
+    def _warn_of_removal(self, rendered: RenderedChat) -> None:
+        """Warn if the first turn removes tokens that the caller's cache stores.
+
+        There is no warning if the conversation continues the messages in the cache, or if at most
+        `BORDER` tokens are removed.
+        """
+        stored, ids = self.tokens, self.cache.ids
+        if self._begun or not stored:
+            return
+        kept = 0 if ids is None else common_length([ids, rendered.ids])
+        known = messages_of(ids, self.cache.conversation)
+        goes_on = known and rendered.messages and begins_with(rendered.messages, known)
+        if goes_on or stored - kept <= BORDER:
+            return
+        reason = (
+            "calls other than kvhf.read and kvhf.generate filled it, so their ids are unknown"
+            if ids is None
+            else "this conversation does not begin with them"
+        )
+        warnings.warn(
+            f"cache: got a cache of {stored} tokens, of which this turn removes {stored - kept}, "
+            f"because {reason}. To continue a chat with its documents and messages, use "
+            "chat.fork() instead of a new Chat. To begin another conversation without this "
+            "warning, call cache.reset() first",
+            UserWarning,
+            stacklevel=_outside(),
+        )
 
     def _again_if_needed(self, call: Callable[[], T]) -> T:
         """Run the function `call`.
@@ -514,6 +678,11 @@ class Chat(BaseChat):
         except CannotForgetError:
             self.cache.reset()
             return call()
+
+    def _fork_cache(self) -> None:
+        self.cache.check_usable()
+        self.cache = self.cache.fork()
+        self._context = ExitStack()  # only the first chat ends its `attach` context
 
     def _save(self, folder: Path) -> None:
         self._without_undone().save(folder)
@@ -539,3 +708,11 @@ class Chat(BaseChat):
         other.reset()
         other.load(folder)
         self.cache = other
+
+
+def _outside() -> int:
+    """Return the `stacklevel` with which a warning names the caller's line, and not this module."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame, level = frame.f_back, level + 1
+    return level

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
@@ -58,6 +58,8 @@ them."""
 class Generation:
     """An answer, with its token ids, times, and a report on the index.
 
+    `print` shows the text, the times and the report.
+
     Args:
         text: The answer.
         prompt_ids: Int64 `[N]`, the prompt ids that this call processed. If the cache already
@@ -72,13 +74,20 @@ class Generation:
     """
 
     text: str
-    prompt_ids: Tensor
-    answer_ids: Tensor
+    prompt_ids: Tensor = field(repr=False)
+    answer_ids: Tensor = field(repr=False)
     prefill_s: float
     token_s: float
     report: Report | None
-    config: Any
+    config: Any = field(repr=False)
     backend: str | None = None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.text}\n({len(self.prompt_ids)} tokens of the prompt in {self.prefill_s:.1f} s, "
+            f"then {len(self.answer_ids)} tokens at {self.token_s * 1000:.0f} ms per token)\n"
+            f"{self.report or 'Full attention.'}"
+        )
 
 
 def generate(

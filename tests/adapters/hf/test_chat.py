@@ -1,6 +1,9 @@
 """`Chat` with transformers and with the decoder: answers are those to the whole conversation."""
 
+import copy
 import itertools
+import pickle
+import warnings
 
 import pytest
 from jinja2 import TemplateError
@@ -156,6 +159,180 @@ def test_documents_are_read_once_and_precede_the_first_question(plain, chat_of):
         chat.read(" ")
 
 
+@pytest.mark.parametrize("fork", [lambda chat: chat.fork(), copy.deepcopy], ids=["fork", "copy"])
+def test_a_fork_continues_with_documents_and_leaves_the_chat_alone(plain, chat_of, fork):
+    tokenizer, document = Tokenizer(), words(60, seed=5)
+    chat = chat_of(tokenizer, system="9", template_options={"tools": [7]})
+    chat.read(document)
+    chat.send(words(6))
+    messages, stored = copy.deepcopy(chat.messages), stored_ids(chat)
+    others = fork(chat), fork(chat)
+    for seed, other in enumerate(others):
+        assert (other.messages, other.documents) == (messages, [document])
+        generation = other.send(words(8, seed=seed))
+        asked = [messages[0], user(f"{document}\n\n{words(6)}"), *other.messages[2:-1]]
+        check_answer(plain, tokenizer, asked, generation, tools=[7])
+        assert other.reused > 60
+        other.messages[1]["content"] = "33"
+        other.documents.clear()
+        other.options["max_new_tokens"] = 1
+        other.template_options.clear()
+    assert (chat.messages, stored_ids(chat), chat.documents) == (messages, stored, [document])
+    assert (chat.options["max_new_tokens"], chat.template_options) == (NEW, {"tools": [7]})
+    generation = chat.send(words(8, seed=1))
+    assert generation.text == others[1].messages[-1]["content"]
+
+
+def test_a_fork_ends_with_the_attach_context_and_does_not_end_it(model):
+    with kvhf.Chat(model, Tokenizer(), **OPENED, **OPTIONS) as chat:
+        chat.read(words(30))
+        with chat.fork() as other:
+            other.send(words(5))
+        chat.send(words(5))
+        last = chat.fork()
+    with pytest.raises(RuntimeError, match="attach"):
+        last.send(words(5))
+    with pytest.raises(RuntimeError, match="attach"):
+        chat.fork()
+
+
+def test_a_chat_cannot_be_pickled(chat_of):
+    chat = chat_of(Tokenizer())
+    for call in (copy.copy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"use chat\.fork\(\) for an independent chat, or chat"):
+            call(chat)
+
+
+def test_a_new_chat_warns_before_it_removes_the_tokens_of_a_cache(model):
+    tokenizer = Tokenizer()
+    with kvhf.attach(model, **REGIONS) as cache:
+        chat = kvhf.Chat(model, tokenizer, cache=cache, **OPTIONS)
+        chat.read(words(60))
+        stored = stored_ids(chat)
+        other = kvhf.Chat(model, tokenizer, cache=cache.fork(), **OPTIONS)
+        message = (
+            rf"got a cache of {len(stored)} tokens, of which this turn removes 60,.*chat\.fork"
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a warning that became an error changes nothing
+            with pytest.raises(UserWarning, match=message):
+                other.send(words(5, seed=1))
+            with pytest.raises(UserWarning, match=message):
+                other.read(words(5, seed=1))
+        assert (stored_ids(other), other.messages, other.documents) == (stored, [], [])
+        with pytest.warns(UserWarning, match=message) as caught:
+            other.send([user(words(5, seed=1))])
+        assert caught[0].filename == __file__
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            other.messages[0] = user(words(40))  # later turns may edit
+            other.send(words(5))
+            chat.send(words(5))
+            kvhf.Chat(model, tokenizer, cache=chat.cache.fork()).fork().cache.reset()
+        model(cache.ids.new_tensor([[33] * 20]), past_key_values=cache)  # now ids are unknown
+        unknown = kvhf.Chat(model, tokenizer, cache=cache, **OPTIONS)
+        with pytest.warns(
+            UserWarning, match=r"of which this turn removes \d+, because calls other"
+        ):
+            unknown.send(words(5))
+
+
+def test_chats_that_share_a_prefix_do_not_warn(model):
+    tokenizer, document = Tokenizer(), words(60)
+    with kvhf.attach(model, **REGIONS) as cache, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kvhf.read(model, tokenizer, [user(document)], cache=cache)
+        for seed in range(2):
+            chat = kvhf.Chat(model, tokenizer, cache=cache.fork(), **OPTIONS)
+            chat.send(f"{document} {words(5, seed=seed)}")
+            assert chat.reused > 60
+        again = kvhf.Chat(model, tokenizer, cache=chat.cache.fork(), **OPTIONS)
+        again.send([*chat.messages, user(words(5))])
+
+
+def test_two_follow_up_questions_from_one_state(plain, model):
+    """The recipes of the page about chats: `fork`, `undo`, and `generate` with a branch."""
+    tokenizer, document, questions = Tokenizer(), words(60), [words(5, seed=1), words(7, seed=2)]
+    with kvhf.Chat(model, tokenizer, **OPENED, **OPTIONS) as chat:
+        chat.read(document)
+        with pytest.raises(ValueError, match="do not come from messages"):  # and not without it
+            kvhf.generate(model, tokenizer, [user("33")], cache=chat.cache, used="branch")
+        first = chat.send(words(6)).text
+        asked = [user(f"{document}\n\n{words(6)}"), assistant(first)]
+        given = dict(cache=chat.cache, used="branch", **OPTIONS)
+        for question in questions:
+            whole = expected(plain, rendered(tokenizer, [*asked, user(question)]))
+            branch = kvhf.generate(model, tokenizer, [user(question)], **given)
+            assert branch.answer_ids.tolist() == whole
+            assert chat.fork().send(question).answer_ids.tolist() == whole
+        for question in questions:
+            answer = chat.send(question)
+            check_answer(plain, tokenizer, [*asked, user(question)], answer)
+            chat.undo()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("used", "branch", r"chat\.fork\(\)"),
+        ("cache", None, r"pass cache to kvhf\.Chat"),
+        ("session", None, r"chat\.fork\(\)"),
+        ("prompt", "33", "first argument"),
+        ("model", "gpt", "another chat"),
+        ("tokenizer", "gpt", "another chat"),
+        ("index", "quest", "pass index to Chat"),
+        ("k", 100, "pass k to Chat"),
+        ("attach_options", {}, "pass attach_options to Chat"),
+        ("system", "9", r"first into chat\.messages"),
+    ],
+)
+def test_options_that_a_chat_sets_are_refused(chat_of, name, value, remedy):
+    chat = chat_of(Tokenizer())
+    with pytest.raises(ValueError, match=f"^{name}: got .*{remedy}"):
+        chat.send("33", **{name: value})
+    chat.options[name] = value
+    with pytest.raises(ValueError, match=f"^{name}: got .*{remedy}"):
+        chat.send("33")
+    assert (chat.messages, chat.tokens) == ([], 0)
+
+
+def test_options_that_a_chat_sets_are_refused_at_its_beginning(chat_of):
+    for name in ("used", "session", "prompt"):
+        with pytest.raises(ValueError, match=f"^{name}: got 'branch', but"):
+            chat_of(Tokenizer(), **{name: "branch"})
+
+
+def test_options_of_the_decoder_are_checked_before_anything_is_read(model):
+    decoder = kvdecoder.Decoder.of(model, Tokenizer())
+    with pytest.raises(TypeError, match="did you mean 'max_new_tokens'"):
+        kvdecoder.Chat(decoder, max_new_token=5)
+    chat = kvdecoder.Chat(decoder, fused=False, **OPENED, **OPTIONS)
+    assert chat.session.fused is None
+    with pytest.raises(ValueError, match=r"fused: got False, .*; pass fused to Chat"):
+        chat.send("33", fused=False)
+    with pytest.raises(TypeError, match="did you mean 'sampling'"):
+        chat.send("33", samplin=None)
+    assert chat.tokens == 0
+
+
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_a_blank_message_is_refused(chat_of, text):
+    chat = chat_of(Tokenizer())
+    with pytest.raises(ValueError, match=r"message: got .* allowed is a text that is not blank"):
+        chat.send(text)
+    assert (chat.messages, chat.tokens) == ([], 0)
+
+
+def test_a_printed_answer_is_a_few_lines(chat_of):
+    generation = chat_of(Tokenizer()).send(words(20))
+    text, times, report = str(generation).splitlines()
+    assert text == generation.text
+    assert times.startswith(f"({len(generation.prompt_ids)} tokens of the prompt in ")
+    assert report == str(generation.report)
+    assert "tensor" not in repr(generation)
+    assert "config" not in repr(generation)
+
+
 def test_undo_keeps_the_system_message_and_earlier_turns(chat_of):
     chat = chat_of(Tokenizer(), system="9")
     first = chat.send(words(8))
@@ -178,6 +355,9 @@ def test_saved_chats_continue(chat_of, tmp_path):
     chat.load(tmp_path / "saved")
     assert chat.documents == [words(40)]
     assert len(chat.messages) == 3
+    chat.read(words(9))
+    chat.load(tmp_path / "saved")  # replaces what the chat contains
+    assert chat.documents == [words(40)]
     generation = chat.send(words(7, seed=1))
     assert chat.reused > 40
     assert generation.text == expected.text

@@ -279,7 +279,7 @@ def next_turn(
     return _continued(keep, ids, messages)
 
 
-def _continued(keep: int, ids: Tensor, messages: Messages) -> Turn:
+def _continued(keep: int, ids: Tensor, messages: Messages | None) -> Turn:
     """Make a `Turn` that keeps the first `keep` tokens of the cache, and reads the rest of `ids`.
 
     `ids` are the tokens of the whole conversation. The cache already stores the first `keep` of
@@ -298,7 +298,7 @@ def _whole(prompt: Messages, known: Messages | None) -> Messages:
     A prompt that is itself a whole conversation is returned unchanged. Raises ValueError if its
     first message differs from the first message in the cache.
     """
-    if known is None or _begins_with(prompt, known):
+    if known is None or begins_with(prompt, known):
         return prompt
     if not _is_history(prompt):
         return [*known, *prompt]
@@ -324,7 +324,7 @@ def _role(messages: Messages) -> str:
     return next(str(m["role"]) for m in messages if m.get("role") in HISTORY_ROLES)
 
 
-def _begins_with(messages: Messages, others: Sequence[Mapping[str, Any]]) -> bool:
+def begins_with(messages: Messages, others: Sequence[Mapping[str, Any]]) -> bool:
     """Return True if `messages` begins with the messages `others`. The last message of `others` may
     have a longer text in `messages`."""
     if len(messages) < len(others):
