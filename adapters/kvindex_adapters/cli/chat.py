@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvindex_adapters.cli.early import DTYPES, ENGINES, check_lora, check_name, read_text
 from kvindex_adapters.cli.options import (
     INDEX,
     DenseBelow,
@@ -28,6 +31,7 @@ from kvindex_adapters.cli.options import (
     announce_imports,
     check_stdout,
 )
+from kvindex_adapters.common.saved_chat import check_saved_chat
 
 if TYPE_CHECKING:
     from kvindex_adapters.hf.chat import BaseChat
@@ -36,8 +40,12 @@ COMMANDS = """\
 /save FOLDER   write the conversation and its KV cache to a new folder
 /load FOLDER   continue a saved conversation instead of this one
 /stats         tokens, rows read and memory
-/undo          remove the last question and its answer
+/undo          remove the last question and its answer; to ask two follow-up questions from one
+               state, ask the first, type /undo, and ask the second
 /quit          end the chat (so does the end of the input)"""
+
+NAMES = re.findall(r"^/\w+", COMMANDS, re.MULTILINE)
+"""Names of the commands that `/help` lists."""
 
 
 def chat(
@@ -78,6 +86,12 @@ def chat(
     Type a question and press Enter. /help lists the commands, for example /save and /undo.
     """
     check_stdout()
+    check_name("dtype", dtype, DTYPES)
+    check_name("engine", engine, ENGINES)
+    check_lora(lora)
+    if load is not None:
+        check_saved_chat(load, "load")
+    texts = [read_text(path, "documents") for path in documents or ()]
     announce_imports()
     import torch
 
@@ -112,7 +126,6 @@ def chat(
     engine = engines.check_engine(engine)
     if load is not None:
         read_saved(load, "load")
-    texts = [common.read_text(path, "documents") for path in documents or ()]
     console.print("loading the model")  # transformers shows its own progress bars
     loaded, tokenizer = load_model.load(
         model, gguf_file=gguf_file, lora=lora, dtype=number, device=device
@@ -193,7 +206,9 @@ def _turn(opened: BaseChat, line: str) -> bool:
         removed = opened.undo()
         print(f"removed {len(removed)} messages")
     elif command.startswith("/"):
-        raise ValueError(f"command: got {command}; /help lists the commands")
+        near = get_close_matches(command, [*NAMES, "/help"], n=1)
+        question = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(f"command: got {command}; {question}/help lists the commands")
     else:
         _ask(opened, line)
     return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -140,27 +140,6 @@ def sampling(
     return options
 
 
-def prompt_of(prompt: str | None, prompt_file: Path | None) -> str:
-    """Return the text of `--prompt` or of the file `--prompt-file`.
-
-    Raises:
-        ValueError: Both options or neither is given, or the text is blank.
-        FileNotFoundError: There is no such file.
-    """
-    if (prompt is None) == (prompt_file is None):
-        given = "neither" if prompt is None else "both"
-        raise ValueError(f"prompt, prompt-file: got {given}; pass one of the two options")
-    if prompt_file is not None:
-        return read_text(prompt_file)
-    assert prompt is not None
-    return _not_blank("prompt", prompt)
-
-
-def check_questions(questions: Sequence[str] | None) -> list[str]:
-    """Return the questions as a list. Raise ValueError if a question is blank."""
-    return [_not_blank("ask", question) for question in questions or ()]
-
-
 def check_alone(save_cache: Path | None, load_cache: Path | None) -> None:
     """Raise ValueError if `--save-cache` or `--load-cache` is given.
 
@@ -191,44 +170,3 @@ def check_folders(index: str | None, save_cache: Path | None, load_cache: Path |
         check_new(save_cache)
     if load_cache is not None:
         open_cache(load_cache)
-
-
-def read_text(path: Path, name: str = "prompt-file") -> str:
-    """Read a text file, or standard input if the path is `-`.
-
-    A UTF-8 byte order mark at the beginning is removed.
-
-    Args:
-        path: The file, or `-`.
-        name: Name of the option, for error messages.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: The text is empty or not UTF-8.
-    """
-    if str(path) == "-":
-        if sys.stdin is None or sys.stdin.closed:
-            raise ValueError(
-                f"{name}: got '-', which reads standard input, but standard input is closed; pass "
-                "the name of a file"
-            )
-        content = sys.stdin.buffer.read()
-    elif path.is_file():
-        content = path.read_bytes()
-    else:
-        raise FileNotFoundError(
-            f"{name}: got {str(path)!r}, allowed is a file that exists, or - for standard input"
-        )
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name}: got {str(path)!r}, allowed is UTF-8 text") from error
-    if not text.strip():
-        raise ValueError(f"{name}: got {str(path)!r}, which is empty; pass a file with text")
-    return text
-
-
-def _not_blank(name: str, text: str) -> str:
-    if not text.strip():
-        raise ValueError(f"{name}: got {text!r}, allowed is a text that is not blank")
-    return text

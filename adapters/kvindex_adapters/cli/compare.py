@@ -402,7 +402,7 @@ def _text(path: Path | None) -> tuple[str, str]:
 
     Without the option, the text is the Python language reference.
     """
-    from kvindex_adapters.cli.common import read_text
+    from kvindex_adapters.cli.early import read_text
     from kvindex_adapters.evaluate.texts import python_reference
 
     paragraphs = python_reference() if path is None else []

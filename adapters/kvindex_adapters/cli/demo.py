@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvindex_adapters.cli.early import DTYPES, check_name, read_text
 from kvindex_adapters.cli.options import (
     INDEX,
     DenseBelow,
@@ -107,6 +108,8 @@ def demo(
     model reads the document a second time, with sparse attention, for the index.
     """
     check_stdout()
+    check_name("dtype", dtype, DTYPES)
+    given = read_text(prompt_file) if prompt_file else None
     announce_imports()
     from kvindex.core import check
     from kvindex_adapters.cli import common
@@ -134,7 +137,7 @@ def demo(
     common.check_search(index, k, device, regions)
     check.seed(seed)
     check_output("json", json_file)
-    text = paragraphs(common.read_text(prompt_file)) if prompt_file else python_reference()
+    text = python_reference() if given is None else paragraphs(given)
     short, long = load_model.NAMES
     name = model or (long if load_model.LONG_FILE.is_file() else short)
     console.print("loading the model")  # transformers shows its own progress bars

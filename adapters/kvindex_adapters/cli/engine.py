@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from kvindex.core import check
 from kvindex_adapters.cli.documents import CacheDocument, Document, SessionDocument
+from kvindex_adapters.cli.early import ENGINES
 from kvindex_adapters.cli.progress import console
 from kvindex_adapters.decoder import Chat as DecoderChat
 from kvindex_adapters.decoder import Decoder, sampling_like
@@ -17,9 +18,6 @@ from kvindex_adapters.hf.chat import BaseChat
 from kvindex_adapters.hf.chat import Chat as ModelChat
 from kvindex_adapters.hf.generate import ONE_ANSWER, Generation, generate
 from kvindex_adapters.llama.heads import HeadRanks
-
-ENGINES = ("decoder", "transformers")
-"""Values of `--engine`."""
 
 
 class Engine(NamedTuple):

@@ -7,6 +7,14 @@ from typing import Annotated
 
 import typer
 
+from kvindex_adapters.cli.early import (
+    DTYPES,
+    ENGINES,
+    check_lora,
+    check_name,
+    check_questions,
+    prompt_of,
+)
 from kvindex_adapters.cli.options import (
     INDEX,
     DenseBelow,
@@ -130,6 +138,10 @@ def generate(
     Tokens are printed while they are generated.
     """
     check_stdout()
+    check_name("dtype", dtype, DTYPES)
+    check_name("engine", engine, ENGINES)
+    check_lora(lora)
+    questions, text = check_questions(ask), prompt_of(prompt, prompt_file)
     announce_imports()
     import torch
 
@@ -185,7 +197,6 @@ def generate(
     )
     check.seed(seed)
     check_output("json", json_file)
-    questions = common.check_questions(ask)
     engine = engines.check_engine(engine, weights, keeps_cache=request.keeps_cache)
     common.check_folders(request.index, save_cache, load_cache)
     if token_graph and index == "none":
@@ -193,7 +204,6 @@ def generate(
             "token_graph: got True with --index none, which runs no CUDA graphs; pass an index or "
             "--no-token-graph"
         )
-    text = common.prompt_of(prompt, prompt_file)
     console.print("loading the model")  # transformers shows its own progress bars
     heads = together and "sharded" not in (part.partition(":")[0] for part in index.split("+"))
     ranks = HeadRanks.of(device) if heads and engine == "decoder" else None

@@ -148,13 +148,13 @@ def check_stdout() -> None:
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Check that all arguments of the command line are valid UTF-8.
+    """Check that all arguments of the command line are valid UTF-8, and that none is `--k`.
 
     Args:
         arguments: The arguments `sys.argv[1:]`.
 
     Raises:
-        ValueError: An argument contains bytes that are not valid UTF-8.
+        ValueError: An argument contains bytes that are not valid UTF-8, or is `--k`.
     """
     for number, argument in enumerate(arguments, start=1):
         try:
@@ -163,3 +163,8 @@ def check_arguments(arguments: Sequence[str]) -> None:
             raise ValueError(
                 f"command-line argument {number}: got {argument!r}, allowed is UTF-8 text"
             ) from None
+        if argument.partition("=")[0] == "--k":
+            raise ValueError(
+                f"command-line argument {number}: got {argument!r}; did you mean -k, with one "
+                "dash? For example -k 100"
+            )

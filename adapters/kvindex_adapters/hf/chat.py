@@ -29,6 +29,7 @@ from kvindex_adapters.common.prompt import (
     render_chat,
 )
 from kvindex_adapters.common.prompt_chunks import Progress
+from kvindex_adapters.common.saved_chat import CACHE, CHAT, check_saved_chat
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.cache.cache import IndexCache
 from kvindex_adapters.hf.cache.report import Report
@@ -54,9 +55,6 @@ T = TypeVar("T")
 
 INSTRUCTIONS = {"system", "developer"}
 """Roles of messages that may begin a conversation before the first message of the user."""
-
-CHAT, CACHE = "chat.json", "cache"
-"""Names inside a saved folder: the file of the messages, and the folder of the cache."""
 
 BORDER = 16
 """Number of tokens at the end of a cache that the first turn of a chat may remove without a
@@ -477,15 +475,9 @@ def read_saved(folder: str | os.PathLike[str], name: str = "folder") -> tuple[Me
         FileNotFoundError: The folder, or the file of the messages in it, does not exist.
         ValueError: The file was not written by `save`.
     """
-    path = Path(folder)
-    if not (path / CHAT).is_file():
-        reason = f"has no file {CHAT}" if path.exists() else "does not exist"
-        raise FileNotFoundError(
-            f"{name}: got {str(folder)!r}, which {reason}; allowed is a folder that save() of a "
-            "chat, or /save in the command kvindex chat, has written"
-        )
+    check_saved_chat(folder, name)
     try:
-        found = json.loads((path / CHAT).read_text(encoding="utf-8"))
+        found = json.loads((Path(folder) / CHAT).read_text(encoding="utf-8"))
         messages, documents = found["messages"], found["documents"]
         if messages != []:
             check_messages(messages)

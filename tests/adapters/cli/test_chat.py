@@ -52,6 +52,23 @@ def test_mistakes_are_one_line_and_the_chat_goes_on():
     assert len(result.stdout.splitlines()[-1].split()) >= 6  # an id may be two words
 
 
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ("/stat", "got /stat; did you mean /stats? /help lists"),
+        ("/exit", "got /exit; did you mean /quit? /help lists"),
+        ("/hlep", "got /hlep; did you mean /help? /help lists"),
+        ("/123", "got /123; /help lists the commands"),
+    ],
+)
+def test_similar_commands_are_suggested(line, answer):
+    assert f"error: command: {answer}" in typed(line).stderr
+
+
+def test_help_says_how_to_ask_two_questions_from_one_state():
+    assert "to ask two follow-up questions from one\n" in typed("/help").stdout
+
+
 def failed(*arguments, index="exact"):
     given = ("chat", *arguments, "--index", index, *REGIONS)
     result = CliRunner().invoke(app, list(map(str, given)), input="")

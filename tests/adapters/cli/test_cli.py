@@ -19,12 +19,12 @@ from typer.testing import CliRunner
 import kvindex
 import kvindex_adapters.hf as kvhf
 from kvindex.ops import kmeans
-from kvindex_adapters.cli import app, common, main
+from kvindex_adapters.cli import app, common, early, main
 from kvindex_adapters.cli import demo as demo_module
 from kvindex_adapters.cli import progress as progress_bars
 from kvindex_adapters.cli.answers import shared_length
 from kvindex_adapters.cli.progress import Answer, Bars, bars
-from kvindex_adapters.hf.model.load_model import load, smollm2
+from kvindex_adapters.hf.model.load_model import DTYPES, load, smollm2
 from tests.adapters.hf.generation.test_generation import Words
 from tests.adapters.tiny import build
 from tests.support.helpers import mostly_slow, sampled, slow
@@ -52,6 +52,37 @@ def test_help_and_version_do_without_torch(arguments):
     done = process(code, *arguments)
     assert done.stdout.endswith("loaded []\n"), done.stdout
     assert ("kvindex 0." in done.stdout) == ("--version" in arguments)
+
+
+MISTAKES = [
+    (("chat", "no-such-file"), "documents: got 'no-such-file', allowed is a file that exists"),
+    (("chat", "."), "documents: got the folder '.', allowed is a text file"),
+    (("chat", "--load", "nowhere"), "load: got 'nowhere', which does not exist"),
+    (("chat", "--dtype", "int3"), "dtype: got 'int3', allowed is one of ['bfloat16', 'float16'"),
+    (("generate", "--model", "x", "--prompt-file", "."), "prompt-file: got the folder '.', allow"),
+    (("generate", "--model", "x", "--prompt", "Hi", "--lora", "no"), "lora: got 'no', which is"),
+    (("generate", "--model", "x", "--prompt", "Hi", "--engine", "v8"), "engine: got 'v8', allow"),
+    (("generate", "--model", "x"), "prompt, prompt-file: got neither"),
+    (("demo", "--prompt-file", "nowhere"), "prompt-file: got 'nowhere', allowed is a file that"),
+    (("demo", "--dtype", "float8"), "dtype: got 'float8', allowed is one of"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), mostly_slow(MISTAKES, *MISTAKES[:5]))
+def test_wrong_files_and_names_are_reported_before_torch_is_imported(arguments, message):
+    code = (
+        "import sys; from kvindex_adapters.cli import main\n"
+        "try: main()\n"
+        "finally: print('loaded', sorted({'torch', 'transformers', 'numpy'} & sys.modules.keys()))"
+    )
+    done = process(code, *arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {message}"), done.stderr
+    assert done.stdout == "loaded []\n"
+
+
+def test_names_that_are_checked_before_torch_is_imported_are_complete():
+    assert sorted(early.DTYPES) == sorted(DTYPES)
 
 
 def shown_options(line):
@@ -292,16 +323,25 @@ def test_an_argument_that_is_not_utf_8_is_told_first():
     )
 
 
+@pytest.mark.parametrize("given", [("--k", "50"), ("--k=50",)])
+def test_k_has_one_dash(given, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["kvindex", "chat", *given])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert f"got {given[0]!r}; did you mean -k, with one dash?" in capsys.readouterr().err
+
+
 def test_a_byte_order_mark_is_not_part_of_a_text(tmp_path, monkeypatch):
     path = tmp_path / "text"
     path.write_bytes("\ufeffHello \ufeff".encode())
-    assert common.read_text(path) == "Hello \ufeff"
+    assert early.read_text(path) == "Hello \ufeff"
     path.write_bytes("\ufeff".encode())
     with pytest.raises(ValueError, match="which is empty"):
-        common.read_text(path)
+        early.read_text(path)
     monkeypatch.setattr("sys.stdin", None)
     with pytest.raises(ValueError, match="prompt-file: got '-', which reads standard input"):
-        common.read_text(Path("-"))
+        early.read_text(Path("-"))
 
 
 def test_what_an_index_clusters_shows_in_a_bar(capsys):
