@@ -163,7 +163,7 @@ def _answer_all(
     prompts = [_ids(tokenizer, each, request) for each in texts]
     _warn_of_length(max(map(len, prompts)), engine)
     numbered = list(zip(asked, prompts, strict=True))
-    if request.index is None:  # without an index, the model reads the text again for each question
+    if request.index is None and engine.one_call:  # the model reads the text for each question
         return [
             (
                 None if question is None else question[1],

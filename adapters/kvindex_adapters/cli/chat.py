@@ -60,7 +60,7 @@ def chat(
     ] = None,
     gguf_file: GgufFile = None,
     lora: Lora = None,
-    index: Annotated[str, typer.Option(help=f"{INDEX}.")] = "pariskv",
+    index: Annotated[str, typer.Option(help=f"{INDEX}, or none for full attention.")] = "pariskv",
     k: K = 100,
     sink: Sink = 64,
     local_window: Local = 256,
@@ -112,7 +112,7 @@ def chat(
         prefill=prefill,
         prefill_mass=prefill_mass,
     )
-    common.check_search(index, k, device, regions)
+    common.check_attention(index, k, device, regions)
     common.check_size("max_new_tokens", max_new_tokens, 1)
     check.seed(seed)
     options = common.sampling(
@@ -130,12 +130,13 @@ def chat(
     loaded, tokenizer = load_model.load(
         model, gguf_file=gguf_file, lora=lora, dtype=number, device=device
     )
-    common.wait_for_compiler(index, device)  # compilation began in `check_search`
+    given: dict[str, Any] = {"index": None}
+    if index != "none":
+        common.wait_for_compiler(index, device)  # compilation began in `check_attention`
+        given = dict(index=index, k=k, attach_options=regions)
     torch.manual_seed(seed)
     chosen = engines.choose(engine, loaded, tokenizer, options, seed)
-    opened = chosen.chat(
-        index=index, k=k, system=system, attach_options=regions, max_new_tokens=max_new_tokens
-    )
+    opened = chosen.chat(system=system, max_new_tokens=max_new_tokens, **given)
     context: Any = opened if isinstance(opened, AbstractContextManager) else nullcontext()
     with context:
         if load is not None:

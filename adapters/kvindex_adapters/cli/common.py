@@ -70,6 +70,21 @@ def check_search(
     AttentionLayer(_trial(index, device, **({"store": store} if store else {})), k=k, **regions)
 
 
+def check_attention(index: str, k: int | str, device: str, regions: Mapping[str, Any]) -> None:
+    """Check the options of a command that also accepts `--index none`, for full attention.
+
+    Raise ValueError for the same reasons as `check_search`, or if a prompt would be read sparsely
+    without an index.
+    """
+    if index != "none":
+        check_search(index, k, device, regions)
+    elif regions["prefill"] != "dense":
+        raise ValueError(
+            f"prefill: got {regions['prefill']!r} with --index none, which allows only 'dense'; "
+            "pass an index or --prefill dense"
+        )
+
+
 def _find_modules_here(index: str) -> None:
     """If `index` has the form `module:Class`, let Python import modules from the current folder.
 

@@ -12,10 +12,11 @@ from torch import Tensor
 from kvindex_adapters.common.prompt_chunks import Progress
 from kvindex_adapters.decoder import Decoder, OpenSession
 from kvindex_adapters.hf.attach import attach
-from kvindex_adapters.hf.cache.cache import IndexCache
-from kvindex_adapters.hf.generation.conversation import check_follows
+from kvindex_adapters.hf.generation.conversation import StoredTokens, check_follows
+from kvindex_adapters.hf.generation.plain_cache import PlainCache
 from kvindex_adapters.hf.generation.prefill import read
 from kvindex_adapters.hf.generation.tokenizer import punctuated
+from kvindex_adapters.hf.model.wrapped import unwrapped
 
 
 class Document(Protocol):
@@ -53,9 +54,9 @@ class Document(Protocol):
 
 
 class CacheDocument:
-    """A `Document` of a transformers model, stored in a cache that `attach` made."""
+    """A `Document` of a transformers model, stored in a cache of `attach` or in a `PlainCache`."""
 
-    def __init__(self, model: Any, tokenizer: Any, cache: IndexCache) -> None:
+    def __init__(self, model: Any, tokenizer: Any, cache: StoredTokens) -> None:
         self._model, self._tokenizer, self._cache = model, tokenizer, cache
 
     @staticmethod
@@ -64,17 +65,20 @@ class CacheDocument:
         model: Any,
         tokenizer: Any,
         branch: bool,
-        index: str,
+        index: str | None,
         k: int | str,
         attach_options: dict[str, Any],
     ) -> Iterator[Document]:
-        """Open an empty document of a transformers model.
+        """Open an empty document of a transformers model, in an index or in a plain cache (None).
 
         Raises:
             ValueError: An argument of `attach` is invalid.
             UnsupportedError: `branch` is True and the model has linear attention, whose state
                 cannot be restored after each question.
         """
+        if index is None:
+            yield CacheDocument(model, tokenizer, PlainCache(unwrapped(model)))
+            return
         options = punctuated(index, tokenizer, attach_options)
         with attach(model, index=index, k=k, **options) as cache:
             check_follows(cache, "branch" if branch else "continue")
@@ -115,19 +119,29 @@ class CacheDocument:
 
 
 class SessionDocument:
-    """A `Document` of kvindex's own decoder, stored in a decoder session."""
+    """A `Document` of kvindex's own decoder, stored in a decoder session.
 
-    def __init__(self, decoder: Decoder, session: OpenSession) -> None:
-        self._decoder, self._session = decoder, session
+    With an index, each question is answered in a fork of the session, which shares its memory.
+    Without one, a fork would copy all keys and values. So questions are answered in the session
+    itself, which is then truncated to the document.
+    """
+
+    def __init__(self, decoder: Decoder, session: OpenSession, *, forks: bool) -> None:
+        self._decoder, self._session, self._forks = decoder, session, forks
+        self._length = 0
 
     @staticmethod
     @contextmanager
     def opened(
-        decoder: Decoder, branch: bool, index: str, k: int | str, attach_options: dict[str, Any]
+        decoder: Decoder,
+        branch: bool,
+        index: str | None,
+        k: int | str,
+        attach_options: dict[str, Any],
     ) -> Iterator[Document]:
         """Open an empty document in a new session of the decoder."""
         session = decoder.session(index=index, k=k, attach_options=attach_options)
-        yield SessionDocument(decoder, session)
+        yield SessionDocument(decoder, session, forks=index is not None)
 
     @property
     def ids(self) -> Tensor | None:
@@ -137,10 +151,12 @@ class SessionDocument:
     def read(self, ids: Tensor, report: Progress) -> None:
         """Append the tokens with ids int64 `[N]` to the document, and let the model read them."""
         self._decoder.read(ids, self._session, on_progress=report)
+        self._length = self._session.length
 
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens, and remove all others."""
         self._session.truncate(length)
+        self._length = self._session.length
 
     def save(self, folder: Path) -> None:
         """Save the tokens with their keys and values in a new folder."""
@@ -149,6 +165,7 @@ class SessionDocument:
     def load(self, folder: Path) -> None:
         """Fill this empty document from a folder that `save` wrote."""
         self._session.load(folder)
+        self._length = self._session.length
 
     def options(self, *, branch: bool) -> dict[str, Any]:
         """Return options with which the engine answers a prompt that follows this text.
@@ -157,4 +174,6 @@ class SessionDocument:
             branch: Whether the stored text remains unchanged. If False, the prompt and the answer
                 are appended to it.
         """
-        return {"session": self._session.fork() if branch else self._session}
+        if branch and not self._forks:
+            self._session.truncate(self._length)  # remove the question and answer before this one
+        return {"session": self._session.fork() if branch and self._forks else self._session}

@@ -17,6 +17,7 @@ from kvindex_adapters.decoder.quantized import PLAIN, check_weights
 from kvindex_adapters.hf.chat import BaseChat
 from kvindex_adapters.hf.chat import Chat as ModelChat
 from kvindex_adapters.hf.generate import ONE_ANSWER, Generation, generate
+from kvindex_adapters.hf.model.info import reads_chunks
 from kvindex_adapters.llama.heads import HeadRanks
 
 
@@ -31,6 +32,8 @@ class Engine(NamedTuple):
         chat: Function that opens a chat from the keyword arguments of `kvhf.Chat`.
         longest: Maximum length of the model's context in tokens, or None if the model's
             configuration does not state it.
+        one_call: Whether the model must process a prompt in one call, so that no question can
+            follow a document that was read.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Engine(NamedTuple):
     opened: Callable[..., AbstractContextManager[Document]]
     chat: Callable[..., BaseChat]
     longest: int | None = None
+    one_call: bool = False
 
 
 def check_engine(
@@ -104,7 +108,7 @@ def choose(
     longest = sizes.get("max_position_embeddings")
     chat: Callable[..., BaseChat] = partial(ModelChat, model, tokenizer, **options)
     answer = partial(generate, model, tokenizer, **options)
-    other = Engine("transformers", answer, opened, chat, longest)
+    other = Engine("transformers", answer, opened, chat, longest, not reads_chunks(model))
     usual = "decoder" if model.device.type == "cuda" else "transformers"
     if (engine or usual) == "transformers":
         return other

@@ -46,7 +46,7 @@ def generate(
         list[str] | None,
         typer.Option(
             help="Question about the prompt. Repeat the option for several questions; the prompt "
-            "is read only once."
+            "is read only once, also with --index none."
         ),
     ] = None,
     save_cache: Annotated[
@@ -170,13 +170,7 @@ def generate(
         prefill=prefill,
         prefill_mass=prefill_mass,
     )
-    if index != "none":
-        common.check_search(index, k, device, regions)
-    elif prefill != "dense":
-        raise ValueError(
-            f"prefill: got {prefill!r} with --index none, which allows only 'dense'; pass an index "
-            "or --prefill dense"
-        )
+    common.check_attention(index, k, device, regions)
     request = answers.Request(
         index=None if index == "none" else index,
         k=k,

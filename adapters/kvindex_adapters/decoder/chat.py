@@ -17,6 +17,7 @@ from kvindex_adapters.decoder.options import Options
 from kvindex_adapters.hf.cache.report import Report
 from kvindex_adapters.hf.chat import BaseChat
 from kvindex_adapters.hf.generate import INDEX, Generation, K
+from kvindex_adapters.hf.generation.plain_cache import full_report
 
 OF_ANSWERS = {*Options.__annotations__, "streamer", "on_progress"} - {"fused"}
 """Options of one answer of a chat. The kernels (`fused`) belong to the session of the chat."""
@@ -87,7 +88,10 @@ class Chat(BaseChat):
 
     def report(self) -> Report:
         """Report how many rows decode steps have read, and the memory of the session."""
-        return self.session.report()
+        report = self.session.report()
+        if report.layers:
+            return report
+        return full_report(self.tokens, report.plain_nbytes)
 
     def _answer(self, rendered: RenderedChat, **options: Any) -> Generation:
         if "fused" in options:
@@ -103,7 +107,8 @@ class Chat(BaseChat):
     def _read(self, rendered: RenderedChat, on_progress: Progress | None) -> None:
         self._renew()
         prompt: Any = rendered
-        self._decoder.read(prompt, self.session, on_progress=on_progress)
+        chunk = self.options.get("chunk")
+        self._decoder.read(prompt, self.session, chunk=chunk, on_progress=on_progress)
 
     def _renew(self) -> None:
         """Open an empty session if another call has added tokens whose ids are unknown."""

@@ -31,7 +31,6 @@ from kvindex_adapters.common.prompt import (
 from kvindex_adapters.common.prompt_chunks import Progress
 from kvindex_adapters.common.saved_chat import CACHE, CHAT, check_saved_chat
 from kvindex_adapters.hf.attach import attach
-from kvindex_adapters.hf.cache.cache import IndexCache
 from kvindex_adapters.hf.cache.report import Report
 from kvindex_adapters.hf.generate import (
     INDEX,
@@ -45,11 +44,14 @@ from kvindex_adapters.hf.generate import (
 from kvindex_adapters.hf.generation.conversation import (
     CannotForgetError,
     KnowsTokens,
+    StoredTokens,
     answered,
     begins_with,
 )
+from kvindex_adapters.hf.generation.plain_cache import PlainCache
 from kvindex_adapters.hf.generation.prefill import read
 from kvindex_adapters.hf.generation.tokenizer import punctuated
+from kvindex_adapters.hf.model.wrapped import unwrapped
 
 T = TypeVar("T")
 
@@ -189,7 +191,8 @@ class BaseChat(ABC):
         whole conversation again.
 
         Args:
-            document: Text of the document (not the path of a file).
+            document: Text of the document (not the path of a file). It is read in chunks of the
+                option `chunk` of the chat.
             on_progress: As in `generate`.
 
         Raises:
@@ -525,7 +528,8 @@ class Chat(BaseChat):
     Args:
         model: As in `attach`.
         tokenizer: The model's tokenizer, with a chat template.
-        index: As in `attach`, by default "pariskv".
+        index: As in `attach`, by default "pariskv"; None for full attention with transformers' own
+            cache.
         k: As in `attach`, by default 100.
         cache: A cache that the caller's `attach` yielded, instead of `index`, `k` and
             `attach_options`. The first turn removes the tokens in it that the conversation does not
@@ -562,9 +566,9 @@ class Chat(BaseChat):
         model: PreTrainedModel,
         tokenizer: Any,
         *,
-        index: str | IndexFactory = INDEX,
+        index: str | IndexFactory | None = INDEX,
         k: int | str = K,
-        cache: IndexCache | None = None,
+        cache: StoredTokens | None = None,
         system: str | None = None,
         template_options: Mapping[str, Any] | None = None,
         attach_options: Mapping[str, Any] | None = None,
@@ -575,12 +579,20 @@ class Chat(BaseChat):
         check_attach_options(attach_options)
         self._model, self._context = model, ExitStack()
         self._begun = cache is None
-        if cache is None:
+        if cache is None and index is None:
+            if attach_options:
+                raise ValueError(
+                    "attach_options: got a value with index=None, which uses transformers' own "
+                    "cache and no attach; pass an index, or leave out attach_options"
+                )
+            cache = PlainCache(unwrapped(model))
+        elif cache is None:
+            assert index is not None
             given = punctuated(index, tokenizer, attach_options)
             cache = self._context.enter_context(attach(model, index=index, k=k, **given))
         else:
             check_cache(cache, "continue", index, k, attach_options)
-        self.cache: IndexCache = cache
+        self.cache: StoredTokens = cache
         """The cache of the conversation. Its tokens may be those of an earlier turn."""
 
     @property
@@ -623,8 +635,9 @@ class Chat(BaseChat):
 
     def _read(self, rendered: RenderedChat, on_progress: Progress | None) -> None:
         prompt: Any = rendered
-        given: dict[str, Any] = {"cache": self.cache, "used": "continue"}
-        call = partial(read, self._model, self.tokenizer, prompt, on_progress=on_progress, **given)
+        given: dict[str, Any] = {"chunk": self.options.get("chunk"), "on_progress": on_progress}
+        given |= {"cache": self.cache, "used": "continue"}
+        call = partial(read, self._model, self.tokenizer, prompt, **given)
         self._warn_of_removal(rendered)
         self._again_if_needed(call)
         self._begun = True
@@ -679,7 +692,7 @@ class Chat(BaseChat):
     def _save(self, folder: Path) -> None:
         self._without_undone().save(folder)
 
-    def _without_undone(self) -> IndexCache:
+    def _without_undone(self) -> StoredTokens:
         """Return the cache or, if it contains tokens that do not belong to the conversation any
         more, a copy without these tokens."""
         beginning = self._undone(self.cache)
@@ -692,14 +705,15 @@ class Chat(BaseChat):
         except (RuntimeError, ValueError):  # a layer cannot remove tokens: read the rest again
             other.reset()
             prompt: Any = beginning
-            read(self._model, self.tokenizer, prompt, cache=other, used="continue")
+            chunk = self.options.get("chunk")
+            read(self._model, self.tokenizer, prompt, cache=other, used="continue", chunk=chunk)
         return other
 
     def _load(self, folder: Path) -> None:
         other = self.cache.fork()
         other.reset()
         other.load(folder)
-        self.cache = other
+        self.cache, self._begun = other, True
 
 
 def _outside() -> int:

@@ -24,9 +24,9 @@ from kvindex_adapters.common.prompt import Prompt, encode_prompt
 from kvindex_adapters.common.prompt_chunks import Progress, check_prompt
 from kvindex_adapters.common.token_timer import TokenTimer
 from kvindex_adapters.hf.attach import attach
-from kvindex_adapters.hf.cache.cache import IndexCache
 from kvindex_adapters.hf.cache.report import Report
 from kvindex_adapters.hf.generation.conversation import (
+    StoredTokens,
     Turn,
     check_follows,
     check_past_known,
@@ -35,6 +35,7 @@ from kvindex_adapters.hf.generation.conversation import (
     past_ids,
     remember,
 )
+from kvindex_adapters.hf.generation.plain_cache import PlainCache
 from kvindex_adapters.hf.generation.prefill import default_chunk, prefill, vocabulary_of
 from kvindex_adapters.hf.generation.tokenizer import punctuated
 from kvindex_adapters.hf.graph.run_ahead import decoding_options
@@ -97,7 +98,7 @@ def generate(
     *,
     index: str | IndexFactory | None = INDEX,
     k: int | str = K,
-    cache: IndexCache | None = None,
+    cache: StoredTokens | None = None,
     used: str = "refuse",
     max_new_tokens: int = 256,
     chunk: int | None = None,
@@ -161,6 +162,7 @@ def generate(
     chunk = default_chunk(model) if chunk is None else check.at_least("chunk", chunk, 2)
     check.at_least("max_new_tokens", max_new_tokens, 1)
     check_cache(cache, used, index, k, attach_options)
+    index = None if isinstance(cache, PlainCache) else index
     if cache is None:
         turn = Turn(0, encode_prompt(tokenizer, prompt), None)
     else:
@@ -240,7 +242,7 @@ def _check_past(
 
 def _append_answer(
     model: PreTrainedModel,
-    cache: IndexCache,
+    cache: StoredTokens,
     past: Tensor | None,
     new_ids: Tensor,
     length: int,
@@ -263,7 +265,7 @@ def _append_answer(
 
 
 def check_cache(
-    cache: IndexCache | None, used: str, index: object, k: int | str, attach_options: object
+    cache: StoredTokens | None, used: str, index: object, k: int | str, attach_options: object
 ) -> None:
     """Raise ValueError for arguments of `generate` that contradict each other.
 

@@ -1,5 +1,7 @@
 """`kvindex chat`, as a user types into it."""
 
+import re
+
 import pytest
 from typer.testing import CliRunner
 
@@ -19,8 +21,8 @@ def tiny(monkeypatch):
     )
 
 
-def typed(*lines, arguments=()):
-    given = ("chat", *arguments, "--index", "exact", "-k", 500, "--max-new-tokens", 6, *REGIONS)
+def typed(*lines, arguments=(), index="exact"):
+    given = ("chat", *arguments, "--index", index, "-k", 500, "--max-new-tokens", 6, *REGIONS)
     text = "".join(line + "\n" for line in lines)
     result = CliRunner().invoke(app, list(map(str, given)), input=text)
     assert result.exit_code == 0, result.output
@@ -43,6 +45,21 @@ def test_documents_questions_and_commands(tmp_path, engine):
     assert again.stdout.splitlines()[1:] == [second]
     at_once = typed(words(5, 1), arguments=("--load", folder, "--engine", engine))
     assert at_once.stdout.splitlines() == [second]
+
+
+@pytest.mark.parametrize("engine", ["decoder", "transformers"])
+def test_a_chat_with_full_attention(tmp_path, engine):
+    document = tmp_path / "document.txt"
+    document.write_text(words(60))
+    more = dict(arguments=(document, "--engine", engine))
+    lines = words(8), "/undo", words(5, 1), "/stats"
+    full, indexed = typed(*lines, index="none", **more), typed(*lines, **more)
+    assert full.stdout.splitlines()[:3] == indexed.stdout.splitlines()[:3]
+    assert "full attention: each step reads all rows" in full.stdout
+    again = re.findall(r"read (\d+) tokens", full.stderr)
+    assert max(map(int, again)) < 20
+    wrong = failed("--prefill", "sparse", index="none")
+    assert wrong.startswith("prefill: got 'sparse' with --index none")
 
 
 def test_mistakes_are_one_line_and_the_chat_goes_on():

@@ -10,6 +10,7 @@ from jinja2 import TemplateError
 
 import kvindex_adapters.decoder as kvdecoder
 import kvindex_adapters.hf as kvhf
+from kvindex_adapters.hf.generation import prefill as prefills
 from tests.adapters.decoder.families import model_of
 from tests.adapters.hf.generation.test_generation import NEW, REGIONS
 from tests.adapters.hf.generation.test_turns import (
@@ -73,6 +74,19 @@ def chat_of(request, model):
     yield opened
     for chat in chats:
         chat.close()
+
+
+@pytest.fixture(params=["transformers", "decoder"])
+def full_chat(request, model):
+    """Function that opens a chat with full attention, with either engine."""
+
+    def opened(tokenizer, **options):
+        options = {"index": None, **OPTIONS, **options}
+        if request.param == "decoder":
+            return kvdecoder.Chat(kvdecoder.Decoder.of(model, tokenizer), **options)
+        return kvhf.Chat(model, tokenizer, **options)
+
+    return opened
 
 
 def stored_ids(chat):
@@ -331,6 +345,99 @@ def test_a_printed_answer_is_a_few_lines(chat_of):
     assert report == str(generation.report)
     assert "tensor" not in repr(generation)
     assert "config" not in repr(generation)
+
+
+@pytest.mark.parametrize("thinks", [False, True], ids=["plain", "drops thoughts"])
+def test_full_attention_reads_only_what_is_new(plain, full_chat, tmp_path, thinks):
+    tokenizer, document = Tokenizer(thinks), words(60, seed=5)
+    chat = full_chat(tokenizer)
+    chat.read(document)
+    assert chat.tokens >= 60
+    for turn in range(3):
+        other = chat.fork()
+        generation = chat.send(words(8, seed=turn))
+        asked = chat.messages[:-1]
+        whole = [user(f"{document}\n\n{words(8)}"), *asked[1:]]
+        check_answer(plain, tokenizer, whole, generation)
+        assert chat.reused >= 60
+        assert other.send(words(8, seed=turn)).text == generation.text
+        assert generation.report is generation.config is None
+        assert str(generation).endswith("\nFull attention.")
+    before = list(chat.messages), stored_ids(chat)
+    with pytest.raises(RuntimeError, match="stop"):
+        chat.send(words(9), on_progress=stop)
+    assert (chat.messages, stored_ids(chat)) == before
+    report = chat.report()
+    assert report.plain_nbytes == chat.tokens * 2 * 2 * model_row(chat)
+    text = f"{chat.tokens} tokens; full attention: each step reads all rows; memory: "
+    assert str(report).startswith(text)
+    chat.save(tmp_path / "saved")
+    expected = chat.send(words(7, seed=9)).text
+    chat.undo()
+    chat.load(tmp_path / "saved")
+    assert (chat.messages, chat.documents) == (before[0], [document])
+    assert chat.send(words(7, seed=9)).text == expected
+
+
+def stop(phase, done, total):
+    if phase == "decode" and done == 2:
+        raise RuntimeError("stop")
+
+
+def model_row(chat):
+    """Bytes of the key of one token in one layer."""
+    engine = chat._model if isinstance(chat, kvhf.Chat) else chat._decoder
+    config = engine.config
+    heads = getattr(config, "num_key_value_heads", None) or config.kv_heads
+    return heads * config.head_dim * 4
+
+
+@pytest.mark.parametrize("thinks", [False, True], ids=["plain", "drops thoughts"])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("gemma3_text", "sliding_attention"), ("qwen3_next", "linear_attention")]
+)
+def test_full_attention_with_layers_that_cannot_remove_tokens(name, kind, thinks):
+    model, tokenizer = build(name, layer_types=[kind, "full_attention"] * 2), Tokenizer(thinks)
+    chat = kvhf.Chat(model, tokenizer, index=None, **OPTIONS)
+    for turn in range(3):
+        other, before = chat.fork(), stored_ids(chat) if turn else []
+        if not thinks:
+            with pytest.raises(RuntimeError, match="stop"):
+                chat.send(words(30, seed=turn), on_progress=stop)
+            assert (stored_ids(chat) if turn else []) == before
+        generation = chat.send(words(30, seed=turn))
+        assert other.send(words(30, seed=turn)).text == generation.text
+        asked = rendered(tokenizer, chat.messages[:-1])
+        assert stored_ids(chat) == [*asked, *generation.answer_ids.tolist()]
+        assert generation.answer_ids.tolist() == expected(model, asked)
+        assert (chat.reused > 0) == (turn > 0 and not thinks)
+
+
+def test_what_full_attention_refuses(model, monkeypatch):
+    with pytest.raises(ValueError, match="attach_options: got a value with index=None"):
+        kvhf.Chat(model, Tokenizer(), index=None, attach_options=SIZES)
+    monkeypatch.setattr(
+        "kvindex_adapters.hf.generation.plain_cache.reads_chunks", lambda model: False
+    )
+    with pytest.raises(kvhf.UnsupportedError, match="must process a prompt in one call"):
+        kvhf.Chat(model, Tokenizer(), index=None)
+
+
+def test_documents_are_read_in_the_chunks_of_the_chat(chat_of, monkeypatch):
+    used, read_prompt, prefill = [], kvdecoder.OpenSession.read_prompt, prefills.prefill
+
+    def of_a_session(session, ids, chunk, *given):
+        used.append(chunk)
+        return read_prompt(session, ids, chunk, *given)
+
+    def of_a_cache(*given, chunk, **options):
+        used.append(chunk)
+        return prefill(*given, chunk=chunk, **options)
+
+    monkeypatch.setattr(kvdecoder.OpenSession, "read_prompt", of_a_session)
+    monkeypatch.setattr(prefills, "prefill", of_a_cache)
+    chat_of(Tokenizer(), chunk=20).read(words(60))
+    assert used == [20]
 
 
 def test_undo_keeps_the_system_message_and_earlier_turns(chat_of):

@@ -23,6 +23,10 @@ from kvindex_adapters.common.prompt import (
 )
 from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.cache.cache import IndexCache
+from kvindex_adapters.hf.generation.plain_cache import PlainCache
+
+StoredTokens = IndexCache | PlainCache
+"""A cache that prompts may follow, with an index or with full attention."""
 
 USED = ("refuse", "continue", "branch")
 """Values of the option `used`, which says what `generate` does with a cache that already contains
@@ -33,7 +37,7 @@ HISTORY_OPTIONS: dict[str, Any] = dict(repetition_penalty=1.0, no_repeat_ngram_s
 the options off."""
 
 
-def check_follows(cache: object, used: str, *, allowed: tuple[str, ...] = USED) -> IndexCache:
+def check_follows(cache: object, used: str, *, allowed: tuple[str, ...] = USED) -> StoredTokens:
     """Check that a prompt may be appended to a cache.
 
     Args:
@@ -50,7 +54,7 @@ def check_follows(cache: object, used: str, *, allowed: tuple[str, ...] = USED) 
         UnsupportedError: `used` is "branch", and the model has linear attention.
         RuntimeError: The `attach` context has ended, or a forward pass has failed half way.
     """
-    if not isinstance(cache, IndexCache):
+    if not isinstance(cache, StoredTokens):
         raise ValueError(
             f"cache: got {type(cache).__name__}, allowed is a cache of attach(): "
             "with attach(model) as cache"
@@ -67,7 +71,8 @@ def check_follows(cache: object, used: str, *, allowed: tuple[str, ...] = USED) 
     batch = max((layer.batch_size for layer in cache.attention_layers()), default=1)
     if batch > 1:
         raise ValueError(f"cache: got a cache of {batch} sequences, allowed is 1")
-    if used == "branch" and any(hasattr(layer, "recurrent_states") for layer in cache.layers):
+    overwrites = isinstance(cache, IndexCache) and cache.overwrites
+    if used == "branch" and overwrites:
         raise UnsupportedError(
             'used: got "branch" for a model with linear attention, whose state cannot be restored; '
             'pass used="continue" and copy.deepcopy(cache), which leaves the cache unchanged'
@@ -81,7 +86,7 @@ class CannotForgetError(UnsupportedError):
 
 
 @contextmanager
-def following(cache: IndexCache, used: str, keep: int | None = None) -> Iterator[IndexCache]:
+def following(cache: StoredTokens, used: str, keep: int | None = None) -> Iterator[StoredTokens]:
     """Context manager that restores the cache after an error, or if `used` is "branch".
 
     Args:
@@ -101,7 +106,7 @@ def following(cache: IndexCache, used: str, keep: int | None = None) -> Iterator
     cuts = keep is not None and keep < cache.get_seq_length()
     # If tokens are removed, restore the cache from a fork. A checkpoint is not enough, because new
     # tokens overwrite the removed ones.
-    fork = cache.fork() if cuts else None
+    fork: Any = cache.fork() if cuts else None
     before: Any = None if cuts else cache.checkpoint()
     try:
         if keep is not None and cuts:
@@ -117,7 +122,7 @@ def following(cache: IndexCache, used: str, keep: int | None = None) -> Iterator
             cache.ids, cache.conversation = ids, conversation
 
 
-def _cut(cache: IndexCache, keep: int) -> None:
+def _cut(cache: StoredTokens, keep: int) -> None:
     """Truncate a cache with known token ids to its first `keep` tokens."""
     length, ids = cache.get_seq_length(), cache.ids
     assert ids is not None
@@ -141,7 +146,7 @@ def past_ids(cache: Any) -> Tensor | None:
 
 
 def remember(
-    cache: IndexCache, past: Tensor | None, ids: Tensor, messages: Messages | None = None
+    cache: StoredTokens, past: Tensor | None, ids: Tensor, messages: Messages | None = None
 ) -> None:
     """Record the ids and chat messages of the tokens in a cache.
 

@@ -21,6 +21,7 @@ from kvindex_adapters.common.prompt_chunks import (
 )
 from kvindex_adapters.hf.cache.cache import IndexCache
 from kvindex_adapters.hf.generation.conversation import (
+    StoredTokens,
     check_follows,
     following,
     next_turn,
@@ -38,7 +39,7 @@ def read(
     tokenizer: Any,
     prompt: Prompt,
     *,
-    cache: IndexCache,
+    cache: StoredTokens,
     used: str = "refuse",
     chunk: int | None = None,
     on_progress: Progress | None = None,
