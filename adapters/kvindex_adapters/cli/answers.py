@@ -163,6 +163,11 @@ def _answer_all(
     prompts = [_ids(tokenizer, each, request) for each in texts]
     _warn_of_length(max(map(len, prompts)), engine)
     numbered = list(zip(asked, prompts, strict=True))
+    if request.index is None and engine.one_call and request.keeps_cache:
+        raise ValueError(
+            "save-cache, load-cache: got one of them with --index none and a model that must "
+            "process a prompt in one call, so nothing can follow a cache; leave them out"
+        )
     if request.index is None and engine.one_call:  # the model reads the text for each question
         return [
             (

@@ -19,7 +19,7 @@ from kvindex.core.protocol import KVIndex, RunsOps, WarmsUp
 from kvindex.layer import AttentionLayer
 from kvindex.storage.saved import check_new
 from kvindex_adapters.common.layer_options import check_spec
-from kvindex_adapters.hf.cache.saving import open_cache
+from kvindex_adapters.hf.generation.plain_cache import check_saved_index
 from kvindex_adapters.hf.model.load_model import DTYPES
 
 PATIENCE_S = 2.0
@@ -172,16 +172,11 @@ def check_folders(index: str | None, save_cache: Path | None, load_cache: Path |
     """Check the folders of `--save-cache` and `--load-cache`.
 
     Raises:
-        ValueError: There is no index, the folder to save in exists already, or the folder to load
-            contains no valid cache.
+        ValueError: The folder to save in exists already, or the folder to load contains no valid
+            cache, or a cache with an index although `index` is None, or the reverse.
         OSError: A folder cannot be read or created.
     """
-    if index is None and (save_cache or load_cache):
-        raise ValueError(
-            "save-cache, load-cache: got one of them with --index none, but only the cache of an "
-            "index can be saved or loaded; pass another --index"
-        )
     if save_cache is not None:
         check_new(save_cache)
     if load_cache is not None:
-        open_cache(load_cache)
+        check_saved_index(load_cache, indexed=index is not None, name="load-cache")

@@ -17,7 +17,7 @@ from kvindex_adapters.decoder.options import Options
 from kvindex_adapters.hf.cache.report import Report
 from kvindex_adapters.hf.chat import BaseChat
 from kvindex_adapters.hf.generate import INDEX, Generation, K
-from kvindex_adapters.hf.generation.plain_cache import full_report
+from kvindex_adapters.hf.generation.plain_cache import check_saved_index, full_report
 
 OF_ANSWERS = {*Options.__annotations__, "streamer", "on_progress"} - {"fused"}
 """Options of one answer of a chat. The kernels (`fused`) belong to the session of the chat."""
@@ -127,5 +127,6 @@ class Chat(BaseChat):
 
     def _load(self, folder: Path) -> None:
         session = self._opened()
+        check_saved_index(folder, indexed=session.report().layers > 0)
         session.load(folder)
         self.session = session

@@ -48,7 +48,7 @@ from kvindex_adapters.hf.generation.conversation import (
     answered,
     begins_with,
 )
-from kvindex_adapters.hf.generation.plain_cache import PlainCache
+from kvindex_adapters.hf.generation.plain_cache import PlainCache, check_saved_index
 from kvindex_adapters.hf.generation.prefill import read
 from kvindex_adapters.hf.generation.tokenizer import punctuated
 from kvindex_adapters.hf.model.wrapped import unwrapped
@@ -710,6 +710,7 @@ class Chat(BaseChat):
         return other
 
     def _load(self, folder: Path) -> None:
+        check_saved_index(folder, indexed=not isinstance(self.cache, PlainCache))
         other = self.cache.fork()
         other.reset()
         other.load(folder)

@@ -213,10 +213,6 @@ def test_indexes_names_similar_ones():
         (("--prompt", "Hi", "--save-cache", "/tmp"), "folder: got '/tmp', which already exists"),
         (("--prompt", "Hi", "--load-cache", "nowhere"), "folder: got 'nowhere', which has no man"),
         (
-            ("--prompt", "Hi", "--save-cache", "x", "--index", "none"),
-            "one of them with --index none, but",
-        ),
-        (
             ("--prompt", "Hi", "--token-graph", "--index", "none"),
             "token_graph: got True with --index none",
         ),
@@ -746,11 +742,13 @@ def counted(model, call):
     return read, given
 
 
-@pytest.mark.parametrize("chat", [slow(()), ("--chat",)])
-def test_a_saved_cache_answers_other_questions_and_reads_nothing_again(tiny, tmp_path, chat):
+@pytest.mark.parametrize(
+    ("chat", "index"), [slow((), "exact"), (("--chat",), "exact"), (("--chat",), "none")]
+)
+def test_a_saved_cache_answers_other_questions_and_reads_nothing_again(tiny, tmp_path, chat, index):
     folder, more = tmp_path / "saved", tmp_path / "more"
     document, first, second = words(50), words(9, 1), words(7, 2)
-    given = ("--prompt", document, *chat)
+    given = ("--prompt", document, *chat, "--index", index)
     saved, _ = generated(tmp_path, *given, "--ask", first, "--save-cache", folder)
     alone = [
         generated(tmp_path, "--prompt", f"{document} {question}", *chat)[0]
@@ -783,6 +781,18 @@ def test_a_prompt_without_questions_is_saved_but_for_its_end(tiny, tmp_path):
     told, result = generated(tmp_path, "--prompt", longer, "--load-cache", folder)
     assert told["answer"] == generated(tmp_path, "--prompt", longer)[0]["answer"]
     assert "loaded 44 tokens" in result.output
+
+
+def test_a_cache_with_an_index_and_one_without_are_told_apart(tiny, tmp_path):
+    names = {"exact": "an index", "none": "full attention"}
+    for index, other in (("exact", "none"), ("none", "exact")):
+        folder, given = tmp_path / index, ("--prompt", words(50))
+        generated(tmp_path, *given, "--save-cache", folder, "--index", index)
+        _, result = generated(tmp_path, *given, "--load-cache", folder, "--index", other, status=1)
+        assert str(result.exception).startswith(
+            f"load-cache: got {str(folder)!r}, which was saved with {names[index]}, but this cache "
+            f"has {names[other]}; pass "
+        )
 
 
 @pytest.mark.parametrize(

@@ -348,7 +348,7 @@ def test_a_printed_answer_is_a_few_lines(chat_of):
 
 
 @pytest.mark.parametrize("thinks", [False, True], ids=["plain", "drops thoughts"])
-def test_full_attention_reads_only_what_is_new(plain, full_chat, tmp_path, thinks):
+def test_full_attention_reads_only_what_is_new(plain, full_chat, chat_of, tmp_path, thinks):
     tokenizer, document = Tokenizer(thinks), words(60, seed=5)
     chat = full_chat(tokenizer)
     chat.read(document)
@@ -377,6 +377,13 @@ def test_full_attention_reads_only_what_is_new(plain, full_chat, tmp_path, think
     chat.load(tmp_path / "saved")
     assert (chat.messages, chat.documents) == (before[0], [document])
     assert chat.send(words(7, seed=9)).text == expected
+    indexed = chat_of(tokenizer)
+    with pytest.raises(ValueError, match=r"saved with full attention, .*; pass index=None \(--ind"):
+        indexed.load(tmp_path / "saved")
+    indexed.send(words(7))
+    indexed.save(tmp_path / "indexed")
+    with pytest.raises(ValueError, match=r"saved with an index, but .*; pass the same index=… \("):
+        chat.load(tmp_path / "indexed")
 
 
 def stop(phase, done, total):
@@ -392,9 +399,14 @@ def model_row(chat):
     return heads * config.head_dim * 4
 
 
-@pytest.mark.parametrize("thinks", [False, True], ids=["plain", "drops thoughts"])
 @pytest.mark.parametrize(
-    ("name", "kind"), [("gemma3_text", "sliding_attention"), ("qwen3_next", "linear_attention")]
+    ("name", "kind", "thinks"),
+    [
+        ("gemma3_text", "sliding_attention", False),
+        ("gemma3_text", "sliding_attention", True),
+        ("qwen3_next", "linear_attention", False),
+        slow("qwen3_next", "linear_attention", True),
+    ],
 )
 def test_full_attention_with_layers_that_cannot_remove_tokens(name, kind, thinks):
     model, tokenizer = build(name, layer_types=[kind, "full_attention"] * 2), Tokenizer(thinks)

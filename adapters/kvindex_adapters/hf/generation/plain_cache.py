@@ -15,7 +15,7 @@ from kvindex.layer import AttentionLayer
 from kvindex_adapters.common.prompt import Conversation
 from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.cache.report import Report, sum_up
-from kvindex_adapters.hf.cache.saving import load_cache, save_cache
+from kvindex_adapters.hf.cache.saving import load_cache, open_cache, save_cache
 from kvindex_adapters.hf.model.info import find_decoder, reads_chunks
 
 REPLACED_TENSORS = DynamicLayer, DynamicSlidingWindowLayer
@@ -138,6 +138,33 @@ class PlainCache(DynamicCache):
         layers = DynamicCache(config=self._model.config).layers
         known = load_cache(folder, layers, find_decoder(self._model), self._model.config)
         self.layers, (self.ids, self.conversation) = layers, known
+
+
+def check_saved_index(
+    folder: str | os.PathLike[str], *, indexed: bool, name: str = "folder"
+) -> None:
+    """Check that a cache was saved with an index, or with full attention.
+
+    Args:
+        folder: Folder with a saved cache.
+        indexed: Whether the cache that loads the folder has an index.
+        name: Name of the argument, for the error message.
+
+    Raises:
+        FileNotFoundError: The folder does not exist.
+        ValueError: The folder contains no saved cache, or one of the other kind.
+    """
+    layers = open_cache(folder).about.get("layers")
+    described = [one for one in layers if isinstance(one, dict)] if isinstance(layers, list) else []
+    saved = any("geometry" in one for one in described)
+    if not described or saved == indexed:  # other damage is reported while the folder is loaded
+        return
+    kinds = {True: "an index", False: "full attention"}
+    remedy = "the same index=… (--index …)" if saved else "index=None (--index none)"
+    raise ValueError(
+        f"{name}: got {str(folder)!r}, which was saved with {kinds[saved]}, but this cache has "
+        f"{kinds[indexed]}; pass {remedy} as for the saved cache"
+    )
 
 
 def full_report(tokens: int, nbytes: int) -> Report:
