@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvindex_adapters.cli.early import DTYPES, ENGINES, check_lora, check_name, read_text
+from kvindex_adapters.cli.early import (
+    DTYPES,
+    ENGINES,
+    check_lora,
+    check_model,
+    check_name,
+    read_text,
+)
 from kvindex_adapters.cli.options import (
     INDEX,
     DenseBelow,
@@ -86,6 +93,7 @@ def chat(
     Type a question and press Enter. /help lists the commands, for example /save and /undo.
     """
     check_stdout()
+    check_model(model)
     check_name("dtype", dtype, DTYPES)
     check_name("engine", engine, ENGINES)
     check_lora(lora)

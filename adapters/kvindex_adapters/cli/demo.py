@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvindex_adapters.cli.early import DTYPES, check_name, read_text
+from kvindex_adapters.cli.early import DTYPES, check_model, check_name, read_text
 from kvindex_adapters.cli.options import (
     INDEX,
     DenseBelow,
@@ -108,6 +108,8 @@ def demo(
     model reads the document a second time, with sparse attention, for the index.
     """
     check_stdout()
+    if model is not None:
+        check_model(model)
     check_name("dtype", dtype, DTYPES)
     given = read_text(prompt_file) if prompt_file else None
     announce_imports()

@@ -23,6 +23,13 @@ def check_name(name: str, value: str | None, allowed: Collection[str]) -> None:
         raise ValueError(f"{name}: got {value!r}, allowed is one of {sorted(allowed)}")
 
 
+def check_model(model: str) -> None:
+    """Raise FileNotFoundError if `--model` is a path, and not a hub id, and does not exist."""
+    path = Path(model)
+    if (path.is_absolute() or model.startswith((".", "~"))) and not path.exists():
+        raise FileNotFoundError(f"model: got {model!r}, which does not exist")
+
+
 def check_lora(lora: Path | None) -> None:
     """Raise FileNotFoundError if the file of `--lora` does not exist."""
     if lora is not None and not lora.is_file():

@@ -11,6 +11,7 @@ from kvindex_adapters.cli.early import (
     DTYPES,
     ENGINES,
     check_lora,
+    check_model,
     check_name,
     check_questions,
     prompt_of,
@@ -138,6 +139,7 @@ def generate(
     Tokens are printed while they are generated.
     """
     check_stdout()
+    check_model(model)
     check_name("dtype", dtype, DTYPES)
     check_name("engine", engine, ENGINES)
     check_lora(lora)

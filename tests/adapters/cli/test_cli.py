@@ -64,6 +64,8 @@ MISTAKES = [
     (("generate", "--model", "x", "--prompt", "Hi", "--lora", "no"), "lora: got 'no', which is"),
     (("generate", "--model", "x", "--prompt", "Hi", "--engine", "v8"), "engine: got 'v8', allow"),
     (("generate", "--model", "x"), "prompt, prompt-file: got neither"),
+    (("generate", "--model", "./x"), "model: got './x', which does not exist"),
+    (("demo", "--model", "/no/where"), "model: got '/no/where', which does not exist"),
     (("demo", "--prompt-file", "nowhere"), "prompt-file: got 'nowhere', allowed is a file that"),
     (("demo", "--dtype", "float8"), "dtype: got 'float8', allowed is one of"),
 ]
