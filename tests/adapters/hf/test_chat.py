@@ -210,6 +210,23 @@ def test_a_fork_ends_with_the_attach_context_and_does_not_end_it(model):
         chat.fork()
 
 
+def test_a_chat_with_a_cache_of_its_caller_forks(plain, model):
+    tokenizer, document = Tokenizer(), words(60)
+    with kvhf.attach(model, **REGIONS) as cache:
+        chat = kvhf.Chat(model, tokenizer, cache=cache, **OPTIONS)
+        chat.read(document)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for seed in range(2):
+                other = chat.fork()
+                other.close()  # the caller's context goes on
+                generation = other.send(words(6, seed=seed))
+                whole = [user(f"{document}\n\n{words(6, seed=seed)}")]
+                check_answer(plain, tokenizer, whole, generation)
+                assert other.reused >= 60
+        assert (chat.cache, chat.messages) == (cache, [])
+
+
 def test_a_chat_cannot_be_pickled(chat_of):
     chat = chat_of(Tokenizer())
     for call in (copy.copy, pickle.dumps):
