@@ -72,7 +72,7 @@ class PlainCache(DynamicCache):
 
     def report(self) -> Report:
         """Report the number of tokens and the memory of the cache."""
-        rows = [getattr(one, name, None) for one in self.layers for name in ("keys", "values")]
+        rows = [vars(one).get(name) for one in self.layers for name in ("keys", "values")]
         size = sum(tensor.nbytes for tensor in rows if tensor is not None)
         return full_report(self.get_seq_length(), size)
 
@@ -181,6 +181,5 @@ def _attributes(layer: Any) -> dict[str, Any]:
     """Copy the attributes of a layer, without the tensors if the layer never writes into them."""
     memo: dict[int, Any] = {}
     if type(layer) in REPLACED_TENSORS:
-        rows = [getattr(layer, name, None) for name in ("keys", "values")]
-        memo = {id(tensor): tensor for tensor in rows if tensor is not None}
+        memo = {id(rows): rows for rows in (layer.keys, layer.values) if rows is not None}
     return deepcopy(vars(layer), memo)
