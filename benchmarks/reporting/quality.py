@@ -200,9 +200,9 @@ def budget(result: Result) -> str:
     head = ("tokens", "text", "setting", "rows (by layer)", "median error", "95th percentile")
     words = (
         f"The last {result['steps']} tokens of each text are decoded in one of every "
-        f"{result['every']} layers of {named(result['model'], result['lora'])}, with the keys, values "
-        "and queries of full attention. *Rows* is the mean number of rows that a search finds per KV "
-        "head. "
+        f"{result['every']} layers of {named(result['model'], result['lora'])}, with the keys, "
+        "values and queries of full attention. *Rows* is the mean number of rows that a search "
+        "finds per KV head. "
         "*Error* is the norm of the difference between a layer's output and that of full "
         "attention, divided by the norm of the latter. *Within* is the fraction of steps whose "
         "error is at most the allowed one, and in parentheses that of the worst layer."
