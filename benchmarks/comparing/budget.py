@@ -25,6 +25,7 @@ import kvindex
 from benchmarks import report
 from benchmarks.common.reading import described, ids_of, loaded, reported, write
 from kvindex.layer import AttentionLayer
+from kvindex.layer.retrieval import row_bytes
 from kvindex.ops import attention
 from kvindex_adapters.evaluate.capture import Captured, capture
 
@@ -83,7 +84,7 @@ def decoded(layer: Captured, steps: int, **options: Any) -> dict[str, list[float
         full = attention.attend(query[:, :, 0], *seen, **logits)
         errors.append(_norm(output - full) / _norm(full))
         read = float(made.traffic.bytes_fetched) - float(before.bytes_fetched)
-        rows.append(read / made._retrieval.row_bytes / keys.shape[1])
+        rows.append(read / row_bytes(made.index) / keys.shape[1])
     return {"errors": errors, "rows": rows}
 
 
