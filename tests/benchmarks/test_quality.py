@@ -132,3 +132,15 @@ def test_what_cannot_be_measured_is_told_before_a_model_is_loaded(given, said, c
     with pytest.raises(SystemExit):
         quality.main([*given, "--text", "nothing.txt"])
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_smaller_allowed_error_finds_more_rows(tiny, monkeypatch):
+    texts, model = tiny
+    sizes = ["--tokens", 900, "--steps", 3, "--layers", 1]
+    given = ["budget", *texts, *sizes, "--error", 0.5, 0.02, "--fixed", 16, *model]
+    cells = ran(quality.main, given, monkeypatch)["cells"]
+    loose, tight, fixed = cells[:3]
+    assert loose["rows"] < tight["rows"]
+    assert tight["median"] < loose["median"]
+    assert 0 <= tight["within"] <= 1
+    assert (fixed["error"], fixed["rows"]) == (None, 16)
