@@ -62,6 +62,7 @@ def settings(folder, asked=None, **options):
         num_gpu_blocks_override=12,
     )
     if asked is not None:
+        settings["attention_backend"] = "KVINDEX"
         settings["additional_config"] = {"kvindex": asked}
     return settings | options
 

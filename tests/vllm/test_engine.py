@@ -3,10 +3,7 @@
 Models run in float32, so that rounding does not decide a token.
 """
 
-import json
-import os
-import subprocess
-import sys
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +12,7 @@ import torch
 from kvindex_adapters.vllm import pages, register
 from kvindex_adapters.vllm.attention import PagedAttention
 from tests.vllm.conftest import EVERY, SMALL, answers, prompt, settings, tokens
+from tests.vllm.processes import run
 
 vllm = pytest.importorskip("vllm")
 
@@ -158,38 +156,46 @@ def test_latent_attention_whichever_engine_comes_first(engine, saved):
     folder, options = saved("DeepseekV3", **LATENT), dict(num_gpu_blocks_override=None)
     refused = pytest.raises(ValueError, match="kvindex: model: got multi-head latent attention")
     with refused:
-        engine(folder, EVERY, **options)
+        engine(folder, EVERY, **options, block_size=None)
     assert tokens(engine(folder, **options), [prompt(20)], 2)
     with refused:
-        engine(folder, EVERY, **options)
+        engine(folder, EVERY, **options, block_size=None)
 
 
-IN_PROCESSES = """
-import json, sys
-from vllm import LLM
-llm = LLM(**json.loads(sys.argv[1]))
-"""
+def test_the_backend_by_name_in_worker_processes(model, tmp_path):
+    """The log shows which layers search."""
+    done = run(tmp_path, settings(model, EVERY))
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, text
+    layers = ", ".join(f"model.layers.{number}.self_attn.attn" for number in range(2))
+    said = (
+        f"kvindex: 2 of 2 attention layers search: {layers}. By pariskv:sign_decoder=mean: k=2048 "
+    )
+    assert text.count(said) == 1
 
 
-@pytest.mark.skipif(VERSION < (0, 32), reason="vLLM takes names of backends from 0.32 on")
-@pytest.mark.parametrize("loaded", [True, False])
-def test_the_backend_by_name_in_worker_processes(model, loaded):
-    """The log shows which layers search. Without the plug-in vLLM itself raises an error."""
-    given = settings(model, EVERY, attention_backend="KVINDEX")
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-    if not loaded:
-        env["VLLM_PLUGINS"] = ""
-    command = [sys.executable, "-c", IN_PROCESSES, json.dumps(given)]
-    run = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=300)
-    text = run.stdout + run.stderr
-    if loaded:
-        assert run.returncode == 0, text
-        layers = ", ".join(f"model.layers.{number}.self_attn.attn" for number in range(2))
-        said = (
-            f"kvindex: 2 of 2 attention layers search: {layers}. "
-            "By pariskv:sign_decoder=mean: k=2048 "
-        )
-        assert text.count(said) == 1
-    else:
-        assert run.returncode != 0
-        assert "Unknown attention backend: 'KVINDEX'" in text
+def test_without_the_plug_in_the_error_is_that_of_vllm(model, tmp_path):
+    done = run(tmp_path, settings(model, EVERY), env={"VLLM_PLUGINS": ""})
+    assert done.returncode != 0
+    assert "Unknown attention backend: 'KVINDEX'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("asked", "options", "said"),
+    [
+        # found in the first process
+        ({"k": 0}, {"block_size": 320}, ["k: got 0", "block_size: got 320"]),
+        # found by a layer, in the process of the engine core or of a worker
+        ({"rows": "host"}, {}, ["rows: got host"]),
+        ({"rows": "host"}, {"tensor_parallel_size": 2}, ["rows: got host"]),
+    ],
+)
+def test_the_reason_is_the_last_that_the_user_sees(model, tmp_path, asked, options, said):
+    done = run(tmp_path, settings(model, asked, **options))
+    assert done.returncode != 0
+    last = done.stderr.rpartition("ValueError: kvindex: ")[2].splitlines()
+    # Python warns about shared memory that vLLM leaves after any failed start
+    last = [line for line in last if not re.search("resource_tracker|warnings.warn", line)]
+    assert len(last) == (1 if len(said) == 1 else 1 + len(said)), done.stderr
+    for line, reason in zip(last[-len(said) :], said, strict=True):
+        assert line.removeprefix("- ").startswith(reason)

@@ -87,9 +87,18 @@ def test_graphs_are_of_decoded_tokens_alone(entered):
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"index": "pariskv"}, "on a GPU: sign_decoder: got 'regression', allowed is 'mean'"),
-        ({"index": "pariskv:preset=paper"}, "on a GPU: coarse: got 'tiers', allowed is 'dots'"),
-        ({"index": "pariskv:preset=scan"}, "on a GPU: coarse: got 'none', allowed is 'sign_votes'"),
+        (
+            {"index": "pariskv"},
+            "index: on a GPU: sign_decoder: got 'regression', allowed is 'mean'",
+        ),
+        (
+            {"index": "pariskv:preset=paper"},
+            "index: on a GPU: coarse: got 'tiered_votes', allowed is 'sign_votes'",
+        ),
+        (
+            {"index": "pariskv:preset=scan"},
+            "index: on a GPU: coarse: got 'none', allowed is 'sign_votes'",
+        ),
         ({**EVERY, "local_window": 0}, "local_window: got 0, allowed is at least 1 on a GPU"),
     ],
 )
@@ -101,13 +110,14 @@ def test_what_no_fused_step_serves_is_refused(entered, asked, said):
         SearchingFlashAttention(H, D, 1.0, G, None, None, "auto")
 
 
-def test_the_backend_stands_in_for_flash_attention(entered):
-    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+def test_the_backend_has_a_name_of_its_own(entered):
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     from kvindex_adapters.vllm.gpu import SearchingFlashAttention, SearchingFlashBackend
 
-    assert AttentionBackendEnum.FLASH_ATTN.get_class() is SearchingFlashBackend
+    assert AttentionBackendEnum.KVINDEX.get_class() is SearchingFlashBackend
+    assert AttentionBackendEnum.FLASH_ATTN.get_class() is FlashAttentionBackend
     entered(None)
     assert SearchingFlashBackend.get_impl_cls() is FlashAttentionImpl
     entered()

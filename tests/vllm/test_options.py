@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvindex.pariskv.block_layout import Layout, SubspaceLayout
-from kvindex_adapters.vllm import unsupported
+from kvindex_adapters.vllm import reports, unsupported
 from kvindex_adapters.vllm.options import Options
 
 
@@ -43,13 +43,38 @@ def test_what_is_not_allowed_is_said(given, said):
         Options.of(given)
 
 
+def engine(additional=None, backend="KVINDEX", **other):
+    """Return the fields of a `VllmConfig` that the checks read."""
+    values = {
+        "backend": backend and SimpleNamespace(name=backend),
+        "backend_per_kind": {},
+        "block_size": 256,
+        "cache_dtype": "auto",
+        "dtype": torch.bfloat16,
+        "pipeline_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "attention_chunk_size": None,
+        "is_hybrid": False,
+        "use_mla": False,
+        "disable_hybrid_kv_cache_manager": True,
+        "speculative_config": None,
+        "kv_transfer_config": None,
+        "additional_config": {} if additional is None else additional,
+        **other,
+    }
+    part = SimpleNamespace(**values)
+    names = "attention", "parallel", "cache", "model", "scheduler"
+    return SimpleNamespace(**{f"{name}_config": part for name in names}, **values)
+
+
 def test_options_of_an_engine():
-    assert Options.from_additional_config(
-        {"kvindex": {"k": 7}, "gdn_prefill_backend": "triton"}
-    ) == Options(k=7)
-    assert Options.from_additional_config({"kvindex": {}}, required=True) == Options()
+    given = {"kvindex": {"k": 7}, "gdn_prefill_backend": "triton"}
+    assert Options.of_engine(engine(given)) == Options(k=7)
     for nothing in ({}, None, object(), {"index": "of another plug-in", "kv_cache": 1, 5: 5}):
-        assert Options.from_additional_config(nothing) is None
+        assert Options.of_engine(engine(nothing)) == Options()
+        assert Options.of_engine(engine(nothing, backend=None)) is None
+        assert Options.of_engine(engine(nothing, backend="FLASH_ATTN")) is None
 
 
 @pytest.mark.parametrize(
@@ -58,67 +83,71 @@ def test_options_of_an_engine():
 )
 def test_keys_that_are_misspelled(key):
     for given in ({key: {"k": 7}}, {"kvindex": {}, key: {}}):
-        with pytest.raises(
-            ValueError, match=f"additional_config: got '{key}', allowed is 'kvindex'"
-        ):
-            Options.from_additional_config(given)
+        for backend in ("KVINDEX", None):
+            with pytest.raises(
+                ValueError, match=f"additional_config: got '{key}', allowed is 'kvindex'"
+            ):
+                Options.of_engine(engine(given, backend))
 
 
-def test_a_backend_that_is_named_needs_options():
-    with pytest.raises(ValueError, match=r"got {'indx': 1}, allowed with attention_backend="):
-        Options.from_additional_config({"indx": 1}, required=True)
+@pytest.mark.parametrize("backend", [None, "FLASH_ATTN"])
+def test_options_without_the_backend(backend):
+    with pytest.raises(ValueError, match=r'attention_backend: .* allowed is "KVINDEX"'):
+        Options.of_engine(engine({"kvindex": {}}, backend))
 
 
-def engine(**other):
-    """Return the fields of a `VllmConfig` that the checks read."""
-    values = {
-        "block_size": 256,
-        "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
-        "decode_context_parallel_size": 1,
-        "prefill_context_parallel_size": 1,
-        "attention_chunk_size": None,
-        "is_hybrid": False,
-        "disable_hybrid_kv_cache_manager": True,
-        "speculative_config": None,
-        "kv_transfer_config": None,
-        **other,
-    }
-    part = SimpleNamespace(**values)
-    names = "parallel_config", "cache_config", "model_config", "scheduler_config"
-    return SimpleNamespace(**{name: part for name in names}, **values)
+REFUSED = [
+    ({"block_size": 128}, "block_size: got 128, allowed is a multiple of 256; leave out"),
+    ({"block_size": 384}, "block_size: got 384"),
+    ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: got 2, allowed is 1; leave out"),
+    ({"decode_context_parallel_size": 2}, "decode_context_parallel_size: got 2"),
+    ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size: got 2"),
+    ({"speculative_config": "ngram"}, "speculative_config: got ngram, allowed is None; leave out"),
+    ({"kv_transfer_config": "a connector"}, "kv_transfer_config: got a connector"),
+    ({"attention_chunk_size": 8192}, "attention_chunk_size of 8192: got chunked attention"),
+    ({"is_hybrid": True}, "model: got state of linear attention"),
+    ({"use_mla": True}, "model: got multi-head latent attention"),
+    ({"cache_dtype": "fp8"}, "kv_cache_dtype: got fp8, allowed is torch.bfloat16"),
+    (
+        {"backend_per_kind": {"full_attention": SimpleNamespace(name="KVINDEX")}},
+        "backend_per_kind: got {'full_attention': 'KVINDEX'}, allowed is None",
+    ),
+    ({"additional": {"kvindex": {"k": 0}}}, "k: got 0"),
+    ({"additional": {"kvindx": {}}}, "additional_config: got 'kvindx'"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("block_size", 128),
-        ("block_size", 384),
-        ("tensor_parallel_size", 2),
-        ("pipeline_parallel_size", 2),
-        ("decode_context_parallel_size", 2),
-        ("prefill_context_parallel_size", 2),
-        ("speculative_config", "ngram"),
-        ("kv_transfer_config", "a connector"),
-        ("attention_chunk_size", 8192),
-    ],
-)
-def test_engines_that_were_not_tried_are_refused(name, value):
-    unsupported.check_engine(engine())
-    unsupported.check_engine(engine(block_size=512))
-    with pytest.raises(ValueError, match=f"kvindex: {name}.*: got {value}, allowed is "):
-        unsupported.check_engine(engine(**{name: value}))
+@pytest.mark.parametrize(("setting", "said"), REFUSED)
+def test_engines_that_are_not_supported(setting, said):
+    for fine in (engine(), engine(block_size=512), engine(cache_dtype="bfloat16")):
+        assert unsupported.engine_reasons(fine) == []
+    (reason,) = unsupported.engine_reasons(engine(**setting))
+    assert said in reason
+    if "additional" not in setting:  # without the backend, nothing is checked
+        assert unsupported.engine_reasons(engine(backend=None, **setting)) == []
 
 
-def test_states_of_another_kind_are_refused():
-    with pytest.raises(ValueError, match="model: got state of linear attention"):
-        unsupported.check_engine(engine(is_hybrid=True))
+def test_all_reasons_are_in_one_error():
+    everything = {}
+    for setting, _ in REFUSED:
+        everything |= setting
+    everything["additional"] = {"kvindx": {}, "kvindex": {"k": 0, "kk": 1}}
+    reasons = unsupported.engine_reasons(engine(**everything))
+    assert len(reasons) == 13
+    options = {"k": 0, "kk": 1, "rows": "disk"}
+    assert len(unsupported.engine_reasons(engine({"kvindex": options}))) == 3
+    with pytest.raises(ValueError, match="kvindex: 13 settings are not supported:\n- ") as caught:
+        unsupported.refuse(*reasons)
+    assert reports.split(str(caught.value)) == reasons
+    with pytest.raises(ValueError, match=r"^kvindex: one reason$"):
+        unsupported.refuse("one reason", "one reason")
+    unsupported.refuse()
 
 
 def test_sliding_layers_need_one_block_table():
-    unsupported.check_sliding(engine())
-    with pytest.raises(ValueError, match="disable_hybrid_kv_cache_manager: got False"):
-        unsupported.check_sliding(engine(disable_hybrid_kv_cache_manager=False))
+    assert unsupported.sliding_reasons(engine()) == []
+    (reason,) = unsupported.sliding_reasons(engine(disable_hybrid_kv_cache_manager=False))
+    assert reason.startswith("disable_hybrid_kv_cache_manager: got False")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +163,7 @@ def test_sliding_layers_need_one_block_table():
 def test_layers_that_need_more_are_refused(option, value, said):
     plain = dict(attn_type="decoder", alibi_slopes=None, sinks=None)
     plain |= dict(kv_sharing_target_layer_name=None, kv_cache_dtype="auto", dtype=torch.bfloat16)
-    unsupported.check_layer(**plain)
-    unsupported.check_layer(**{**plain, "kv_cache_dtype": "bfloat16"})
-    with pytest.raises(ValueError, match=f"kvindex: {said}"):
-        unsupported.check_layer(**{**plain, option: value})
+    assert unsupported.layer_reasons(**plain) == []
+    assert unsupported.layer_reasons(**{**plain, "kv_cache_dtype": "bfloat16"}) == []
+    (reason,) = unsupported.layer_reasons(**{**plain, option: value})
+    assert reason.startswith(said)

@@ -38,13 +38,13 @@ def test_a_configuration_of_vllm_has_what_is_asked_of_it(configured):
     from vllm.config import get_current_vllm_config
 
     with configured():
-        unsupported.check_engine(get_current_vllm_config())
+        assert unsupported.engine_reasons(get_current_vllm_config()) == []
 
 
 @pytest.mark.parametrize(
     ("asked", "options", "said"),
     [
-        ({"kk": 1}, {}, "option: got 'kk', allowed is one of"),
+        ({"kk": 1}, {}, "kvindex: option: got 'kk', allowed is one of"),
         ({}, {"block_size": 128}, "block_size: got 128, allowed is a multiple of 256"),
         ({}, {"block_size": 320}, "block_size: got 320, allowed is a multiple of 256"),
     ],
@@ -52,6 +52,29 @@ def test_a_configuration_of_vllm_has_what_is_asked_of_it(configured):
 def test_engines(engine, model, asked, options, said):
     with pytest.raises(ValueError, match=said):
         engine(model, asked, **options)
+
+
+def test_all_settings_of_an_engine_are_in_one_error(configured):
+    """vLLM has made no layer and has started no process by then."""
+    draft = dict(method="ngram", num_speculative_tokens=2, prompt_lookup_max=2)
+    with pytest.raises(ValueError, match="kvindex: 4 settings are not supported:") as caught:
+        configured({"k": 0}, block_size=320, speculative_config=draft, kv_cache_dtype="fp8")
+    for name in ("k", "block_size", "speculative_config", "kv_cache_dtype"):
+        assert f"\n- {name}: got " in str(caught.value)
+
+
+def test_what_the_user_leaves_out_is_set(configured):
+    from vllm.config import get_current_vllm_config
+
+    for asked, tokens, disabled in ((EVERY, 256, True), (None, 128, False)):
+        with configured(asked, block_size=None):
+            config = get_current_vllm_config()
+            assert config.cache_config.block_size == tokens
+            assert config.scheduler_config.disable_hybrid_kv_cache_manager is disabled
+    with configured(block_size=512, disable_hybrid_kv_cache_manager=False):
+        config = get_current_vllm_config()
+        assert config.cache_config.block_size == 512
+        assert config.scheduler_config.disable_hybrid_kv_cache_manager is False
 
 
 @pytest.mark.parametrize(
@@ -64,8 +87,18 @@ def test_engines(engine, model, asked, options, said):
     ],
 )
 def test_layers(stock, configured, options, said):
-    with configured(), pytest.raises(ValueError, match=f"kvindex: {said}"):
+    with (
+        configured(disable_hybrid_kv_cache_manager=False),
+        pytest.raises(ValueError, match=f"kvindex: {said}"),
+    ):
         layer(**options)
+
+
+def test_all_reasons_of_a_layer_are_in_one_error(stock, configured):
+    with configured({"rows": "host"}), pytest.raises(ValueError, match="3 settings") as caught:
+        layer(alibi_slopes=[0.5] * 4, sinks=torch.zeros(4))
+    for name in ("alibi_slopes", "sinks", "rows"):
+        assert f"\n- {name}: got " in str(caught.value)
 
 
 def test_learned_sinks(stock, configured):
@@ -82,10 +115,8 @@ def test_attention_in_both_directions(stock, configured):
 
 
 def test_rows_of_another_dtype(stock, configured):
-    from vllm.config import get_current_vllm_config
-
-    with configured(kv_cache_dtype="fp8"), pytest.raises(ValueError, match="got fp8, allowed is"):
-        layer(cache_config=get_current_vllm_config().cache_config)
+    with pytest.raises(ValueError, match="kvindex: kv_cache_dtype: got fp8, allowed is"):
+        configured(kv_cache_dtype="fp8")
 
 
 def implementations():
@@ -205,15 +236,13 @@ def test_a_scaled_output(stock, configured):
     ("additional", "options", "said"),
     [
         ({"kvindx": {"k": 7}}, {}, "additional_config: got 'kvindx', allowed is 'kvindex'"),
-        ({}, {"attention_backend": "KVINDEX"}, "additional_config: got {}, allowed with"),
+        ({"kvindex": {}}, {}, "attention_backend: got no 'KVINDEX'"),
+        ({"kvindex": {}}, {"attention_backend": "CPU_ATTN"}, "attention_backend: got no"),
     ],
 )
-def test_options_that_are_misspelled_or_missing(stock, configured, additional, options, said):
-    with (
-        configured(None, additional_config=additional, **options),
-        pytest.raises(ValueError, match=f"kvindex: {said}"),
-    ):
-        layer()
+def test_options_that_are_misspelled_or_without_the_backend(configured, additional, options, said):
+    with pytest.raises(ValueError, match=f"^kvindex: {said}"):
+        configured(None, additional_config=additional, **options)
 
 
 def test_nobody_who_does_not_ask_meets_us(stock, configured):

@@ -1,9 +1,9 @@
 """The vLLM plug-in: in full-attention layers, decode steps search the KV cache with an index.
 
-LLM(model, block_size=256, additional_config={"kvindex": {"index": "pariskv", "k": 100}})
+LLM(model, attention_backend="KVINDEX", additional_config={"kvindex": {"k": 100}})
 
-vLLM finds `register` by the entry point `kvindex` of `vllm.general_plugins`
-(docs/adapters/vllm.md).
+The options in `additional_config` may be left out. vLLM finds `register` by the entry point
+`kvindex` of `vllm.general_plugins` (docs/adapters/vllm.md).
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from kvindex_adapters.vllm.options import BACKEND
 
 
 def register() -> None:
-    """Register the plug-in's attention backends. vLLM calls this in each of its processes, possibly
+    """Register the attention backend "KVINDEX". vLLM calls this in each of its processes, possibly
     several times.
 
-    The plug-in's backends replace vLLM's own backends of the same device. For an engine without
-    "kvindex" in its `additional_config`, they behave exactly like vLLM's own.
+    On a CPU, vLLM uses its backend CPU_ATTN whatever the user asks for. So the plug-in also
+    replaces the class of this backend. In an engine without `attention_backend="KVINDEX"`, the new
+    class behaves exactly like vLLM's own.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -35,9 +36,7 @@ def register() -> None:
     from kvindex_adapters.vllm.hooks import install
 
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.backend.SearchingBackend")
-    register_backend(AttentionBackendEnum.FLASH_ATTN, f"{__name__}.gpu.SearchingFlashBackend")
-    if hasattr(AttentionBackendEnum, "register"):  # vLLM 0.32 and later
-        named_backend()
+    named_backend()
     install()
 
 
@@ -54,6 +53,18 @@ def named_backend() -> Any:
         # vLLM pickles its configuration, which contains this enum member, for its worker processes.
         # These unpickle it before they load plug-ins. So unpickling calls this function, which adds
         # the member to the enum of the worker process.
-        member = AttentionBackendEnum.register(BACKEND, f"{__name__}.gpu.SearchingFlashBackend")
+        member = _new_member(AttentionBackendEnum, f"{__name__}.gpu.SearchingFlashBackend")
         member.__reduce_ex__ = lambda protocol: (named_backend, ())
     return members[BACKEND]
+
+
+def _new_member(enum: Any, path: str) -> Any:
+    """Add the member `KVINDEX` to vLLM's enum of backends, and return it."""
+    if hasattr(enum, "register"):
+        return enum.register(BACKEND, path)
+    member = object.__new__(enum)  # vLLM 0.26 has no such method, so do what it does in 0.32
+    member._name_, member._value_ = BACKEND, path
+    setattr(enum, BACKEND, member)
+    enum._member_map_[BACKEND] = enum._value2member_map_[path] = member
+    enum._member_names_.append(BACKEND)
+    return member

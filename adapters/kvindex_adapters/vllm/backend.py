@@ -20,11 +20,11 @@ from vllm.v1.attention.backends.cpu_attn import (
 from kvindex_adapters.vllm import pages
 from kvindex_adapters.vllm.attention import PagedAttention, Sequence
 from kvindex_adapters.vllm.engine import CodesLayer, PluginAttention, geometry_of, options_of
-from kvindex_adapters.vllm.unsupported import check_causal, check_device, check_output
+from kvindex_adapters.vllm.unsupported import check_causal, check_output, device_reasons
 
 
 class SearchingBackend(CPUAttentionBackend):
-    """vLLM's CPU attention backend, with an index if `additional_config` has the key "kvindex"."""
+    """vLLM's CPU attention backend, with an index if the engine's backend is "KVINDEX"."""
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
@@ -46,10 +46,13 @@ class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
         options = options_of(config)
         if options is None:
             return
-        geometry = geometry_of(config, torch.device("cpu"), *given, **named)
+
+        def more(geometry: object) -> list[str]:
+            return device_reasons(options.rows)
+
+        geometry = geometry_of(config, torch.device("cpu"), more, *given, **named)
         if geometry is None:
             return
-        check_device(options.rows)
         self.paged = PagedAttention.of(options, geometry)
         self.codes = CodesLayer(config, geometry.kv_heads, self.paged.layout.head_bytes)
 

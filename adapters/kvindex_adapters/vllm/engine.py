@@ -7,12 +7,14 @@ version 0.32 for the order of its dimensions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1 import kv_cache_interface
@@ -27,8 +29,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvindex.core.geometry import Geometry
 from kvindex.pariskv.block_layout import BLOCK
-from kvindex_adapters.vllm.options import BACKEND, Options
-from kvindex_adapters.vllm.unsupported import check_engine, check_layer, check_sliding
+from kvindex_adapters.vllm.options import Options
+from kvindex_adapters.vllm.unsupported import layer_reasons, refuse, sliding_reasons
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows only loggers whose names begin with "vllm"
 
@@ -45,14 +47,13 @@ def options_of(config: VllmConfig) -> Options | None:
     Raises:
         ValueError: An option is unknown or out of range.
     """
-    backend = config.attention_config.backend
-    required = bool(backend and backend.name == BACKEND)
-    return Options.from_additional_config(config.additional_config, required=required)
+    return Options.of_engine(config)
 
 
 def geometry_of(
     config: VllmConfig,
     device: torch.device,
+    more: Callable[[Geometry | None], list[str]],
     num_heads: int,
     head_size: int,
     scale: float,
@@ -68,22 +69,24 @@ def geometry_of(
 ) -> Geometry | None:
     """Return the geometry of a full-attention layer, or None for a sliding-window layer.
 
-    The arguments after `device` are those that vLLM passes to its `AttentionImpl`.
+    All sizes are those of the layer. With tensor parallelism, these are the heads of one process.
+
+    The arguments after `more` are those that vLLM passes to its `AttentionImpl`.
 
     Args:
         config: The engine's configuration.
         device: Device of the layer.
+        more: Returns further reasons why a layer of this geometry is not supported.
         **others: Arguments that only some versions of vLLM pass. They are ignored.
 
     Raises:
-        ValueError: The engine or the layer is not supported.
+        ValueError: The layer is not supported. The message reports all reasons.
     """
-    check_engine(config)
     if sliding_window is not None:
-        check_sliding(config)
+        refuse(*sliding_reasons(config), *more(None))
         return None
     dtype = config.model_config.dtype
-    check_layer(
+    reasons = layer_reasons(
         attn_type=attn_type,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
@@ -91,7 +94,7 @@ def geometry_of(
         kv_cache_dtype=kv_cache_dtype,
         dtype=dtype,
     )
-    return Geometry.of(
+    geometry = Geometry.of(
         q_heads=num_heads,
         kv_heads=num_kv_heads,
         head_dim=head_size,
@@ -100,6 +103,21 @@ def geometry_of(
         dtype=dtype,
         device=device,
     )
+    refuse(*reasons, *more(geometry))
+    return geometry
+
+
+def first_layer(config: VllmConfig) -> int:
+    """Return the number of the first layer in this process. Without pipeline parallelism it is 0.
+
+    Args:
+        config: The engine's configuration.
+    """
+    parallel = config.parallel_config
+    if parallel.pipeline_parallel_size == 1:
+        return 0
+    start: int = config.model_config.get_layers_start_end_indices(parallel)[0]
+    return start
 
 
 def spec_of_rows(spec: FullAttentionSpec, geometry: Geometry) -> FullAttentionSpec:
@@ -137,7 +155,7 @@ class CodesLayer(AttentionLayerBase):
     def __init__(self, config: VllmConfig, kv_heads: int, record_bytes: int) -> None:
         layers = config.compilation_config.static_forward_context
         number = sum(isinstance(layer, CodesLayer) for layer in layers.values())
-        layers[self.name(number)] = self
+        layers[self.name(first_layer(config) + number)] = self
         self.kv_heads, self.record_bytes = kv_heads, record_bytes
         self.token_bytes = -(-record_bytes // BLOCK)
         self.kv_cache = torch.empty(0)
@@ -147,10 +165,12 @@ class CodesLayer(AttentionLayerBase):
     def name(number: int) -> str:
         """Return the name that vLLM uses for a `CodesLayer`.
 
-        vLLM requires exactly one integer in a layer name.
+        vLLM requires exactly one integer in a layer name. All processes with the same layers must
+        use the same names, and processes with other layers must use other names.
 
         Args:
-            number: Number of the `CodesLayer` in the engine, from 0.
+            number: Number of the `CodesLayer` in the engine. It differs from the numbers of layers
+                in other stages of pipeline parallelism.
         """
         return f"kvindex.codes.{number}"
 
@@ -274,7 +294,9 @@ class CodesBuilder(AttentionMetadataBuilder[Any]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        if CodesLayer.name(0) in layer_names:  # log once per engine
+        layers = vllm_config.compilation_config.static_forward_context
+        first = next(name for name, layer in layers.items() if isinstance(layer, CodesLayer))
+        if first in layer_names and get_tensor_model_parallel_rank() == 0:  # log once
             logger.info("kvindex: %s", explain(vllm_config))
 
     def build(

@@ -1,7 +1,7 @@
 """`SearchingFlashBackend`: vLLM's FlashAttention backend, with an index for decode steps.
 
-The plug-in registers it in place of vLLM's own FlashAttention backend. In an engine that does not
-use kvindex, it behaves exactly like vLLM's own.
+The plug-in registers it under the name "KVINDEX". In an engine that does not use kvindex, it
+behaves exactly like vLLM's own FlashAttention backend.
 
 A batch of only decode steps runs as one fused step per layer, which vLLM captures in its CUDA
 graphs. FlashAttention computes all other batches (prompts, chunks of prompts, mixed batches) with
@@ -24,7 +24,7 @@ from kvindex_adapters.vllm.gpu_layer import SearchingFlashAttention
 
 
 class SearchingFlashBackend(FlashAttentionBackend):
-    """vLLM's FlashAttention backend, with an index if `additional_config` has the key "kvindex"."""
+    """vLLM's FlashAttention backend, with an index if the engine's backend is "KVINDEX"."""
 
     @staticmethod
     def get_impl_cls() -> type[FlashAttentionImpl]:

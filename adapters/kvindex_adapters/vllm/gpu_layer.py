@@ -22,9 +22,9 @@ from kvindex_adapters.vllm.engine import (
 )
 from kvindex_adapters.vllm.options import Options
 from kvindex_adapters.vllm.unsupported import (
-    check_host,
     check_output,
-    check_searched,
+    host_reasons,
+    kernel_reasons,
     refuse_capture,
 )
 from kvindex_cuda.pariskv.steps.host_rows import HostRows
@@ -44,16 +44,22 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         if options is None:
             return
         device = torch.device(config.device_config.device or "cuda")
-        self.geometry = geometry_of(config, device, *given, **named)
-        if options.rows == "host":
-            check_host(config, sliding=self.geometry is None)
+
+        def more(geometry: Geometry | None) -> list[str]:
+            reasons = []
+            if options.rows == "host":
+                reasons += host_reasons(config, sliding=geometry is None)
+            if geometry is not None:
+                kvindex_cuda.ready(geometry.device)
+                # use torch's normal defaults here, because vLLM sets the default dtype and device
+                # to those of the model while it constructs layers
+                why = in_plain_torch(unserved)(options.config, geometry)
+                reasons += kernel_reasons(why, options.local_window)
+            return reasons
+
+        self.geometry = geometry_of(config, device, more, *given, **named)
         if self.geometry is None:
             return
-        kvindex_cuda.ready(self.geometry.device)
-        # use torch's normal defaults here, because vLLM sets the default dtype and device to those
-        # of the model while it constructs layers
-        why = in_plain_torch(unserved)(options.config, self.geometry)
-        check_searched(why, options.local_window)
         record_bytes = options.layout(self.geometry.head_dim).head_bytes
         self.codes = CodesLayer(config, self.geometry.kv_heads, record_bytes)
         self.context = config.compilation_config.static_forward_context

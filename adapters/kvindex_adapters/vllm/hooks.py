@@ -1,4 +1,9 @@
-"""Checks that run whenever vLLM constructs an attention implementation or a metadata builder.
+"""Checks that run whenever vLLM constructs a configuration, an attention implementation or a
+metadata builder.
+
+The configuration is checked in the process that starts the engine, before any other process starts.
+So one error reports all settings that do not fit, and nothing hides it. What depends on the model's
+layers is checked when they are constructed, which may be in another process.
 
 In an engine that uses kvindex, every attention layer must belong to the plug-in. Registering the
 plug-in's backends does not guarantee this:
@@ -14,21 +19,27 @@ in `AttentionMetadataBuilder.__new__`, which constructs every builder.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
+import vllm.v1.engine.utils as engine_processes
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import (
     AttentionImplBase,
     AttentionMetadataBuilder,
-    MLAAttentionImpl,
 )
+from vllm.v1.executor.abstract import Executor
 
+from kvindex.pariskv.block_layout import BLOCK
+from kvindex_adapters.vllm import reports
 from kvindex_adapters.vllm.engine import CodesLayer, PluginAttention, options_of
+from kvindex_adapters.vllm.options import is_named
 from kvindex_adapters.vllm.unsupported import (
+    engine_reasons,
+    refuse,
     refuse_dense_model,
     refuse_implementation,
-    refuse_latent,
     refuse_layer,
 )
 
@@ -37,6 +48,48 @@ def install() -> None:
     """Install the checks in this process. Repeated calls have no effect."""
     _check_before(AttentionImplBase, check_implementation)
     _check_before(AttentionMetadataBuilder, check_builder)
+    if VllmConfig.__init__.__module__ != __name__:
+        VllmConfig.__init__ = _checked(VllmConfig.__init__)
+    for owner, name in ((Executor, "__init__"), (engine_processes, "wait_for_engine_startup")):
+        function = getattr(owner, name, None)  # not every version of vLLM has it
+        if function is not None and function.__module__ != reports.__name__:
+            setattr(owner, name, reports.restating(function))
+
+
+def prepare(attention: Any, cache: Any, scheduler: Any) -> None:
+    """Set what the plug-in needs in an engine that uses kvindex, where the user has set nothing.
+
+    - Blocks have 256 tokens.
+    - Layers with full attention and sliding-window layers have one block table.
+
+    Args:
+        attention: The engine's `AttentionConfig`, or None.
+        cache: The engine's `CacheConfig`, or None.
+        scheduler: The engine's `SchedulerConfig`, or None.
+    """
+    if not is_named(attention):
+        return
+    if cache is not None and not cache.user_specified_block_size:
+        cache.block_size = BLOCK
+        cache.user_specified_block_size = True  # so vLLM does not choose another size
+    if scheduler is not None and scheduler.disable_hybrid_kv_cache_manager is None:
+        scheduler.disable_hybrid_kv_cache_manager = True
+
+
+def check_config(config: VllmConfig) -> None:
+    """Check an engine's configuration, before vLLM starts other processes.
+
+    Args:
+        config: The engine's configuration.
+
+    Raises:
+        ValueError: The engine uses kvindex, and a setting does not fit. The message reports all of
+            them.
+    """
+    refuse(*engine_reasons(config))
+    if is_named(config.attention_config):
+        reports.open_folder()
+        reports.take()  # reasons of an earlier engine that nothing has read
 
 
 def check_implementation(made: type, *given: Any, **named: Any) -> None:
@@ -53,8 +106,6 @@ def check_implementation(made: type, *given: Any, **named: Any) -> None:
     config = get_current_vllm_config_or_none()
     if config is None or options_of(config) is None or issubclass(made, PluginAttention):
         return
-    if issubclass(made, MLAAttentionImpl):
-        refuse_latent(made.__name__)
     refuse_implementation(made.__name__)
 
 
@@ -102,6 +153,20 @@ def check_layers(layers: dict[str, Any]) -> None:
             refuse_layer(name, type(layer).__name__)
     if not any(isinstance(layer, CodesLayer) for layer in layers.values()):
         refuse_dense_model()
+
+
+def _checked(own: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor of `VllmConfig` that prepares and checks the configuration."""
+
+    @wraps(own)
+    def construct(self: Any, *given: Any, **named: Any) -> None:
+        parts = (named.get(f"{name}_config") for name in ("attention", "cache", "scheduler"))
+        prepare(*parts)
+        own(self, *given, **named)
+        check_config(self)
+
+    construct.__module__ = __name__
+    return construct
 
 
 def _check_before(base: Any, check: Callable[..., None]) -> None:

@@ -6,19 +6,28 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 import kvindex
 from kvindex.core import check
 from kvindex.core.config import make_config, read_options, split_spec, unknown
 from kvindex.pariskv.block_layout import BLOCK, Layout, SubspaceLayout
 from kvindex.pariskv.config import ParisKVConfig
+from kvindex_adapters.vllm import reports
 
 BACKEND = "KVINDEX"
-"""Value of vLLM's option `attention_backend` that requires the plug-in. Without the plug-in, vLLM
-raises an error for it."""
+"""Value of vLLM's option `attention_backend` that switches the plug-in on. Without the plug-in,
+vLLM raises an error for it."""
 
 KEY = "kvindex"
 """Key of the plug-in's options in `additional_config`."""
+
+
+def is_named(attention_config: Any) -> bool:
+    """Return True if an engine's `AttentionConfig` has the plug-in's backend."""
+    backend = getattr(attention_config, "backend", None)
+    return backend is not None and backend.name == BACKEND
+
 
 INDEX = "pariskv"
 """The only supported index. vLLM shares blocks between sequences, so codes may depend only on the
@@ -75,47 +84,66 @@ class Options:
 
     @staticmethod
     def of(given: object) -> Options:
-        """Make options from a mapping. The ValueError for an unknown option suggests similar
-        names."""
+        """Make options from a mapping.
+
+        Args:
+            given: Names and values of options.
+
+        Raises:
+            ValueError: Options are unknown or out of range. The message reports all of them.
+        """
         if not isinstance(given, Mapping):
-            raise ValueError(f"kvindex: got {given!r}, allowed is a mapping of options")
+            raise ValueError(f"{KEY}: got {given!r}, allowed is a mapping of options")
         known = [field.name for field in fields(Options)]
-        for name in given:
-            if name not in known:
-                raise ValueError(unknown("option", name, known))
+        reasons = [unknown("option", name, known) for name in given if name not in known]
+        for name in known:
+            if name in given:
+                try:
+                    Options(**{name: given[name]})
+                except ValueError as error:
+                    reasons.append(str(error))
+        if reasons:
+            raise ValueError(reports.joined(reasons))
         return Options(**given)
 
     @staticmethod
-    def from_additional_config(
-        additional_config: object, *, required: bool = False
-    ) -> Options | None:
-        """Read an engine's options from its `additional_config`.
+    def of_engine(config: Any) -> Options | None:
+        """Read an engine's options.
+
+        The backend "KVINDEX" switches the plug-in on. The key "kvindex" of `additional_config` has
+        its options.
 
         Args:
-            additional_config: vLLM's setting: a mapping, or an object of another plug-in.
-            required: Whether a missing key "kvindex" is an error, because `attention_backend` is
-                "KVINDEX".
+            config: vLLM's `VllmConfig`.
 
         Returns:
-            The options, or None if the key "kvindex" is missing.
+            The options, or None for an engine that does not use kvindex.
 
         Raises:
-            ValueError: A key is a misspelling of "kvindex", the key is missing although required,
-                or an option is wrong.
+            ValueError: Options are wrong, a key is a misspelling of "kvindex", or there are options
+                without the backend.
         """
-        given = additional_config if isinstance(additional_config, Mapping) else {}
-        for key in given:
-            if key != KEY and _resembles(str(key)):
-                raise ValueError(f"kvindex: additional_config: got {key!r}, allowed is {KEY!r}")
-        if KEY in given:
-            return Options.of(given[KEY])
-        if required:
-            raise ValueError(
-                f"kvindex: additional_config: got {additional_config!r}, allowed with "
-                f'attention_backend="{BACKEND}" is {{"{KEY}": {{…}}}} with options of the plug-in, '
-                f'or {{"{KEY}": {{}}}} for the defaults'
+        extra = config.additional_config
+        given = extra if isinstance(extra, Mapping) else {}  # or an object of another plug-in
+        reasons = [
+            f"additional_config: got {key!r}, allowed is {KEY!r}"
+            for key in given
+            if key != KEY and _resembles(str(key))
+        ]
+        on = is_named(config.attention_config)
+        if KEY in given and not on:
+            reasons.append(
+                f"attention_backend: got no {BACKEND!r}, although additional_config has options "
+                f'for it; allowed is "{BACKEND}" (--attention-backend {BACKEND})'
             )
-        return None
+        options = None
+        try:
+            options = Options.of(given.get(KEY, {})) if on else None
+        except ValueError as error:
+            reasons += reports.split(str(error))
+        if reasons:
+            raise ValueError(reports.joined(reasons))
+        return options
 
     @property
     def config(self) -> ParisKVConfig:

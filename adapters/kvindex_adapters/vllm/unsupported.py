@@ -1,5 +1,9 @@
-"""Checks for engines and layers that are not supported. They raise ValueError before vLLM
-generates the first token."""
+"""Checks for engines and layers that are not supported.
+
+Functions whose names end in `_reasons` return one line for each setting that is not supported, with
+the value that was found and the values that are allowed. `refuse` reports all of them in one
+ValueError, before vLLM generates the first token.
+"""
 
 from __future__ import annotations
 
@@ -9,41 +13,109 @@ import torch
 from torch import Tensor
 
 from kvindex.pariskv.block_layout import BLOCK
+from kvindex_adapters.vllm import reports
+from kvindex_adapters.vllm.options import BACKEND, Options
 
 
-def check_engine(config: Any) -> None:
-    """Raise ValueError if an engine's `VllmConfig` has an unsupported setting."""
-    parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
-    block, sizes = cache.block_size, f"a multiple of {BLOCK} (block_size={BLOCK})"
-    _refuse(
-        ("block_size", block, block is not None and block % BLOCK == 0, sizes),
+def refuse(*reasons: str) -> None:
+    """Raise ValueError with all reasons why an engine or a layer is not supported.
+
+    In a worker process, the reasons are also passed to the process that started the engine, which
+    raises the same error.
+
+    Args:
+        *reasons: One line each. Without a reason, nothing happens.
+    """
+    if not reasons:
+        return
+    found = reports.joined(reasons)
+    reports.add(reasons)
+    raise ValueError(found)
+
+
+def engine_reasons(config: Any) -> list[str]:
+    """Return the reasons why an engine cannot use kvindex. Without a reason, the list is empty.
+
+    Args:
+        config: The engine's `VllmConfig`, with the backend "KVINDEX" or with options of the
+            plug-in.
+    """
+    attention, model = config.attention_config, config.model_config
+    reasons: list[str] = []
+    try:
+        if Options.of_engine(config) is None:
+            return []
+    except ValueError as error:
+        reasons += reports.split(str(error))
+    others = getattr(attention, "backend_per_kind", None) or {}
+    named = {kind: backend.name for kind, backend in others.items()}
+    reasons += _reasons(
+        (
+            "backend_per_kind",
+            named,
+            not named,
+            f'None; attention_backend="{BACKEND}" already leaves sliding-window layers to vLLM',
+        )
+    )
+    if model is None:
+        return reasons
+    return reasons + _setting_reasons(config) + _model_reasons(config)
+
+
+def _setting_reasons(config: Any) -> list[str]:
+    """Return the reasons that are settings of the engine."""
+    parallel, cache = config.parallel_config, config.cache_config
+    block, dtype = cache.block_size, config.model_config.dtype
+    # for these models vLLM chooses the size, and there is another reason
+    chosen = config.model_config.use_mla or config.model_config.is_hybrid
+    return _reasons(
+        (
+            "block_size",
+            block,
+            chosen or (block is not None and block % BLOCK == 0),
+            f"a multiple of {BLOCK}; leave out block_size (--block-size) to get {BLOCK}",
+        ),
         *(
-            (name, value, value == 1, "1 (other values are not tested)")
+            (name, value, value == 1, f"1; leave out {name} (--{name.replace('_', '-')})")
             for name, value in (
-                ("tensor_parallel_size", parallel.tensor_parallel_size),
                 ("pipeline_parallel_size", parallel.pipeline_parallel_size),
                 ("decode_context_parallel_size", parallel.decode_context_parallel_size),
                 ("prefill_context_parallel_size", parallel.prefill_context_parallel_size),
             )
         ),
         *(
-            (name, value, value is None, "None (other values are not tested)")
+            (name, _kind(value), value is None, f"None; leave out --{name.replace('_', '-')}")
             for name, value in (
                 ("speculative_config", config.speculative_config),
                 ("kv_transfer_config", config.kv_transfer_config),
-                ("attention_chunk_size of the model", model.attention_chunk_size),
             )
         ),
         (
-            "model",
-            "state of linear attention in addition to the KV cache",
-            not model.is_hybrid,
-            "a model without such state, because vLLM would store both in pages of one size",
+            "kv_cache_dtype",
+            cache.cache_dtype,
+            _plain(cache.cache_dtype, dtype),
+            f"{dtype}, the model's, or auto; leave out kv_cache_dtype (--kv-cache-dtype)",
         ),
     )
 
 
-def check_layer(
+def _model_reasons(config: Any) -> list[str]:
+    """Return the reasons that are properties of the model's architecture."""
+    model, other = config.model_config, f"a model without it; use vLLM without {BACKEND}"
+    chunk = model.attention_chunk_size
+    return _reasons(
+        ("model", "multi-head latent attention", not model.use_mla, other),
+        (
+            "model",
+            "state of linear attention in addition to the KV cache",
+            not model.is_hybrid,
+            other,
+        ),
+        (f"model: attention_chunk_size of {chunk}", "chunked attention", chunk is None, other),
+    )
+
+
+def layer_reasons(
     *,
     attn_type: str,
     alibi_slopes: object,
@@ -51,9 +123,9 @@ def check_layer(
     kv_sharing_target_layer_name: str | None,
     kv_cache_dtype: str,
     dtype: torch.dtype,
-) -> None:
-    """Raise ValueError if a full-attention layer computes more than a softmax over its own keys and
-    values.
+) -> list[str]:
+    """Return the reasons why a full-attention layer cannot search: it computes more than a softmax
+    over its own keys and values.
 
     Args:
         attn_type: vLLM's type of attention.
@@ -63,66 +135,66 @@ def check_layer(
         kv_cache_dtype: vLLM's name of the dtype of the cache.
         dtype: Dtype of the model.
     """
-    plain = kv_cache_dtype in ("auto", str(dtype).removeprefix("torch."))
-    _refuse(
-        ("attention", attn_type, attn_type == "decoder", "'decoder'"),
-        (
-            "alibi_slopes",
-            alibi_slopes,
-            alibi_slopes is None,
-            "None, because scores of an index do not depend on positions",
-        ),
-        ("sinks", "learned sinks in the softmax", sinks is None, "None"),
+    other = f"a model without it; use vLLM without {BACKEND}"
+    shared = kv_sharing_target_layer_name
+    return _reasons(
+        ("attention", attn_type, attn_type == "decoder", f"'decoder': {other}"),
+        ("alibi_slopes", "slopes that change scores by position", alibi_slopes is None, other),
+        ("sinks", "learned sinks in the softmax", sinks is None, other),
         (
             "kv_sharing_target_layer_name",
-            kv_sharing_target_layer_name,
-            kv_sharing_target_layer_name is None,
-            "None, because each layer must have its own keys and values",
+            shared,
+            shared is None,
+            f"None, because each layer must have its own keys and values: {other}",
         ),
-        ("kv_cache_dtype", kv_cache_dtype, plain, f"{dtype}, the model's, or auto"),
+        (
+            "kv_cache_dtype",
+            kv_cache_dtype,
+            _plain(kv_cache_dtype, dtype),
+            f"{dtype}, the model's, or auto; leave out kv_cache_dtype (--kv-cache-dtype)",
+        ),
     )
 
 
-def check_sliding(config: Any) -> None:
-    """Raise ValueError if vLLM would use a separate block table for sliding-window layers."""
+def sliding_reasons(config: Any) -> list[str]:
+    """Return a reason if vLLM would use a separate block table for sliding-window layers."""
     disabled = config.scheduler_config.disable_hybrid_kv_cache_manager
-    _refuse(
+    return _reasons(
         (
             "disable_hybrid_kv_cache_manager",
             disabled,
             bool(disabled),
             "True for a model with sliding-window layers, because vLLM's hybrid manager would make "
-            "the pages of keys and of codes equal in size",
+            "the pages of keys and of codes equal in size; leave out the option "
+            "(--no-disable-hybrid-kv-cache-manager)",
         )
     )
 
 
-def check_searched(why: str | None, local_window: int) -> None:
-    """Raise ValueError if the GPU kernels do not support the index, or the local window is empty.
+def kernel_reasons(why: str | None, local_window: int) -> list[str]:
+    """Return the reasons why the GPU kernels cannot search.
 
     Args:
         why: The reason why the kernels do not support the index, or None.
         local_window: The option `local_window`.
     """
-    if why is not None:
-        raise ValueError(f"kvindex: on a GPU: {why}")
-    _refuse(
+    return _reasons(
         (
             "local_window",
             local_window,
             local_window > 0,
             "at least 1 on a GPU, because a block is encoded only after the step that fills it",
         )
-    )
+    ) + ([] if why is None else [f"index: on a GPU: {why}"])
 
 
-def check_host(config: Any, *, sliding: bool) -> None:
-    """Raise ValueError if the layer's keys and values cannot be stored in host memory."""
+def host_reasons(config: Any, *, sliding: bool) -> list[str]:
+    """Return the reasons why a layer's keys and values cannot be stored in host memory."""
     cache, parallel = config.cache_config, config.parallel_config
     sleeps = config.model_config.enable_sleep_mode
     unit = cache.prefix_match_unit
     one = "None or the block size, because vLLM copies pages without the rows in host memory"
-    _refuse(
+    return _reasons(
         (
             "rows",
             "host in a model with sliding-window layers",
@@ -135,9 +207,9 @@ def check_host(config: Any, *, sliding: bool) -> None:
     )
 
 
-def check_device(rows: str) -> None:
-    """Raise ValueError on a CPU unless `rows` is "device"."""
-    _refuse(
+def device_reasons(rows: str) -> list[str]:
+    """Return a reason if rows are in host memory although there is no GPU."""
+    return _reasons(
         (
             "rows",
             rows,
@@ -186,22 +258,14 @@ def refuse_capture(captured: bool) -> None:
 
 def refuse_memory(error: MemoryError) -> None:
     """Raise ValueError because host memory is too small for the rows of all pages."""
-    raise ValueError(
-        f"kvindex: {error}; set num_gpu_blocks_override (--num-gpu-blocks-override) to a smaller "
-        "number of pages"
-    ) from error
-
-
-def refuse_latent(name: str) -> None:
-    """Raise ValueError for a model with multi-head latent attention."""
-    _refuse(
-        (
-            "model",
-            f"multi-head latent attention ({name})",
-            False,
-            "a model whose cache contains keys, which an index can search",
-        )
+    reason = (
+        f"{error}; set num_gpu_blocks_override (--num-gpu-blocks-override) to a smaller number of "
+        "pages"
     )
+    try:
+        refuse(reason)
+    except ValueError as found:
+        raise found from error
 
 
 def refuse_implementation(name: str) -> None:
@@ -213,7 +277,7 @@ def refuse_implementation(name: str) -> None:
     Raises:
         ValueError: Always.
     """
-    ours = "attention_backend CPU_ATTN on a CPU, or FLASH_ATTN on a GPU"
+    ours = f"the plug-in's: a model whose layers have no attention of their own, or no {BACKEND}"
     _refuse(("attention", name, False, ours))
 
 
@@ -227,7 +291,8 @@ def refuse_layer(name: str, kind: str) -> None:
     Raises:
         ValueError: Always.
     """
-    _refuse((f"layer {name}", kind, False, "full or sliding attention over keys and values"))
+    ours = f"full or sliding attention over keys and values; use vLLM without {BACKEND}"
+    _refuse((f"layer {name}", kind, False, ours))
 
 
 def refuse_dense_model() -> None:
@@ -237,14 +302,30 @@ def refuse_dense_model() -> None:
             "model",
             "no full-attention layer",
             False,
-            "a model with at least one full-attention layer",
+            f"a model with at least one full-attention layer; use vLLM without {BACKEND}",
         )
     )
 
 
-def _refuse(*limits: tuple[str, object, bool, str]) -> None:
-    """Raise ValueError for the first tuple `(name, got, fits, allowed)` in which `fits` is
-    False."""
-    for name, got, fits, allowed in limits:
-        if not fits:
-            raise ValueError(f"kvindex: {name}: got {got}, allowed is {allowed}")
+def _plain(kv_cache_dtype: str, dtype: torch.dtype) -> bool:
+    """Return True if the cache stores keys and values in the model's dtype."""
+    return kv_cache_dtype in ("auto", str(dtype).removeprefix("torch."))
+
+
+def _kind(value: object) -> object:
+    """Return a short description of an optional configuration object."""
+    return value if value is None or isinstance(value, str) else f"a {type(value).__name__}"
+
+
+def _reasons(*limits: tuple[str, object, bool, str]) -> list[str]:
+    """Return a line for each tuple `(name, got, fits, allowed)` in which `fits` is False."""
+    return [
+        f"{name}: got {got}, allowed is {allowed}"
+        for name, got, fits, allowed in limits
+        if not fits
+    ]
+
+
+def _refuse(*limits: Any) -> None:
+    """Raise ValueError with all tuples `(name, got, fits, allowed)` in which `fits` is False."""
+    refuse(*_reasons(*limits))
