@@ -55,6 +55,7 @@ class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
             return
         self.paged = PagedAttention.of(options, geometry)
         self.codes = CodesLayer(config, geometry.kv_heads, self.paged.layout.head_bytes)
+        self.codes.mixed = True
 
     def explain(self) -> str:
         """Return a description of the layer: its index, and the sequences that use the index."""

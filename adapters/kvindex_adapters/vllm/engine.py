@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1 import kv_cache_interface
@@ -29,6 +30,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvindex.core.geometry import Geometry
 from kvindex.pariskv.block_layout import BLOCK
+from kvindex_adapters.vllm.metrics import Counters, Steps
 from kvindex_adapters.vllm.options import Options
 from kvindex_adapters.vllm.unsupported import layer_reasons, refuse, sliding_reasons
 
@@ -159,6 +161,7 @@ class CodesLayer(AttentionLayerBase):
         self.kv_heads, self.record_bytes = kv_heads, record_bytes
         self.token_bytes = -(-record_bytes // BLOCK)
         self.kv_cache = torch.empty(0)
+        self.mixed = False  # whether steps also search in batches that contain prompts
         self.host: Any = None  # the `HostRows` of all layers, if keys and values are in host memory
 
     @staticmethod
@@ -294,10 +297,18 @@ class CodesBuilder(AttentionMetadataBuilder[Any]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._counters: Counters | None = None
         layers = vllm_config.compilation_config.static_forward_context
         first = next(name for name, layer in layers.items() if isinstance(layer, CodesLayer))
-        if first in layer_names and get_tensor_model_parallel_rank() == 0:  # log once
-            logger.info("kvindex: %s", explain(vllm_config))
+        if first not in layer_names or get_tensor_model_parallel_rank() != 0:
+            return  # another builder or process does the following, once for all
+        logger.info("kvindex: %s", explain(vllm_config))
+        if get_pp_group().is_first_rank:
+            self._options = options_of(vllm_config)
+            self._mixed = any(
+                isinstance(layer, CodesLayer) and layer.mixed for layer in layers.values()
+            )
+            self._counters = Counters.open(vllm_config.parallel_config.data_parallel_index)
 
     def build(
         self,
@@ -305,5 +316,28 @@ class CodesBuilder(AttentionMetadataBuilder[Any]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> CommonAttentionMetadata:
+        """Count the decode steps of a batch, and return vLLM's metadata unchanged."""
+        if self._counters is not None:
+            self._count(self._counters, common_attn_metadata)
+        return common_attn_metadata
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> CommonAttentionMetadata:
         """Return vLLM's metadata unchanged."""
         return common_attn_metadata
+
+    def _count(self, counters: Counters, common: CommonAttentionMetadata) -> None:
+        """Count the sequences with one new token. Their lengths may be upper bounds, because the
+        host does not wait for the device."""
+        lengths = common.seq_lens_cpu_upper_bound
+        if lengths is None:
+            lengths = common.seq_lens
+        if lengths.device.type != "cpu":
+            return
+        new = np.diff(common.query_start_loc_cpu[: common.num_reqs + 1].numpy())
+        known = lengths[: common.num_reqs].numpy()
+        steps = known[(new == 1) & (known > 0)]  # a length of 0 is padding
+        assert self._options is not None  # an engine with an index has options
+        search = self._mixed or common.max_query_len == 1
+        counters.add(Steps.of(steps, self._options, search=search))

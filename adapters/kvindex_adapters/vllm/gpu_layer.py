@@ -63,6 +63,7 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         record_bytes = options.layout(self.geometry.head_dim).head_bytes
         self.codes = CodesLayer(config, self.geometry.kv_heads, record_bytes)
         self.context = config.compilation_config.static_forward_context
+        self.codes.mixed = options.rows == "host"
         if options.rows == "host":
             self.host = self.codes.host = host_of(config, self.geometry, options)
             self.number = self.host.add_layer()

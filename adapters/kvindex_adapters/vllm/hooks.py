@@ -32,7 +32,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.executor.abstract import Executor
 
 from kvindex.pariskv.block_layout import BLOCK
-from kvindex_adapters.vllm import reports
+from kvindex_adapters.vllm import metrics, reports
 from kvindex_adapters.vllm.engine import CodesLayer, PluginAttention, options_of
 from kvindex_adapters.vllm.options import is_named
 from kvindex_adapters.vllm.unsupported import (
@@ -90,6 +90,7 @@ def check_config(config: VllmConfig) -> None:
     if is_named(config.attention_config):
         reports.open_folder()
         reports.take()  # reasons of an earlier engine that nothing has read
+        metrics.report()
 
 
 def check_implementation(made: type, *given: Any, **named: Any) -> None:
