@@ -51,7 +51,6 @@ def engine(additional=None, backend="KVINDEX", **other):
         "block_size": 256,
         "cache_dtype": "auto",
         "dtype": torch.bfloat16,
-        "pipeline_parallel_size": 1,
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
         "attention_chunk_size": None,
@@ -99,8 +98,10 @@ def test_options_without_the_backend(backend):
 REFUSED = [
     ({"block_size": 128}, "block_size: got 128, allowed is a multiple of 256; leave out"),
     ({"block_size": 384}, "block_size: got 384"),
-    ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: got 2, allowed is 1; leave out"),
-    ({"decode_context_parallel_size": 2}, "decode_context_parallel_size: got 2"),
+    (
+        {"decode_context_parallel_size": 2},
+        "decode_context_parallel_size: got 2, allowed is 1; leave out",
+    ),
     ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size: got 2"),
     ({"speculative_config": "ngram"}, "speculative_config: got ngram, allowed is None; leave out"),
     ({"kv_transfer_config": "a connector"}, "kv_transfer_config: got a connector"),
@@ -133,10 +134,10 @@ def test_all_reasons_are_in_one_error():
         everything |= setting
     everything["additional"] = {"kvindx": {}, "kvindex": {"k": 0, "kk": 1}}
     reasons = unsupported.engine_reasons(engine(**everything))
-    assert len(reasons) == 13
+    assert len(reasons) == 12
     options = {"k": 0, "kk": 1, "rows": "disk"}
     assert len(unsupported.engine_reasons(engine({"kvindex": options}))) == 3
-    with pytest.raises(ValueError, match="kvindex: 13 settings are not supported:\n- ") as caught:
+    with pytest.raises(ValueError, match="kvindex: 12 settings are not supported:\n- ") as caught:
         unsupported.refuse(*reasons)
     assert reports.split(str(caught.value)) == reasons
     with pytest.raises(ValueError, match=r"^kvindex: one reason$"):

@@ -127,10 +127,13 @@ def check_builder(made: type, *given: Any, **named: Any) -> None:
     """
     for config in (*given, *named.values()):
         if isinstance(config, VllmConfig) and options_of(config) is not None:
-            check_layers(config.compilation_config.static_forward_context)
+            layers = config.compilation_config.static_forward_context
+            # with pipeline parallelism, the layers of another process may have indexes
+            alone = config.parallel_config.pipeline_parallel_size == 1
+            check_layers(layers, index_required=alone)
 
 
-def check_layers(layers: dict[str, Any]) -> None:
+def check_layers(layers: dict[str, Any], *, index_required: bool = True) -> None:
     """Check that every layer with a cache belongs to the plug-in, and that at least one has an
     index.
 
@@ -139,6 +142,7 @@ def check_layers(layers: dict[str, Any]) -> None:
 
     Args:
         layers: Maps names to the layers of an engine that uses kvindex.
+        index_required: Whether at least one of the layers must have an index.
 
     Raises:
         ValueError: A layer does not belong to the plug-in, or no layer has an index.
@@ -152,7 +156,7 @@ def check_layers(layers: dict[str, Any]) -> None:
             continue
         if type(layer) is not Attention or not isinstance(layer.impl, PluginAttention):
             refuse_layer(name, type(layer).__name__)
-    if not any(isinstance(layer, CodesLayer) for layer in layers.values()):
+    if index_required and not any(isinstance(layer, CodesLayer) for layer in layers.values()):
         refuse_dense_model()
 
 

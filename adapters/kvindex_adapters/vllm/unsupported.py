@@ -78,7 +78,6 @@ def _setting_reasons(config: Any) -> list[str]:
         *(
             (name, value, value == 1, f"1; leave out {name} (--{name.replace('_', '-')})")
             for name, value in (
-                ("pipeline_parallel_size", parallel.pipeline_parallel_size),
                 ("decode_context_parallel_size", parallel.decode_context_parallel_size),
                 ("prefill_context_parallel_size", parallel.prefill_context_parallel_size),
             )
