@@ -51,6 +51,8 @@ def engine(additional=None, backend="KVINDEX", **other):
         "block_size": 256,
         "cache_dtype": "auto",
         "dtype": torch.bfloat16,
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
         "attention_chunk_size": None,

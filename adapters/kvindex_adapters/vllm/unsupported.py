@@ -203,6 +203,13 @@ def host_reasons(config: Any, *, sliding: bool) -> list[str]:
         ("prefix_match_unit", unit, unit in (None, cache.block_size), one),
         ("use_ubatching", True, not parallel.use_ubatching, "False with rows='host'"),
         ("enable_sleep_mode", True, not sleeps, "False with rows='host'"),
+        *(
+            (name, value, value == 1, "1 with rows='host', because processes share host memory")
+            for name, value in (
+                ("tensor_parallel_size", parallel.tensor_parallel_size),
+                ("pipeline_parallel_size", parallel.pipeline_parallel_size),
+            )
+        ),
     )
 
 
