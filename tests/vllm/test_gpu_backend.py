@@ -1,5 +1,7 @@
 """The plug-in's GPU backend in vLLM's own classes, with kernels emulated on a CPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -108,6 +110,29 @@ def test_what_no_fused_step_serves_is_refused(entered, asked, said):
     entered(asked)
     with pytest.raises(ValueError, match=f"kvindex: {said}"):
         SearchingFlashAttention(H, D, 1.0, G, None, None, "auto")
+
+
+def test_a_gpu_that_cannot_run_the_kernels(entered, monkeypatch):
+    import kvindex_cuda
+    from kvindex_adapters.vllm.gpu import SearchingFlashAttention
+
+    def fail(device):
+        raise ImportError("CuPy is not installed")
+
+    entered({"index": "pariskv:preset=fast"})
+    monkeypatch.setattr(kvindex_cuda, "ready", fail)
+    with pytest.raises(ValueError, match=r"^kvindex: kernels for GPUs: CuPy is not installed$"):
+        SearchingFlashAttention(H, D, 1.0, G, None, None, "auto")
+
+
+def test_layers_of_different_shapes(entered):
+    config = entered()
+    layers = layers_of(config)
+    other = next(iter(layers.values())).impl
+    other.geometry = replace(other.geometry, head_dim=64)
+    builder = builder_of(config, layers)
+    with pytest.raises(ValueError, match="kvindex: model: got full-attention layers of different"):
+        builder.build(0, common(torch.tensor([[1]]).int(), [1], [1], torch.tensor([256])))
 
 
 def test_the_backend_has_a_name_of_its_own(entered):

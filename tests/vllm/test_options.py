@@ -107,7 +107,7 @@ REFUSED = [
     ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size: got 2"),
     ({"speculative_config": "ngram"}, "speculative_config: got ngram, allowed is None; leave out"),
     ({"kv_transfer_config": "a connector"}, "kv_transfer_config: got a connector"),
-    ({"attention_chunk_size": 8192}, "attention_chunk_size of 8192: got chunked attention"),
+    ({"attention_chunk_size": 8192}, "model: got chunked attention (chunks of 8192 tokens)"),
     ({"is_hybrid": True}, "model: got state of linear attention"),
     ({"use_mla": True}, "model: got multi-head latent attention"),
     ({"cache_dtype": "fp8"}, "kv_cache_dtype: got fp8, allowed is torch.bfloat16"),

@@ -16,7 +16,7 @@ from kvindex.core.transaction import in_plain_torch
 from kvindex_adapters.vllm.engine import CodesLayer, logger, options_of, spec_of_rows
 from kvindex_adapters.vllm.gpu_layer import SearchingFlashAttention
 from kvindex_adapters.vllm.host import Part, single, split
-from kvindex_adapters.vllm.unsupported import check_causal, refuse_memory
+from kvindex_adapters.vllm.unsupported import check_causal, refuse, refuse_memory
 from kvindex_cuda.memory.pages import Pages
 from kvindex_cuda.pariskv.steps.host_rows import HostRows
 from kvindex_cuda.pariskv.steps.paged import PagedSteps
@@ -196,9 +196,9 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         most_rows = max(scheduler.max_num_seqs, compilation.max_cudagraph_capture_size or 0)
         geometries = {layer.impl.geometry for layer in self._layers}
         if len(geometries) > 1:
-            raise ValueError(
-                f"kvindex: model: got layers of different shapes, {geometries}; all full-attention "
-                "layers must have the same shape"
+            refuse(
+                f"model: got full-attention layers of different shapes, {geometries}, allowed is a "
+                "model in which they have one shape"
             )
         shared: dict[str, Any] = dict(
             k=options.k,

@@ -50,7 +50,10 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
             if options.rows == "host":
                 reasons += host_reasons(config, sliding=geometry is None)
             if geometry is not None:
-                kvindex_cuda.ready(geometry.device)
+                try:
+                    kvindex_cuda.ready(geometry.device)
+                except (ImportError, RuntimeError, ValueError) as error:
+                    return [*reasons, f"kernels for GPUs: {error}"]
                 # use torch's normal defaults here, because vLLM sets the default dtype and device
                 # to those of the model while it constructs layers
                 why = in_plain_torch(unserved)(options.config, geometry)

@@ -110,7 +110,7 @@ def _model_reasons(config: Any) -> list[str]:
             not model.is_hybrid,
             other,
         ),
-        (f"model: attention_chunk_size of {chunk}", "chunked attention", chunk is None, other),
+        ("model", f"chunked attention (chunks of {chunk} tokens)", chunk is None, other),
     )
 
 
