@@ -81,6 +81,7 @@ def test_nobody_to_read_them(folder, monkeypatch):
 
 def test_an_engine_counts_its_steps(searching):
     from prometheus_client import REGISTRY
+    from vllm.v1.metrics.reader import get_metrics_snapshot
 
     from tests.vllm.conftest import prompt, tokens
 
@@ -94,3 +95,5 @@ def test_an_engine_counts_its_steps(searching):
     # the first of 11 tokens comes from the prompt; 512 + 4 + 16 tokens are indexed, all are read
     assert (searched, dense) == (10, 10)
     assert read == stored == sum(range(701, 711)) + sum(range(21, 31))
+    found = {one.name: one.value for one in get_metrics_snapshot() if one.name in metrics.COUNTERS}
+    assert list(found.values()) == values().tolist()

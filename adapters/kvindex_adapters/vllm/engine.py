@@ -235,7 +235,10 @@ def explain(config: VllmConfig) -> str:
     sliding = [name for name, impl in own.items() if impl.codes is None]
     text = f"{len(searching)} of {len(own)} attention layers search: {', '.join(searching)}"
     if sliding:
-        text += f" (not the sliding ones: {', '.join(sliding)})"
+        text += (
+            f" (not those with a sliding window, which store the rows of all tokens: "
+            f"{', '.join(sliding)})"
+        )
     return f"{text}. {own[searching[0]].explain()}"
 
 
