@@ -19,6 +19,10 @@ FOREIGN = {
         {"_prefill", "_optimize_model_for_decode", "_update_model_kwargs_for_generation"},
         OF_TRANSFORMERS,
     ),
+    "adapters/kvindex_adapters/vllm/__init__.py": (
+        {"_member_map_", "_member_names_", "_name_", "_value_", "_value2member_map_"},
+        "a new member of vLLM's enum, which vLLM 0.26 has no method for",
+    ),
     "kvindex/core/transaction.py": ({"_C", "_len_torch_function_stack"}, OF_TORCH),
     "kvindex/core/one_shot.py": ({"_symmetric_memory"}, OF_TORCH),
     "kvindex/core/streams.py": ({"_C", "_cuda_getCurrentRawStream", "_cuda_getDevice"}, OF_TORCH),

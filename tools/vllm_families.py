@@ -194,7 +194,7 @@ def spoken(error: Exception) -> str:
 def ask(families: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
     """Test families in another process, in which vLLM's engines run too, and yield each result.
 
-    If the process fails, another one continues after the family that failed.
+    If the process or a family fails, another process continues.
     """
     env = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -211,20 +211,31 @@ def ask(families: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
         process = subprocess.Popen(
             command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
-        watchdog = threading.Timer(LIMIT_S, process.kill)
-        watchdog.start()
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("RESULT "):
-                watchdog.cancel()
-                yield left.pop(0), json.loads(line.removeprefix("RESULT "))
-                watchdog = threading.Timer(LIMIT_S, process.kill)
-                watchdog.start()
-        watchdog.cancel()
+        found, first = _result(process), True
+        while left and found is not None:
+            if not first and found["outcome"] in (NONE, ERROR):
+                break  # perhaps because of an earlier family, so it gets a process of its own
+            yield left.pop(0), found
+            found, first = _result(process) if left else None, False
+        process.kill()
         status = process.wait()
-        if left:
+        if left and first:
             words = f"the process ended with status {status}, or after {LIMIT_S} s"
             yield left.pop(0), {"outcome": NONE, "words": words}
+
+
+def _result(process: subprocess.Popen[str]) -> dict[str, str] | None:
+    """Return the next result that a process prints, or None if it ends or takes too long."""
+    watchdog = threading.Timer(LIMIT_S, process.kill)
+    watchdog.start()
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("RESULT "):
+            watchdog.cancel()
+            found: dict[str, str] = json.loads(line.removeprefix("RESULT "))
+            return found
+    watchdog.cancel()
+    return None
 
 
 def faults(found: dict[str, Any], stored: dict[str, Any]) -> Iterator[str]:
@@ -283,7 +294,7 @@ def main() -> int:
     import transformers
     import vllm
 
-    stored = json.loads(RESULTS.read_text())["families"] if RESULTS.exists() else {}
+    stored = json.loads(RESULTS.read_text(encoding="utf-8"))["families"] if RESULTS.exists() else {}
     start, known = time.perf_counter(), families()
     if wrong := set(options.only or ()) - set(known):
         parser.error(f"--only: got {', '.join(sorted(wrong))}, allowed is {', '.join(known)}")
@@ -295,9 +306,10 @@ def main() -> int:
             versions = {"vllm": vllm.__version__, "transformers": transformers.__version__}
             everything = dict(sorted({**stored, **found}.items()))
             RESULTS.write_text(
-                json.dumps({"versions": versions, "families": everything}, indent=1) + "\n"
+                json.dumps({"versions": versions, "families": everything}, indent=1) + "\n",
+                encoding="utf-8",
             )
-            PAGE.write_text(page(everything, versions))
+            PAGE.write_text(page(everything, versions), encoding="utf-8")
     counts = dict(Counter(one["outcome"] for one in found.values()))
     print(counts, f"in {time.perf_counter() - start:.0f} s")
     lines = list(faults(found, stored))

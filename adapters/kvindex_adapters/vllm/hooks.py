@@ -50,10 +50,10 @@ def install() -> None:
     _check_before(AttentionMetadataBuilder, check_builder)
     if VllmConfig.__init__.__module__ != __name__:
         VllmConfig.__init__ = _checked(VllmConfig.__init__)
-    for owner, name in ((Executor, "__init__"), (engine_processes, "wait_for_engine_startup")):
-        function = getattr(owner, name, None)  # not every version of vLLM has it
-        if function is not None and function.__module__ != reports.__name__:
-            setattr(owner, name, reports.restating(function))
+    Executor.__init__ = reports.restating(Executor.__init__)
+    engine_processes.wait_for_engine_startup = reports.restating(
+        engine_processes.wait_for_engine_startup
+    )
 
 
 def prepare(attention: Any, cache: Any, scheduler: Any) -> None:

@@ -24,8 +24,8 @@ KEY = "kvindex"
 
 
 def is_named(attention_config: Any) -> bool:
-    """Return True if an engine's `AttentionConfig` has the plug-in's backend."""
-    backend = getattr(attention_config, "backend", None)
+    """Return True if an engine's `AttentionConfig`, or None, has the plug-in's backend."""
+    backend = None if attention_config is None else attention_config.backend
     return backend is not None and backend.name == BACKEND
 
 

@@ -69,24 +69,26 @@ def add(reasons: Iterable[str]) -> None:
     found, reasons = folder(), list(reasons)
     if found is not None and reasons and _owner != os.getpid():
         path = found / f"reasons-{os.getpid()}.json"
-        path.write_text(json.dumps(reasons))
+        path.write_text(json.dumps(reasons), encoding="utf-8")
 
 
 def take() -> list[str]:
     """Return the reasons that processes have written, each once, and remove them."""
     found, reasons = folder(), []
     for path in sorted(found.glob("reasons-*.json")) if found else []:
-        reasons += json.loads(path.read_text())
+        reasons += json.loads(path.read_text(encoding="utf-8"))
         path.unlink()
     return list(dict.fromkeys(reasons))
 
 
 def restating(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of vLLM that waits for other processes.
+    """Wrap a function of vLLM that waits for other processes, unless it is wrapped already.
 
     If it raises an error after one of these processes has reported reasons, the wrapper raises
     ValueError with these reasons. So they are the last line that the user sees.
     """
+    if function.__module__ == __name__:
+        return function
 
     @wraps(function)
     def restated(*given: Any, **named: Any) -> Any:

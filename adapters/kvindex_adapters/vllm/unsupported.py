@@ -47,8 +47,7 @@ def engine_reasons(config: Any) -> list[str]:
             return []
     except ValueError as error:
         reasons += reports.split(str(error))
-    others = getattr(attention, "backend_per_kind", None) or {}
-    named = {kind: backend.name for kind, backend in others.items()}
+    named = {kind: backend.name for kind, backend in attention.backend_per_kind.items()}
     reasons += _reasons(
         (
             "backend_per_kind",
