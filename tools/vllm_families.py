@@ -47,7 +47,10 @@ MEANING = {
     DIFFERENT: "they differ, which is a defect",
     REFUSED: "not supported: the engine raises an error that says why",
     ERROR: "another error, which is a defect",
-    NONE: "not tested, because vLLM itself did not run the tiny model on a CPU",
+    NONE: (
+        "not tested, because vLLM itself did not run the tiny model on a CPU; many of these models "
+        "also read images, for which torchvision is missing"
+    ),
 }
 
 WIDE = {"hidden_size": 128, "n_embd": 128, "d_model": 128, "word_embed_proj_dim": 128}
@@ -61,8 +64,9 @@ MORE = {
     "gemma4_text": {"num_kv_shared_layers": 0},  # as in the models of 12B parameters and more
     "glm4_moe": {"head_dim": 32},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 64},
+    "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 96},
     "lfm2": {"block_dim": 128, "conv_dim": 128},
-    "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
+    "minimax_m2": {"rotary_dim": 16, "scoring_func": "softmax", "use_routing_bias": True},
 }
 """Family -> further options of its tiny model. vLLM reads some that transformers' configuration
 does not have."""
@@ -174,7 +178,7 @@ def outcome(family: str) -> dict[str, str]:
         try:
             stock, _ = answers(folder, None)
         except Exception as error:
-            return {"outcome": NONE, "words": spoken(error)}
+            return {"outcome": NONE, "words": spoken(error).replace(folder, "MODEL")[:120]}
         if problem is not None:
             return {"outcome": ERROR, "words": spoken(problem)}
     if (far := distance(stock, every)) > TOLERANCE:
