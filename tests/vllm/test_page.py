@@ -107,7 +107,7 @@ def served(command, environment, folder, log):
             yield
         finally:
             process.terminate()
-            process.wait(60)
+            process.wait(120)
 
 
 @pytest.mark.parametrize("number", range(2))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import multiprocessing
 import os
 import shutil
 import tempfile
@@ -48,10 +49,15 @@ def folder() -> Path | None:
 
 
 def open_folder() -> Path:
-    """Create the folder for reports if it is missing. It is removed when this process ends."""
+    """Create the folder for reports of this program's processes, if it is missing.
+
+    It is removed when this process ends. Processes that vLLM starts inherit the folder. A program
+    that is started by another program with an engine creates a folder of its own.
+    """
     global _owner
     found = folder()
-    if found is None:
+    first = multiprocessing.parent_process() is None  # vLLM starts others with multiprocessing
+    if found is None or (first and _owner != os.getpid()):
         found = Path(tempfile.mkdtemp(prefix="kvindex-vllm-"))
         os.environ[FOLDER] = str(found)
         _owner = os.getpid()
