@@ -249,7 +249,7 @@ def opened(given: argparse.Namespace, plan: str, folder: str, **options: Any) ->
             cached = max(4096, 1 << (2048 * rows - 1).bit_length())
             options |= dict(rows="host", cached_rows=cached)
             extra = dict(num_gpu_blocks_override=rows * (-(-tokens // BLOCK) + 1) + 1)
-        extra |= dict(block_size=BLOCK, additional_config={"kvindex": options})
+        extra |= dict(attention_backend="KVINDEX", additional_config={"kvindex": options})
     elif given.stock_block:
         extra = dict(block_size=given.stock_block)
     made = LLM(
