@@ -29,7 +29,15 @@ from kvindex.core.restore import Restorable
 
 READS = frozenset(
     {
-        *("encode", "search", "search_shard", "fetch", "bytes_per_key", "expand_batch"),
+        *(
+            "encode",
+            "search",
+            "search_within",
+            "search_shard",
+            "fetch",
+            "bytes_per_key",
+            "expand_batch",
+        ),
         *("state_dict", "__deepcopy__", "candidate_coverage"),
     }
 )

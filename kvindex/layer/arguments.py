@@ -45,8 +45,7 @@ def checked_rows(
     if error is None:
         return most, None
     asked = "k: got 'auto'" if automatic else f"error: got {error}"
-    if not error > 0:
-        raise ValueError(f"error: got {error}, allowed is a number above 0, or None")
+    error = check.positive("error", error)
     if coverage is not None:
         raise ValueError(
             f"{asked} together with coverage={coverage}; pass one of the two, because both choose "

@@ -509,14 +509,13 @@ class AttentionLayer(Transactional):
         return Wanted(self.k, self.coverage, variance)
 
     def _measure(self, values: Tensor, outputs: Tensor, valid: Tensor | None) -> None:
-        """Measure the outputs of new tokens that have attended to all tokens.
+        """Measure the outputs of new tokens whose queries have not searched.
 
         values: values of the new tokens, `[B, G, T, Dv]`.
         """
         if self.error is None or not outputs.shape[2]:
             return
-        first = not self._scale.known and len(self._window)
-        self._scale.measure(self._window.rows.values if first else values, outputs, valid)
+        self._scale.measure(values, outputs, valid)
 
     def _checked(
         self, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None
@@ -620,6 +619,8 @@ class AttentionLayer(Transactional):
         self._updates.keep(length)
         if length < len(self):
             self._sparse.truncate(length)
+        if length == 0:
+            self._scale.reset()
         self._contents.truncate(length)
 
     def reorder(self, batch_indices: Tensor) -> None:
@@ -954,7 +955,7 @@ class AttentionLayer(Transactional):
                 f"layer: got a layer with {len(self)} tokens, allowed is an empty layer"
             )
         self._contents.unpack(state)
-        self._scale.unpack(state)
+        self._scale.unpack(state, self.index.geometry.device)
         self._updates.prompt_ended, self._broken = bool(state["prompt_ended"]), None
         self._sparse.used_from = 0 if SPARSE in state else None
 

@@ -17,7 +17,7 @@ from kvindex.core.restore import Restorable
 from kvindex.storage.layout import TensorSpec
 
 HORIZON = 1024
-"""A chunk of this many tokens replaces the measured means; a shorter one counts in proportion."""
+"""Number of tokens over which the means are taken. Later tokens replace earlier ones."""
 
 LAST = 256
 """Number of tokens at the end of a chunk whose outputs are measured.
@@ -25,49 +25,55 @@ LAST = 256
 The outputs of tokens near the beginning of a text have other sizes than those of later tokens.
 """
 
-NAMES = ("scale.values", "scale.outputs")
-"""Names of the two means in the state of a layer."""
+FEWEST = 32
+"""Number of tokens that must be measured before a search uses the means."""
+
+NAMES = ("scale.values", "scale.outputs", "scale.seen")
+"""Names of the tensors in the state of a layer."""
 
 
 class OutputScale(Restorable):
-    """Mean squares of values and outputs, measured on tokens that attend to all tokens.
+    """Mean squares of values and outputs, measured on the tokens of prompts and dense steps.
 
     Tokens whose queries search are not measured, because the error of their outputs would then
-    influence later limits. The means are moving averages, so they depend slightly on how a prompt
-    is divided into chunks.
+    influence later limits. The means are moving averages over some 1,000 tokens, so they depend
+    slightly on how a prompt is divided into chunks. `truncate` of a layer does not change them,
+    except if no token remains.
     """
 
     def __init__(self) -> None:
+        self._seen = 0  # number of measured tokens
         self._values: Tensor | None = None  # mean of |v|² over tokens, float32 [B, G]
         self._outputs: Tensor | None = None  # mean of |o|² over tokens, float32 [B, H]
 
     @property
     def known(self) -> bool:
-        """True if the sizes of values and outputs have been measured."""
-        return self._outputs is not None
+        """True if enough tokens have been measured."""
+        return self._seen >= FEWEST
 
     def measure(self, values: Tensor, outputs: Tensor, valid: Tensor | None) -> None:
         """Measure the values and attention outputs of new tokens.
 
+        Padding does not count, and may be NaN. The means of a sequence stay as they are if all its
+        new tokens are padding.
+
         Args:
-            values: `[B, G, T, Dv]`, values of new tokens. Before the first call, of earlier tokens,
-                too.
-            outputs: `[B, H, T', Dv]`, outputs of the new tokens.
-            valid: Bool `[B, T']`, False for padding; None if no new token is padding.
+            values: `[B, G, T, Dv]`.
+            outputs: `[B, H, T, Dv]`.
+            valid: Bool `[B, T]`, False for padding; None if no token is padding.
         """
-        found = values.float().square().sum(-1).mean(2)
-        last = outputs[:, :, -LAST:].float().square().sum(-1)  # [B, H, n]
+        B, _, T, _ = values.shape
         if valid is None:
-            mean = last.mean(2)
-        else:
-            real = valid[:, None, -LAST:].to(last.dtype)
-            mean = (last * real).sum(2) / real.sum(2).clamp_min(1)
-        if self._values is None or self._outputs is None:
-            self._values, self._outputs = found, mean
-            return
-        weight = min(outputs.shape[2] / HORIZON, 1.0)
-        self._values = self._values.lerp(found, weight)
-        self._outputs = self._outputs.lerp(mean, weight)
+            valid = torch.ones((B, T), dtype=torch.bool, device=values.device)
+        left = valid.flip(-1).cumsum(-1).flip(-1)  # number of real tokens from this one on
+        found = _mean_square(values.detach(), valid)
+        mean = _mean_square(outputs.detach(), valid & (left <= LAST))
+        weight = T / (min(HORIZON, self._seen + T) if self._seen else T)
+        if self._values is not None and self._outputs is not None:
+            weights = min(weight, 1.0) * valid.any(-1, keepdim=True)
+            found = self._values.lerp(found, weights.expand_as(found))
+            mean = self._outputs.lerp(mean, weights.expand_as(mean))
+        self._values, self._outputs, self._seen = found, mean, self._seen + T
 
     def variance(self, error: float) -> Tensor:
         """Return the largest variance of attention weights for each KV head, float32 `[B, G]`.
@@ -93,7 +99,7 @@ class OutputScale(Restorable):
 
     def reset(self) -> None:
         """Forget what was measured."""
-        self._values, self._outputs = None, None
+        self._seen, self._values, self._outputs = 0, None, None
 
     # State as named tensors
 
@@ -101,17 +107,32 @@ class OutputScale(Restorable):
         """Return the means by name, or an empty dict if nothing was measured."""
         if self._values is None or self._outputs is None:
             return {}
-        return dict(zip(NAMES, (self._values, self._outputs), strict=True))
+        parts = self._values, self._outputs, torch.tensor(self._seen)
+        return dict(zip(NAMES, parts, strict=True))
 
     @staticmethod
     def layout() -> dict[str, TensorSpec]:
         """Return what the tensors of `packed` must look like."""
-        shapes = "B G", "B H"
+        specs = (("B G", torch.float32, 0), ("B H", torch.float32, 0), ("", torch.int64, 1))
         return {
-            name: TensorSpec(shape, torch.float32, least=0)
-            for name, shape in zip(NAMES, shapes, strict=True)
+            name: TensorSpec(shape, dtype, least=least)
+            for name, (shape, dtype, least) in zip(NAMES, specs, strict=True)
         }
 
-    def unpack(self, state: Mapping[str, Tensor]) -> None:
-        """Load the means from a state that may contain them."""
-        self._values, self._outputs = (state.get(name) for name in NAMES)
+    def unpack(self, state: Mapping[str, Tensor], device: torch.device) -> None:
+        """Load the means to a device, from a state that may contain them."""
+        self.reset()
+        if NAMES[0] in state:
+            self._values, self._outputs = (state[name].to(device) for name in NAMES[:2])
+            self._seen = int(state[NAMES[2]])
+
+
+def _mean_square(vectors: Tensor, chosen: Tensor) -> Tensor:
+    """Return the mean of `|v|²` over the chosen tokens, float32 `[B, n]`, or 0 if there are none.
+
+    Args:
+        vectors: `[B, n, T, Dv]`.
+        chosen: Bool `[B, T]`.
+    """
+    squares = vectors.float().square().sum(-1).masked_fill(~chosen[:, None], 0)
+    return squares.sum(-1) / chosen.sum(-1, keepdim=True).clamp_min(1)

@@ -192,7 +192,7 @@ def _resident_lse(
     """
     g = index.geometry
     resident, seen = window.with_sink(seen)
-    folded = queries.float().reshape(len(queries), g.kv_heads, -1, g.head_dim)
+    folded = queries.detach().float().reshape(len(queries), g.kv_heads, -1, g.head_dim)
     logits = folded @ resident.keys.float().mT
     logits = cap(logits, g.scale, g.softcap).flatten(1, 2)  # [B, H, S + W]
     if bias is not None:

@@ -32,7 +32,8 @@ class LayerPool(Sequences[AttentionLayer]):
         super().__init__(layer)
         self.geometry = self._like.index.geometry
         self._together: LayersTogether | None = None
-        plain = type(layer).step is AttentionLayer.step and layer.coverage is None
+        plain = type(layer).step is AttentionLayer.step
+        plain = plain and layer.coverage is None and layer.error is None
         if plain and capability(self._like.index, JoinsBatch) is not None:
             self._together = LayersTogether(self._like, graphs=layer.graphs)
         self._joined = self._alone = 0  # steps that ran together and alone

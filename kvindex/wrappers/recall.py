@@ -12,9 +12,11 @@ from kvindex.core.protocol import (
     UNUSED,
     AppendsAsync,
     CountsTokens,
+    ErrorLimit,
     ExpandsBatch,
     Hits,
     KVIndex,
+    LimitsError,
 )
 from kvindex.indexes.exact import Exact, ExactConfig
 from kvindex.ops import group
@@ -85,11 +87,21 @@ class MeasureRecall(Wrapper):
         return self._reachable / self._wanted if self._wanted else None
 
     def _undone(self, name: str) -> bool:
-        return name == "search" or super()._undone(name)  # a search changes the counts
+        return name in ("search", "search_within") or super()._undone(
+            name
+        )  # a search changes the counts
 
     def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
         """Search the wrapped index, and count how many of the true best rows it has found."""
-        hits = self.inner.search(queries, k=k, coverage=coverage)
+        return self._counted(queries, k, self.inner.search(queries, k=k, coverage=coverage))
+
+    def search_within(self, queries: Tensor, *, k: int, limit: ErrorLimit) -> Hits:
+        """Search the wrapped index with a limit of the error, and count as `search` does."""
+        inner = required(self.inner, LimitsError, name="inner")
+        return self._counted(queries, k, inner.search_within(queries, k=k, limit=limit))
+
+    def _counted(self, queries: Tensor, k: int, hits: Hits) -> Hits:
+        """Count how many of the true best `k` rows are among the hits, and return the hits."""
         if len(self._exact):
             g = self.geometry
             scores = self._exact.scores(group.fold(queries, g.kv_heads, "union"))

@@ -5,14 +5,23 @@ import math
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 import kvindex
+from kvindex.core.protocol import ErrorLimit
 from kvindex.layer import AttentionLayer
+from kvindex.layer.output_scale import FEWEST
+from kvindex.layer.retrieval import _resident_lse
 from kvindex.ops import attention
 
 D, N = 32, 1200
 SIZES = dict(q_heads=4, kv_heads=2, head_dim=D)
 REGIONS = dict(sink=8, local_window=32, update_every=256, dense_below=0)
+
+
+def quiet(queries, keys, values):
+    """Return sharper queries, for which few rows have most of the attention weight."""
+    return 3 * queries, keys, values
 
 
 def layer(backend="torch", index="pariskv", batch=1, read=N, **options):
@@ -70,7 +79,7 @@ def test_auto_is_a_default_error_and_a_ceiling():
     assert rows_of(made) == 64
 
 
-def test_without_measured_outputs_a_step_attends_to_all_tokens_first():
+def test_steps_attend_to_all_tokens_until_enough_outputs_are_measured():
     _, keys, values = some(N, seed=1)
     made = layer(read=0)
     made.append(keys, values)
@@ -80,7 +89,10 @@ def test_without_measured_outputs_a_step_attends_to_all_tokens_first():
     every = (torch.cat(pair, dim=2) for pair in zip((keys, values), token[1:], strict=True))
     full = attention.attend(token[0][:, :, 0], *every, scale=D**-0.5)
     torch.testing.assert_close(output[:, :, 0], full)
-    made.step(*some(1, seed=3))
+    for step in range(FEWEST - 1):
+        made.step(*some(1, seed=3 + step))
+    assert made.traffic.steps == 0
+    made.step(*some(1, seed=99))
     assert made.traffic.steps == 1
 
 
@@ -93,25 +105,85 @@ def test_a_search_does_not_change_the_limit():
     assert not torch.equal(made._wanted().variance, before)
 
 
-def test_padding_is_not_measured():
+@pytest.mark.parametrize("padding", [100, 600])
+@pytest.mark.parametrize("left", [True, False])
+def test_padding_is_not_measured(padding, left):
     queries, keys, values = some(N, seed=1)
-    valid = torch.ones(1, N, dtype=torch.bool)
-    valid[:, -100:] = False
+    plain = layer(read=0)
+    plain.step(queries, keys, values)
+    after = (0, 0, padding, 0) if left else (0, 0, 0, padding)
+    queries, keys, values = (pad(part, after, value=math.nan) for part in (queries, keys, values))
+    valid = ~queries[:, 0, :, 0].isnan()
     padded = layer(read=0)
-    padded.step(queries, keys, values, valid=valid)
-    loud = values.clone()
-    loud[:, :, -100:] = 1e6
-    other = layer(read=0)
-    other.step(queries, keys, loud, valid=valid)
-    assert torch.equal(padded._wanted().variance, other._wanted().variance)
+    padded.step(queries, keys.nan_to_num(0), values.nan_to_num(0), valid=valid)
+    torch.testing.assert_close(padded._wanted().variance, plain._wanted().variance)
+
+
+def test_a_chunk_of_padding_changes_nothing():
+    made, (queries, keys, values) = layer(batch=2), some(1100, seed=2, batch=2)
+    before, valid = made._wanted().variance, torch.ones(2, 1100, dtype=torch.bool)
+    valid[1] = False
+    made.step(queries, keys, values, valid=valid)
+    after = made._wanted().variance
+    assert torch.equal(after[1], before[1])
+    assert not torch.equal(after[0], before[0])
+
+
+@pytest.mark.parametrize("sizes", [[100] * 12, [1, 599, 600], [20] + [1] * 1180])
+def test_the_limit_hardly_depends_on_the_chunks(sizes):
+    queries, keys, values = some(N, seed=1)
+    whole, made, start = layer(), layer(read=0, dense_below=2048), 0
+    for size in sizes:
+        part = slice(start, start + size)
+        made.step(queries[:, :, part], keys[:, :, part], values[:, :, part])
+        start += size
+    ratio = made._wanted().variance / whole._wanted().variance
+    assert ratio.max() < 6  # the outputs of the first tokens are much larger than later ones
+
+
+def test_a_truncation_to_nothing_forgets_the_sizes():
+    made = layer()
+    made.truncate(N - 10)
+    assert made._scale.known
+    made.truncate(0)
+    made.append(*some(N, seed=4)[1:])
+    made.step(*some(1, seed=5))
+    assert made.traffic.steps == 0
+
+
+def test_tensors_with_gradients():
+    made = layer("cpu")
+    queries, keys, values = some(1, seed=2)
+    twin = copy.deepcopy(made)
+    output = made.step(queries.requires_grad_(), keys.requires_grad_(), values)
+    assert torch.equal(output.detach(), twin.step(queries.detach(), keys.detach(), values))
+    made.step(*(part.requires_grad_() for part in some(300, seed=3)))
+    assert not made._wanted().variance.requires_grad
+
+
+def test_the_log_sum_of_sink_and_window():
+    made = layer(search_up_to=4)
+    made.step(*some(40, seed=7))
+    query = some(1, seed=8)[0][:, :, 0]
+    window, index = made._window, made.index
+    seen = torch.ones(1, len(window), dtype=torch.bool)
+    seen[:, -3:] = False
+    lse = _resident_lse(index, window, query, seen, None, None)
+    rows, mask = window.with_sink(seen)
+    keys = rows.keys[:, :, mask[0]]
+    assert keys.shape[2] == 8 + len(window) - 3
+    _, expected = attention.attend(query, keys, keys, scale=D**-0.5, return_lse=True)
+    torch.testing.assert_close(lse, expected)
 
 
 def test_a_loaded_layer_continues_equally(tmp_path):
-    made, token = layer(), some(1, seed=2)
+    made, token = layer("cpu", error=0.3), quiet(*some(1, seed=2))
     made.save(tmp_path / "saved")
     loaded = kvindex.load(tmp_path / "saved")
     assert (loaded.k, loaded.error) == (made.k, made.error)
+    assert torch.equal(loaded._wanted().variance, made._wanted().variance)
     assert torch.equal(loaded.step(*token), made.step(*token))
+    assert 16 <= rows_of(made) == rows_of(loaded) < 900
 
 
 def test_a_state_with_only_one_of_the_means_is_refused():
@@ -125,8 +197,10 @@ def test_rollback_and_copies_restore_the_measured_sizes():
     made = layer()
     before, token = made.checkpoint(), some(1, seed=2)
     twin = copy.deepcopy(made)
-    made.step(*some(300, seed=3))
+    made.step(*quiet(*some(300, seed=3)))
+    assert not torch.equal(made._wanted().variance, twin._wanted().variance)
     made.rollback(before)
+    assert torch.equal(made._wanted().variance, twin._wanted().variance)
     assert torch.equal(made.step(*token), twin.step(*token))
 
 
@@ -165,18 +239,39 @@ def test_a_bias_counts_as_weight_outside_the_index():
     ("options", "message"),
     [
         (dict(k="many"), "k: got 'many', allowed is a number of at least 1, or 'auto'"),
-        (dict(error=0.0), "error: got 0.0, allowed is a number above 0"),
-        (dict(error=math.nan), "error: got nan, allowed is a number above 0"),
+        (dict(error=0.0), "error: got 0.0, allowed is a positive finite number"),
+        (dict(error=math.nan), "error: got nan, allowed is a positive finite number"),
+        (dict(error=math.inf), "error: got inf, allowed is a positive finite number"),
+        (dict(error="0.1"), "error: got '0.1', allowed is a positive finite number"),
+        (dict(error=True), "error: got True, allowed is a positive finite number"),
         (dict(coverage=0.9), "k: got 'auto' together with coverage=0.9"),
         (dict(k=10, error=0.1, coverage=0.9), "error: got 0.1 together with coverage=0.9"),
         (dict(index="quest"), "k: got 'auto', but Quest with these options cannot predict"),
         (dict(index="pariskv:preset=fast"), "k: got 'auto', but ParisKV with these options"),
-        (dict(index="pariskv+recall"), "k: got 'auto', but"),
+        (dict(index="pariskv+reuse"), "k: got 'auto', but"),
     ],
 )
 def test_bad_input(options, message):
     with pytest.raises(ValueError, match=message):
         layer(read=0, **options)
+
+
+def test_recall_is_counted_with_a_limit():
+    made = layer(index="pariskv+recall", error=0.3)
+    made.step(*quiet(*some(1, seed=2)))
+    assert 0 < made.index.recall() < 1
+    assert rows_of(made) < 900
+
+
+def test_a_search_within_a_limit_is_protected_from_settings_of_the_caller():
+    made = layer()
+    query, wanted = some(1, seed=2)[0][:, :, 0], made._wanted()
+    limit = ErrorLimit(wanted.variance)
+    found = made.index.search_within(query, k=300, limit=limit)
+    with torch.autocast("cpu", torch.bfloat16):
+        other = made.index.search_within(query, k=300, limit=limit)
+    assert torch.equal(found.ids, other.ids)
+    assert torch.equal(found.log_weight, other.log_weight)
 
 
 def test_a_graph_cannot_capture_a_step():

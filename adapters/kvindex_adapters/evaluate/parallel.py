@@ -100,7 +100,7 @@ class ParallelLayer(AttentionLayer):
             done += room
             parts = queries[:, :, block], keys[:, :, block], values[:, :, block]
             some = None if sinks is None else sinks[..., block]
-            if len(self.index):
+            if len(self.index) and (self.error is None or self._scale.known):
                 outputs.append(self._steps(*parts, some))
             else:  # no step searches
                 outputs.append(self._densely(*parts, some))
@@ -115,6 +115,16 @@ class ParallelLayer(AttentionLayer):
             return super().step(queries, keys, values, sink_logits=sinks)
         finally:
             self.prefill = prefill
+
+    def _measure(self, values: Tensor, outputs: Tensor, valid: Tensor | None) -> None:
+        """Measure tokens of decode steps one by one, as `AttentionLayer` does."""
+        if not self._begun:
+            return super()._measure(values, outputs, valid)
+        for t in range(outputs.shape[2]):
+            one = slice(t, t + 1)
+            real = None if valid is None else valid[:, one]
+            super()._measure(values[:, :, one], outputs[:, :, one], real)
+        return None
 
     def attend(self, queries: Tensor, *, sink_logits: Tensor | None = None) -> Tensor:
         """Attend to the keys and values of this layer with the queries of another layer.

@@ -73,11 +73,11 @@ class ErrorTerms:
     @staticmethod
     def of(limit: ErrorLimit, heads: int) -> ErrorTerms:
         """Convert a limit. `heads` is the number of query heads per KV head."""
-        variances = limit.variance.contiguous().flatten().numpy()
+        variances = limit.variance.detach().contiguous().flatten().numpy()
         terms = ErrorTerms.of_fixed(len(variances), heads)
         if limit.resident_lse is None:
             return replace(terms, variances=variances)
-        resident = limit.resident_lse.contiguous().numpy().reshape(terms.resident.shape)
+        resident = limit.resident_lse.detach().contiguous().numpy().reshape(terms.resident.shape)
         return ErrorTerms(resident, variances)
 
     @staticmethod

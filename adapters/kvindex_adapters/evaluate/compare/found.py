@@ -9,9 +9,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvindex.core.capability import capability
+from kvindex.core.capability import capability, required
 from kvindex.core.geometry import Geometry
-from kvindex.core.protocol import AppendsAsync, Attends, CountsTokens, Hits, KVIndex
+from kvindex.core.protocol import (
+    AppendsAsync,
+    Attends,
+    CountsTokens,
+    ErrorLimit,
+    Hits,
+    KVIndex,
+    LimitsError,
+)
 from kvindex.layer import AttentionLayer
 from kvindex.wrappers.base import Wrapper
 
@@ -100,7 +108,15 @@ class Watching(Wrapper):
 
     def search(self, queries: Tensor, *, k: int, coverage: float | None = None) -> Hits:
         """Search the wrapped index, and compare the hits with exact scores."""
-        hits = self.inner.search(queries, k=k, coverage=coverage)
+        return self._added(queries, k, self.inner.search(queries, k=k, coverage=coverage))
+
+    def search_within(self, queries: Tensor, *, k: int, limit: ErrorLimit) -> Hits:
+        """Search the wrapped index with a limit of the error, and compare the hits."""
+        inner = required(self.inner, LimitsError, name="inner")
+        return self._added(queries, k, inner.search_within(queries, k=k, limit=limit))
+
+    def _added(self, queries: Tensor, k: int, hits: Hits) -> Hits:
+        """Add the recall and coverage of hits to the sums, and return the hits."""
         g, known = self.geometry, capability(self._whole, CountsTokens)
         valid = torch.ones(len(self), dtype=torch.bool, device=g.device)
         if known is not None and known.valid is not None:
