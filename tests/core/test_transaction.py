@@ -11,11 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
+from inspect import isfunction
 
 import pytest
 import torch
 
-from kvindex.core import forks, transaction
+from kvindex.core import forks, protocol, transaction
 from kvindex.core.transaction import Transactional
 from kvindex.storage import sharing
 from tests.support.helpers import Case, assert_same_hits
@@ -393,3 +394,19 @@ def test_in_a_forked_child_a_lock_of_the_thread_that_forked_is_released():
     with owner.lock:
         in_a_child(check)
     check()
+
+
+COUNTERS = {
+    *("nbytes", "memory", "placement", "explain", "recipe"),
+    *("check_coverage", "check_state"),  # they read options or their argument only
+    *("reserve_ahead", "new_batch"),  # they begin work on objects of their own
+}
+"""Methods of an index that any thread may call at any time."""
+
+
+def test_all_methods_of_the_protocols_have_a_place_in_the_lists():
+    listed = transaction.READS | transaction.ALONE | transaction.CHANGES | COUNTERS
+    kinds = [getattr(protocol, name) for name in protocol.__all__ if name != "Executor"]
+    kinds = [kind for kind in kinds if getattr(kind, "_is_protocol", False)]
+    methods = {name for kind in kinds for name, part in vars(kind).items() if isfunction(part)}
+    assert {name for name in methods if not name.startswith("_")} <= listed
