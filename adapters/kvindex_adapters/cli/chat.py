@@ -61,7 +61,7 @@ def chat(
         typer.Argument(help="Text files that the model reads before the first question."),
     ] = None,
     model: Model = "smollm2-long",
-    system: Annotated[str | None, typer.Option(help="Text of the system message.")] = None,
+    system: Annotated[str | None, typer.Option(help="Text of the system message of a new chat.")] = None,
     load: Annotated[
         Path | None, typer.Option(help="Folder of a conversation that /save has written.")
     ] = None,
@@ -99,6 +99,11 @@ def chat(
     check_lora(lora)
     if load is not None:
         check_saved_chat(load, "load")
+        if system is not None:
+            raise ValueError(
+                f"system: got {system!r} together with --load, but a saved chat has a system "
+                "message of its own, or none; leave out --system"
+            )
     texts = [read_text(path, "documents") for path in documents or ()]
     announce_imports()
     import torch

@@ -103,6 +103,8 @@ def test_a_saved_chat_that_cannot_be_loaded_is_told_with_its_option(tmp_path, mo
         raise AssertionError("a model is loaded")
 
     monkeypatch.setattr("kvindex_adapters.hf.model.load_model.load", load)
+    error = failed("--load", tmp_path / "saved", "--system", "Be brief.")
+    assert error.startswith("system: got 'Be brief.' together with --load")
     assert failed("--load", "/no/where").startswith(
         "load: got '/no/where', which does not exist; allowed is a folder that"
     )
