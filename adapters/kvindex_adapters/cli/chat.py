@@ -61,7 +61,9 @@ def chat(
         typer.Argument(help="Text files that the model reads before the first question."),
     ] = None,
     model: Model = "smollm2-long",
-    system: Annotated[str | None, typer.Option(help="Text of the system message of a new chat.")] = None,
+    system: Annotated[
+        str | None, typer.Option(help="Text of the system message of a new chat.")
+    ] = None,
     load: Annotated[
         Path | None, typer.Option(help="Folder of a conversation that /save has written.")
     ] = None,
