@@ -37,6 +37,7 @@ from kvindex_adapters.hf.cache.layer import (
 )
 from kvindex_adapters.hf.cache.layer_kinds import indexed_layer
 from kvindex_adapters.hf.cache.padding import Padding
+from kvindex_adapters.hf.cache.recording import check_window, stop_recording
 from kvindex_adapters.hf.cache.report import Report, sum_up
 from kvindex_adapters.hf.cache.saving import load_cache, save_cache
 from kvindex_adapters.hf.cache.sliding import Ring, SlidingLayer
@@ -308,7 +309,17 @@ class IndexCache(DynamicCache):
                 sequence would need.
         """
         removed = check_crop(tokens_to_remove)
-        self._change_all(lambda layer: layer.crop(removed))
+
+        def crop(layer: Any) -> None:
+            layer.crop(removed)
+            check_window(layer)
+
+        self._change_all(crop)
+
+    def stop_recording(self) -> None:
+        """Delete the older tokens that assisted decoding has recorded in layers of fixed size."""
+        for layer in self.layers:
+            stop_recording(layer)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace each sequence `b` of the batch by sequence `beam_idx[b]`.
