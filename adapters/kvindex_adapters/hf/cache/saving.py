@@ -94,6 +94,19 @@ def open_cache(folder: str | os.PathLike[str]) -> SavedFolder:
     return SavedFolder.open(folder, [KIND])
 
 
+def saved_index(folder: str | os.PathLike[str]) -> str | None:
+    """Return the index with which a cache was saved, with its options, as for `kvindex.create`.
+
+    If the layers have different indexes, it is that of the first layer that has one. Return None if
+    no layer has an index, or if the index is unknown.
+    """
+    saved = open_cache(folder)
+    for number, described in enumerate(field(saved.about, "layers", list, where="about")):
+        if "geometry" in described:
+            return _spec(below("index", below("attention", saved.outline(_name(number)))))
+    return None
+
+
 def load_cache(
     folder: str | os.PathLike[str], layers: Sequence[Any], decoder: nn.Module, config: Any
 ) -> tuple[Tensor | None, Conversation | None]:
@@ -135,7 +148,7 @@ def load_cache(
             raise ValueError(
                 f"folder: got {str(folder)!r}, whose layer {number} cannot be loaded: {error}"
             ) from (error)
-    lengths = {len(layer.attention) for layer in layers if _attention(layer) is not None}
+    lengths = {length for layer in layers if (length := _length(layer)) is not None}
     if len(lengths) > 1:
         raise ValueError(
             f"folder: got {str(folder)!r}, whose layers have different numbers of tokens "
@@ -202,8 +215,12 @@ def _tensors(layer: Any) -> State:
     return state
 
 
-def _attention(layer: Any) -> Any:
-    return layer.attention if isinstance(layer, IndexedLayer) else None
+def _length(layer: Any) -> int | None:
+    """Return the number of tokens in a layer. None if the layer does not count them, or if its
+    index does not exist yet."""
+    if isinstance(layer, IndexedLayer):
+        return None if layer.attention is None else len(layer.attention)
+    return int(layer.get_seq_length()) if hasattr(layer, "get_seq_length") else None
 
 
 def _restore(
