@@ -229,7 +229,16 @@ def _loaded(document: Document, folder: Path | None, prompt: Tensor) -> int:
             "that was saved, with the same --chat"
         )
     if stored < len(ids):
-        document.crop(stored)
+        try:
+            document.crop(stored)
+        except RuntimeError as error:
+            raise ValueError(
+                f"load-cache: got {str(folder)!r} with {len(ids)} tokens, of which the last "
+                f"{len(ids) - stored} differ from those of the prompt and cannot be removed (a "
+                "full sliding window has discarded older tokens, or linear attention has "
+                "overwritten its state); pass exactly the prompt that was saved, or leave out "
+                "--load-cache"
+            ) from error
     console.print(f"loaded {stored} tokens in {took:.1f} s", markup=False)
     return stored
 

@@ -785,6 +785,23 @@ def test_a_prompt_without_questions_is_saved_but_for_its_end(tiny, tmp_path):
     assert "loaded 44 tokens" in result.output
 
 
+@pytest.mark.parametrize("index", ["exact", "none"])
+def test_a_full_sliding_window_cannot_forget_the_end_of_a_prompt(monkeypatch, tmp_path, index):
+    model, folder, document = build("gemma3_text", eos_token_id=None), tmp_path / "saved", words(50)
+    monkeypatch.setattr(
+        "kvindex_adapters.hf.model.load_model.load", lambda *args, **options: (model, Chats())
+    )
+    given = ("--engine", "transformers", "--index", index)
+    generated(tmp_path, *given, "--prompt", document, "--save-cache", folder)
+    longer = f"{document.rsplit(' ', 6)[0]} {words(9, 5)}"
+    loads = (*given, "--prompt", longer, "--load-cache", folder)
+    _, result = generated(tmp_path, *loads, status=1)
+    assert str(result.exception).startswith(
+        f"load-cache: got {str(folder)!r} with 48 tokens, of which the last 4 differ from those of "
+        "the prompt and cannot be removed (a full sliding window"
+    )
+
+
 def test_a_cache_with_an_index_and_one_without_are_told_apart(tiny, tmp_path):
     names = {"exact": "an index", "none": "full attention"}
     for index, other in (("exact", "none"), ("none", "exact")):
