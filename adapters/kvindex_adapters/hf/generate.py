@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -29,6 +29,7 @@ from kvindex_adapters.hf.generation.conversation import (
     StoredTokens,
     Turn,
     check_follows,
+    check_model,
     check_past_known,
     following,
     next_turn,
@@ -146,6 +147,7 @@ def generate(
         ValueError: The prompt is empty, an id or an option is out of range, options contradict each
             other, the cache contains tokens and `used` is "refuse", or `attach` rejects the model
             or its options.
+        UnsupportedError: The cache belongs to another model. (UnsupportedError is a ValueError.)
         TypeError: The prompt is neither text, messages nor ids. Or an option of `attach` or of the
             index was passed as an option of `model.generate`.
 
@@ -162,6 +164,7 @@ def generate(
     chunk = default_chunk(model) if chunk is None else check.at_least("chunk", chunk, 2)
     check.at_least("max_new_tokens", max_new_tokens, 1)
     check_cache(cache, used, index, k, attach_options)
+    check_model(cache, model)
     index = None if isinstance(cache, PlainCache) else index
     if cache is None:
         turn = Turn(0, encode_prompt(tokenizer, prompt), None)
@@ -200,6 +203,8 @@ def generate(
             streamer=timer,
             **decoding_options(model, tokenizer, holder, timer, options),
         )
+        if cache is not None:
+            cache.stop_recording()
         answer = sequence[0, len(input_ids) :]
         text = tokenizer.decode(answer, skip_special_tokens=True)
         if cache is not None and used != "branch":
@@ -270,7 +275,7 @@ def check_cache(
     """Raise ValueError for arguments of `generate` that contradict each other.
 
     `used` must fit the tokens in the cache. `index`, `k` and `attach_options` are allowed only
-    without a cache.
+    without a cache, except for `index=None` with a cache that has no index.
     """
     if cache is None:
         if used != "refuse":
@@ -280,7 +285,8 @@ def check_cache(
             )
         return
     check_follows(cache, used)
-    passed = {"index": index != INDEX, "k": k != K, "attach_options": attach_options is not None}
+    other_index = index != INDEX and not (index is None and isinstance(cache, PlainCache))
+    passed = {"index": other_index, "k": k != K, "attach_options": attach_options is not None}
     for name in (name for name, changed in passed.items() if changed):
         raise ValueError(
             f"{name}: got a value together with cache=; pass {name} to attach() instead"
@@ -293,14 +299,17 @@ def check_attach_options(attach_options: Any) -> None:
         raise ValueError(f"attach_options: got {name}; pass {name} as a separate argument")
 
 
-def check_generate_options(generate_options: Mapping[str, Any], index: object) -> None:
+def check_generate_options(
+    generate_options: Mapping[str, Any], index: object, also: Iterable[str] = ()
+) -> None:
     """Check the options that are passed on to `model.generate`.
 
     Raise an error for an option that `kvhf.generate` sets itself, for an option of `attach` or of
-    the index, and for a name that resembles the name of an option of `model.generate`.
+    the index, and for a name that resembles the name of an option of `model.generate` or one of the
+    names `also`.
     """
     functions = generate, GenerationMixin.generate
-    known = {*vars(GenerationConfig()), *RESERVED}
+    known = {*vars(GenerationConfig()), *RESERVED, *also}
     known |= {name for each in functions for name in inspect.signature(each).parameters}
     for name, value in generate_options.items():
         if name in inspect.signature(attach).parameters:

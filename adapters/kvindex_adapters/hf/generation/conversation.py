@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvindex.core import check
 from kvindex_adapters.common.prompt import (
@@ -35,6 +36,19 @@ tokens."""
 HISTORY_OPTIONS: dict[str, Any] = dict(repetition_penalty=1.0, no_repeat_ngram_size=0, min_length=0)
 """Maps options of `model.generate` that depend on the ids of earlier tokens to the values that turn
 the options off."""
+
+
+def check_model(cache: StoredTokens | None, model: PreTrainedModel) -> None:
+    """Raise UnsupportedError if a cache without an index belongs to another model.
+
+    A cache with an index raises this error itself, during the forward pass.
+
+    Args:
+        cache: The cache, or None.
+        model: The model, without the `PeftModel` around it.
+    """
+    if isinstance(cache, PlainCache):
+        cache.check_model(model)
 
 
 def check_follows(cache: object, used: str, *, allowed: tuple[str, ...] = USED) -> StoredTokens:
@@ -68,7 +82,10 @@ def check_follows(cache: object, used: str, *, allowed: tuple[str, ...] = USED) 
             f"cache: got a cache with {length} tokens; to continue after these tokens, pass "
             f"{others}; to begin with an empty cache, call cache.reset()"
         )
-    batch = max((layer.batch_size for layer in cache.attention_layers()), default=1)
+    if isinstance(cache, PlainCache):
+        batch = cache.sequences
+    else:
+        batch = max((layer.batch_size for layer in cache.attention_layers()), default=1)
     if batch > 1:
         raise ValueError(f"cache: got a cache of {batch} sequences, allowed is 1")
     overwrites = isinstance(cache, IndexCache) and cache.overwrites

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from kvindex.core import check
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.common.prompt import Conversation
 from kvindex_adapters.common.unsupported import UnsupportedError
+from kvindex_adapters.hf.cache.recording import check_window, linear_states, stop_recording
 from kvindex_adapters.hf.cache.report import Report, sum_up
-from kvindex_adapters.hf.cache.saving import load_cache, open_cache, save_cache
+from kvindex_adapters.hf.cache.saving import load_cache, open_cache, save_cache, saved_index
 from kvindex_adapters.hf.model.info import find_decoder, reads_chunks
 
 REPLACED_TENSORS = DynamicLayer, DynamicSlidingWindowLayer
@@ -58,13 +60,75 @@ class PlainCache(DynamicCache):
         super().__init__(config=model.config)
         self._model = model
         self.ids: Tensor | None = None
-        """Ids int64 `[N]` of all tokens, or None if unknown."""
+        """Ids int64 `[N]` of all tokens. None if a call other than `kvhf.read` or `kvhf.generate`
+        added tokens."""
         self.conversation: Conversation | None = None
         """The chat messages of the tokens. Valid only if `conversation.ids` is the same tensor
         object as `self.ids`."""
 
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append the keys and values of a layer, as transformers does. The ids become unknown."""
+        self.ids = None
+        rows: tuple[Tensor, Tensor] = super().update(
+            key_states, value_states, layer_idx, *args, **kwargs
+        )
+        return rows
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Replace a convolution state, as transformers does. The ids become unknown."""
+        self.ids = None
+        state: Tensor = super().update_conv_state(*args, **kwargs)
+        return state
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Replace a recurrent state, as transformers does. The ids become unknown."""
+        self.ids = None
+        state: Tensor = super().update_recurrent_state(*args, **kwargs)
+        return state
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace each sequence of the batch, as transformers does. The ids become unknown."""
+        self.ids = None
+        super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence of the batch, as transformers does. The ids become unknown."""
+        self.ids = None
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the selected sequences, as transformers does. The ids become unknown."""
+        self.ids = None
+        super().batch_select_indices(indices)
+
     def check_usable(self) -> None:
-        """Do nothing: this cache can always be used."""
+        """Raise RuntimeError if a forward pass has failed half way, and was not undone."""
+        lengths = _lengths(self.layers)
+        if len(lengths) > 1 or (lengths == {0} and any(map(linear_states, self.layers))):
+            raise RuntimeError(
+                "past_key_values: got a cache with a forward pass that failed half way "
+                f"({_counted(lengths)}); call reset() first"
+            )
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Raise UnsupportedError if the cache belongs to another model.
+
+        Args:
+            model: The model that is called with this cache, without the `PeftModel` around it.
+        """
+        if model is not self._model:
+            raise UnsupportedError(
+                f"model: got a {type(model).__name__} other than the {type(self._model).__name__} "
+                "that this cache belongs to; pass the model with which the cache was made"
+            )
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences in the batch, or 1 for an empty cache."""
+        rows = [getattr(layer, "keys", None) for layer in self.layers]
+        return max((keys.shape[0] for keys in rows if keys is not None), default=1)
 
     def attention_layers(self) -> list[AttentionLayer]:
         """Return an empty list, because no layer has an index."""
@@ -72,9 +136,7 @@ class PlainCache(DynamicCache):
 
     def report(self) -> Report:
         """Report the number of tokens and the memory of the cache."""
-        rows = [vars(one).get(name) for one in self.layers for name in ("keys", "values")]
-        size = sum(tensor.nbytes for tensor in rows if tensor is not None)
-        return full_report(self.get_seq_length(), size)
+        return full_report(self.get_seq_length(), sum(map(_nbytes, self.layers)))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest tokens. A call that fails changes nothing.
@@ -88,10 +150,17 @@ class PlainCache(DynamicCache):
         before = self.checkpoint()
         try:
             super().crop(tokens_to_remove)
+            for layer in self.layers:
+                check_window(layer)
         except BaseException:
             self.rollback(before)
             raise
         self.ids = None
+
+    def stop_recording(self) -> None:
+        """Delete the older tokens that assisted decoding has recorded in layers of fixed size."""
+        for layer in self.layers:
+            stop_recording(layer)
 
     def reset(self) -> None:
         """Remove all tokens."""
@@ -125,16 +194,49 @@ class PlainCache(DynamicCache):
         """Take over the layers of a fork of this cache. The fork must not be used afterwards."""
         self.layers, self.ids, self.conversation = fork.layers, fork.ids, fork.conversation
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlainCache:
+        """Implement `copy.deepcopy`: make an independent copy for the same model."""
+        other = memo[id(self)] = self.fork()
+        return other
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "cache: got pickle or copy.copy; use copy.deepcopy(cache), or cache.save(folder) and "
+            "cache.load(folder) for another process"
+        )
+
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Save the cache to a new folder, as `IndexCache.save` does."""
+        """Save the cache to a new folder, as `IndexCache.save` does.
+
+        Raises:
+            OSError: The folder exists already, or cannot be written.
+            ValueError: The cache is empty, or does not have as many ids as tokens.
+            RuntimeError: A forward pass has failed half way.
+        """
+        self.check_usable()
+        length = check.at_least("len(cache)", self.get_seq_length(), 1)
+        if self.ids is not None and len(self.ids) != length:
+            raise ValueError(
+                f"cache.ids: got {len(self.ids)} ids, allowed is one for each of the {length} "
+                "tokens, or None"
+            )
         known = self.ids, find_decoder(self._model), self._model.config, self.conversation
         save_cache(folder, self.layers, *known)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Load a saved cache without an index into this empty cache.
 
-        A call that fails leaves this cache empty.
+        A call that fails leaves this cache unchanged.
+
+        Raises:
+            FileNotFoundError: The folder, or a file in it, does not exist.
+            ValueError: The folder was modified after it was saved, or was saved with another model.
+                Or this cache already contains tokens.
         """
+        if length := self.get_seq_length():
+            raise ValueError(
+                f"cache: got a cache with {length} tokens; use an empty cache or call reset()"
+            )
         layers = DynamicCache(config=self._model.config).layers
         known = load_cache(folder, layers, find_decoder(self._model), self._model.config)
         self.layers, (self.ids, self.conversation) = layers, known
@@ -160,10 +262,17 @@ def check_saved_index(
     if not described or saved == indexed:  # other damage is reported while the folder is loaded
         return
     kinds = {True: "an index", False: "full attention"}
-    remedy = "the same index=… (--index …)" if saved else "index=None (--index none)"
+    remedy = "index=None (--index none) as for the saved cache"
+    if saved:
+        spec = saved_index(folder)
+        remedy = (
+            "the same index=… (--index …) as for the saved cache"
+            if spec is None
+            else f"index={spec!r} (--index {spec})"
+        )
     raise ValueError(
         f"{name}: got {str(folder)!r}, which was saved with {kinds[saved]}, but this cache has "
-        f"{kinds[indexed]}; pass {remedy} as for the saved cache"
+        f"{kinds[indexed]}; pass {remedy}"
     )
 
 
@@ -183,3 +292,21 @@ def _attributes(layer: Any) -> dict[str, Any]:
     if type(layer) in REPLACED_TENSORS:
         memo = {id(rows): rows for rows in (layer.keys, layer.values) if rows is not None}
     return deepcopy(vars(layer), memo)
+
+
+def _lengths(layers: list[Any]) -> set[int]:
+    """Return the different numbers of tokens in the layers with keys and values."""
+    return {layer.get_seq_length() for layer in layers if hasattr(layer, "get_seq_length")}
+
+
+def _counted(lengths: set[int]) -> str:
+    if len(lengths) > 1:
+        return f"its layers have {' or '.join(map(str, sorted(lengths)))} tokens"
+    return "its layers with linear attention have processed tokens, and the others have not"
+
+
+def _nbytes(layer: Any) -> int:
+    """Return the bytes of a layer's keys and values, and of its linear-attention states."""
+    rows = [getattr(layer, name, None) for name in ("keys", "values")]
+    stored = [*linear_states(layer), *(tensor for tensor in rows if tensor is not None)]
+    return sum(tensor.nbytes for tensor in stored)

@@ -23,6 +23,7 @@ from kvindex_adapters.hf.cache.cache import IndexCache
 from kvindex_adapters.hf.generation.conversation import (
     StoredTokens,
     check_follows,
+    check_model,
     following,
     next_turn,
     past_ids,
@@ -64,11 +65,13 @@ def read(
     Raises:
         ValueError: The prompt is empty, an option is out of range, or the cache contains tokens and
             `used` is "refuse".
+        UnsupportedError: The cache belongs to another model.
         TypeError: The prompt is neither text, messages nor ids.
     """
     model = unwrapped(model)
     chunk = default_chunk(model) if chunk is None else check.at_least("chunk", chunk, 2)
     check_follows(cache, used, allowed=("refuse", "continue"))
+    check_model(cache, model)
     turn = next_turn(tokenizer, prompt, cache, cache.get_seq_length(), cue=False)
     check_prompt(turn.ids, vocabulary_of(model))
     ids = turn.ids.to(model.device)
