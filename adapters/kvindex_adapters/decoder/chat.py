@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ from kvindex_adapters.decoder.decoder import Decoder
 from kvindex_adapters.decoder.open_session import OpenSession
 from kvindex_adapters.decoder.options import Options
 from kvindex_adapters.hf.cache.report import Report
-from kvindex_adapters.hf.chat import BaseChat
+from kvindex_adapters.hf.chat import BaseChat, check_full_attention
 from kvindex_adapters.hf.generate import INDEX, Generation, K
 from kvindex_adapters.hf.generation.plain_cache import check_saved_index, full_report
 
-OF_ANSWERS = {*Options.__annotations__, "streamer", "on_progress"} - {"fused"}
-"""Options of one answer of a chat. The kernels (`fused`) belong to the session of the chat."""
+OF_CHAT = {"index", "k", "system", "template_options", "attach_options", "fused"}
+"""Arguments of `Chat` that are no options of an answer."""
+
+OF_ANSWERS = {*Options.__annotations__, "streamer", "on_progress"} - OF_CHAT
+"""Options of one answer of a chat."""
 
 
 class Chat(BaseChat):
@@ -73,7 +77,9 @@ class Chat(BaseChat):
         **options: Any,
     ) -> None:
         super().__init__(decoder.tokenizer, system, template_options, options)
-        check_keywords("Chat", OF_ANSWERS, options, index)
+        check_keywords("Chat", {*OF_ANSWERS, *OF_CHAT}, options, index)
+        if index is None:
+            check_full_attention(k, attach_options)
         self._decoder = decoder
         self._opened = partial(
             decoder.session, index=index, k=k, attach_options=attach_options, fused=fused
@@ -99,21 +105,29 @@ class Chat(BaseChat):
                 f"fused: got {options['fused']!r}, but it belongs to the session of the chat; pass "
                 "fused to Chat"
             )
-        check_keywords("send", OF_ANSWERS, options, None)
-        self._renew()
+        check_keywords("send", {*OF_ANSWERS, "template_options"}, options, None)
         prompt: Any = rendered
-        return self._decoder.generate(prompt, session=self.session, **options)
+        with self._renewed():
+            return self._decoder.generate(prompt, session=self.session, **options)
 
     def _read(self, rendered: RenderedChat, on_progress: Progress | None) -> None:
-        self._renew()
         prompt: Any = rendered
         chunk = self.options.get("chunk")
-        self._decoder.read(prompt, self.session, chunk=chunk, on_progress=on_progress)
+        with self._renewed():
+            self._decoder.read(prompt, self.session, chunk=chunk, on_progress=on_progress)
 
-    def _renew(self) -> None:
-        """Open an empty session if another call has added tokens whose ids are unknown."""
-        if self.session.length and self.session.ids is None:
-            self.session = self._opened()
+    @contextmanager
+    def _renewed(self) -> Iterator[None]:
+        """Context manager that opens an empty session if another call has added tokens whose ids
+        are unknown. After an error, the chat has its previous session again."""
+        before = self.session
+        try:
+            if before.length and before.ids is None:
+                self.session = self._opened()
+            yield
+        except BaseException:  # including KeyboardInterrupt
+            self.session = before
+            raise
 
     def _fork_cache(self) -> None:
         self.session = self.session.fork()

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, Self, TypeVar
 
 from transformers import PreTrainedModel
 
+from kvindex.core import check
 from kvindex.storage.saved import check_new
 from kvindex_adapters.common.layer_options import IndexFactory
 from kvindex_adapters.common.prompt import (
@@ -47,6 +48,7 @@ from kvindex_adapters.hf.generation.conversation import (
     StoredTokens,
     answered,
     begins_with,
+    check_model,
 )
 from kvindex_adapters.hf.generation.plain_cache import PlainCache, check_saved_index
 from kvindex_adapters.hf.generation.prefill import read
@@ -208,6 +210,7 @@ class BaseChat(ABC):
             )
         if not document.strip():
             raise ValueError(f"document: got {document!r}, allowed is a text that is not blank")
+        check_documents(self.documents)
         self.documents.append(document)
         try:
             beginning = self._beginning()
@@ -220,9 +223,11 @@ class BaseChat(ABC):
     def fork(self) -> Self:
         """Return an independent chat that continues from the state of this one.
 
-        The new chat has copies of the messages, documents and options, and a fork of the cache,
-        which shares the memory of the stored tokens. So the new chat reads only what is new to it.
-        `copy.deepcopy(chat)` does the same.
+        The new chat has copies of the messages, documents and options, and a fork of the cache. So
+        the new chat reads only what is new to it. The two caches share the memory of the tokens
+        that are stored in indexes. With full attention, `kvhf.Chat` shares the memory until
+        one of the chats appends tokens, and the decoder copies it. `copy.deepcopy(chat)` does the
+        same.
 
         Returns:
             The new chat. It uses the same attached model: a fork of `kvhf.Chat` can be used until
@@ -290,6 +295,7 @@ class BaseChat(ABC):
                 belong to the conversation, and the chat template does not accept the messages.
         """
         check_new(folder)
+        check_documents(self.documents)
         if not self.tokens:
             raise ValueError(self._no_tokens())
         try:
@@ -461,6 +467,18 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ValueError(f"{name}: got {_shortened(options[name])}, but {SET_BY_CHAT[name]}")
 
 
+def check_full_attention(k: int | str, attach_options: Mapping[str, Any] | None) -> None:
+    """Check the arguments of a chat with full attention. Raise ValueError for a wrong `k`, which
+    full attention does not use, and for `attach_options`."""
+    if k != "auto":
+        check.wanted_rows(k)
+    if attach_options:
+        raise ValueError(
+            f"attach_options: got {dict(attach_options)!r} with index=None, which attends to all "
+            "tokens and attaches no index; pass an index, or leave out attach_options"
+        )
+
+
 def _shortened(value: object) -> str:
     """Return a short description of an argument, for an error text."""
     simple = value is None or isinstance(value, bool | int | float | str)
@@ -493,8 +511,23 @@ def read_saved(folder: str | os.PathLike[str], name: str = "folder") -> tuple[Me
     return messages, documents
 
 
+def check_documents(documents: object) -> None:
+    """Raise TypeError if the documents of a chat are not a list of texts."""
+    if not isinstance(documents, list):
+        got = type(documents).__name__
+    elif wrong := [type(one).__name__ for one in documents if not isinstance(one, str)]:
+        got = f"a list with {wrong[0]}"
+    else:
+        return
+    raise TypeError(f"documents: got {got}, allowed is a list of texts (str)")
+
+
 def with_documents(messages: Messages, documents: Sequence[str]) -> Messages:
-    """Return the messages with the documents before the text of the first message of the user."""
+    """Return the messages with the documents before the text of the first message of the user.
+
+    Raise TypeError if the documents are not a list of texts.
+    """
+    check_documents(documents)
     if not documents:
         return messages
     for number, one in enumerate(messages):
@@ -575,16 +608,12 @@ class Chat(BaseChat):
         **options: Any,
     ) -> None:
         super().__init__(tokenizer, system, template_options, options)
-        check_generate_options(options, index)
+        check_generate_options(options, index, also=inspect.signature(Chat.__init__).parameters)
         check_attach_options(attach_options)
         self._model, self._context = model, ExitStack()
         self._begun = cache is None
         if cache is None and index is None:
-            if attach_options:
-                raise ValueError(
-                    "attach_options: got a value with index=None, which uses transformers' own "
-                    "cache and no attach; pass an index, or leave out attach_options"
-                )
+            check_full_attention(k, attach_options)
             cache = PlainCache(unwrapped(model))
         elif cache is None:
             assert index is not None
@@ -592,6 +621,7 @@ class Chat(BaseChat):
             cache = self._context.enter_context(attach(model, index=index, k=k, **given))
         else:
             check_cache(cache, "continue", index, k, attach_options)
+            check_model(cache, unwrapped(model))
         self.cache: StoredTokens = cache
         """The cache of the conversation. Its tokens may be those of an earlier turn."""
 
@@ -624,6 +654,7 @@ class Chat(BaseChat):
         self.close()
 
     def _answer(self, rendered: RenderedChat, **options: Any) -> Generation:
+        check_generate_options(options, None, also=inspect.signature(self.send).parameters)
         prompt: Any = rendered
         given: dict[str, Any] = {**options, "cache": self.cache, "used": "continue"}
         self._warn_of_removal(rendered)
@@ -671,18 +702,27 @@ class Chat(BaseChat):
         )
 
     def _again_if_needed(self, call: Callable[[], T]) -> T:
-        """Run the function `call`.
+        """Run the function `call`. If it fails, the cache is as before.
 
         If `call` needs to remove tokens from the cache and the cache cannot do this, empty the
         cache and run `call` again.
         """
         if self.tokens and self.cache.ids is None:  # another call has added tokens with unknown ids
-            self.cache.reset()
+            return self._with_empty_cache(call)
         try:
             return call()
         except CannotForgetError:
+            return self._with_empty_cache(call)
+
+    def _with_empty_cache(self, call: Callable[[], T]) -> T:
+        """Empty the cache, and run the function `call`. If it fails, the cache is as before."""
+        before: Any = self.cache.fork()
+        try:
             self.cache.reset()
             return call()
+        except BaseException:  # including KeyboardInterrupt
+            self.cache.restore(before)
+            raise
 
     def _fork_cache(self) -> None:
         self.cache.check_usable()

@@ -6,6 +6,7 @@ import pickle
 import warnings
 
 import pytest
+import torch
 from jinja2 import TemplateError
 
 import kvindex_adapters.decoder as kvdecoder
@@ -399,7 +400,9 @@ def test_full_attention_reads_only_what_is_new(plain, full_chat, chat_of, tmp_pa
         indexed.load(tmp_path / "saved")
     indexed.send(words(7))
     indexed.save(tmp_path / "indexed")
-    with pytest.raises(ValueError, match=r"saved with an index, but .*; pass the same index=… \("):
+    with pytest.raises(
+        ValueError, match=r"saved with an index, but .*; pass index='exact' \(--index exact\)$"
+    ):
         chat.load(tmp_path / "indexed")
 
 
@@ -443,13 +446,98 @@ def test_full_attention_with_layers_that_cannot_remove_tokens(name, kind, thinks
 
 
 def test_what_full_attention_refuses(model, monkeypatch):
-    with pytest.raises(ValueError, match="attach_options: got a value with index=None"):
+    with pytest.raises(ValueError, match=r"attach_options: got .* with index=None"):
         kvhf.Chat(model, Tokenizer(), index=None, attach_options=SIZES)
     monkeypatch.setattr(
         "kvindex_adapters.hf.generation.plain_cache.reads_chunks", lambda model: False
     )
     with pytest.raises(kvhf.UnsupportedError, match="must process a prompt in one call"):
         kvhf.Chat(model, Tokenizer(), index=None)
+
+
+@pytest.mark.parametrize("read", [False, True], ids=["send", "read"])
+def test_a_failed_turn_keeps_a_cache_with_unknown_ids(model, read):
+    tokenizer = Tokenizer()
+    with kvhf.attach(model, **REGIONS) as cache:
+        model(torch.tensor([[33] * 20]), past_key_values=cache)
+        chat = kvhf.Chat(model, tokenizer, cache=cache, **OPTIONS)
+        options = dict(chunk=0) if read else dict(max_new_tokens=0)
+        chat.options |= options
+        removes = pytest.warns(UserWarning, match="this turn removes 20")
+        with removes, pytest.raises(ValueError, match=f"^{next(iter(options))}: got 0"):
+            chat.read("33") if read else chat.send("33")
+        assert (cache.get_seq_length(), cache.ids, cache.usable) == (20, None, True)
+        assert (chat.messages, chat.documents) == ([], [])
+        model(torch.tensor([[34]]), past_key_values=cache)  # the tokens can be continued
+        assert cache.get_seq_length() == 21
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("index", [None, "exact"])
+def test_a_failed_turn_keeps_a_cache_that_cannot_remove_tokens(name, index):
+    kind = "linear_attention" if name == "qwen3_next" else "sliding_attention"
+    model, tokenizer = build(name, layer_types=[kind, "full_attention"] * 2), Tokenizer(thinks=True)
+    with kvhf.Chat(model, tokenizer, index=index, **OPTIONS) as chat:
+        chat.send(words(30))
+        stored, other = stored_ids(chat), chat.fork()
+        with pytest.raises(RuntimeError, match="stop"):
+            chat.send(words(9), on_progress=stop)
+        assert (stored_ids(chat), chat.tokens) == (stored, len(stored))
+        assert chat.send(words(9)).text == other.send(words(9)).text
+
+
+def test_a_failed_turn_keeps_a_session_with_unknown_ids(model):
+    chat = kvdecoder.Chat(kvdecoder.Decoder.of(model, Tokenizer()), **OPENED, **OPTIONS)
+    chat.send(words(20))
+    session, session.ids = chat.session, None
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        chat.send("33", max_new_tokens=0)
+    assert chat.session is session
+
+
+@pytest.mark.parametrize(
+    ("documents", "got"), [("33 34", "str"), (("33",), "tuple"), (["33", 34], "a list with int")]
+)
+def test_documents_are_a_list_of_texts(chat_of, tmp_path, documents, got):
+    chat = chat_of(Tokenizer())
+    chat.send(words(8))
+    messages, stored = list(chat.messages), stored_ids(chat)
+    chat.documents = documents
+    for call in (
+        lambda: chat.send("33"),
+        lambda: chat.read("33"),
+        lambda: chat.save(tmp_path / "saved"),
+    ):
+        with pytest.raises(TypeError, match=rf"^documents: got {got}, allowed is a list of texts"):
+            call()
+    assert (chat.messages, chat.documents, stored_ids(chat)) == (messages, documents, stored)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        (dict(k=-3), ValueError, "^k: got -3, allowed is an integer of at least 1"),
+        (dict(attach_options=SIZES), ValueError, "^attach_options: got .* with index=None"),
+        (dict(template_option={}), TypeError, "did you mean 'template_options'"),
+        (dict(templat_options={}), TypeError, "did you mean 'template_options'"),
+        (dict(attach_option={}), TypeError, "did you mean 'attach_options'"),
+    ],
+)
+def test_options_of_full_attention_are_checked(full_chat, options, error, match):
+    with pytest.raises(error, match=match):
+        full_chat(Tokenizer(), **options)
+    full_chat(Tokenizer(), k=7)
+
+
+def test_send_names_only_options_that_it_accepts(model, full_chat):
+    chat = full_chat(Tokenizer())
+    with pytest.raises(TypeError, match="did you mean 'template_options'"):
+        chat.send("33", template_option={})
+    decoder = kvdecoder.Chat(kvdecoder.Decoder.of(model, Tokenizer()), **OPENED)
+    with pytest.raises(TypeError, match=r"got 'zzz', allowed is one of \[") as caught:
+        decoder.send("33", zzz=1)
+    for name in ("index", "'k'", "attach_options", "fused", "system"):
+        assert name not in str(caught.value)
 
 
 def test_documents_are_read_in_the_chunks_of_the_chat(chat_of, monkeypatch):
