@@ -236,6 +236,7 @@ class BaseChat(ABC):
 
         Raises:
             RuntimeError: The `attach` context has ended.
+            TypeError: `documents` is not a list of texts.
 
         Examples:
             ```python
@@ -244,6 +245,7 @@ class BaseChat(ABC):
             print(one.send("Who wrote it?").text, other.send("When?").text)
             ```
         """
+        check_documents(self.documents)
         other = type(self).__new__(type(self))
         vars(other).update(vars(self))
         other.messages, other.documents = deepcopy(self.messages), list(self.documents)

@@ -507,6 +507,7 @@ def test_documents_are_a_list_of_texts(chat_of, tmp_path, documents, got):
         lambda: chat.send("33"),
         lambda: chat.read("33"),
         lambda: chat.save(tmp_path / "saved"),
+        chat.fork,
     ):
         with pytest.raises(TypeError, match=rf"^documents: got {got}, allowed is a list of texts"):
             call()

@@ -98,12 +98,13 @@ def saved_index(folder: str | os.PathLike[str]) -> str | None:
     """Return the index with which a cache was saved, with its options, as for `kvindex.create`.
 
     If the layers have different indexes, it is that of the first layer that has one. Return None if
-    no layer has an index, or if the index is unknown.
+    no layer has an index, or if the index has no name in the registry.
     """
     saved = open_cache(folder)
     for number, described in enumerate(field(saved.about, "layers", list, where="about")):
-        if "geometry" in described:
-            return _spec(below("index", below("attention", saved.outline(_name(number)))))
+        if isinstance(described, dict) and "geometry" in described:
+            spec = _spec(below("index", below("attention", saved.outline(_name(number)))))
+            return spec if spec is not None and _is_named(spec) else None
     return None
 
 
@@ -276,7 +277,7 @@ def _check_options(layer: Any, state: Mapping[str, Tensor]) -> None:
         if None not in (value, own.get(name)) and value != own[name]:
             option = "--" + name.replace("_", "-")
             how = f"{name}={value!r} to attach(), or {option} {value} to the command"
-            if name == "index" and re.split(r"[:+]", value)[0] not in registry.usable():
+            if name == "index" and not _is_named(value):
                 how = "the same index to attach()"
             raise ValueError(
                 f"{name}: got {own[name]!r}, but the folder was saved with {value!r}; pass {how}"
@@ -340,6 +341,11 @@ def _index_name(class_name: str) -> tuple[str, Any]:
         if name.replace("-", "") == class_name.lower():
             return name, registry.get(name)
     return class_name, None
+
+
+def _is_named(spec: str) -> bool:
+    """Return True if an index, given with its options and wrappers, is in the registry."""
+    return re.split(r"[:+]", spec)[0] in registry.usable()
 
 
 def _wrapper_name(class_name: str) -> str:

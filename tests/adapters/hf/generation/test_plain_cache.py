@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import kvindex_adapters.hf as kvhf
+from kvindex import registry
 from kvindex_adapters.hf.generation.plain_cache import PlainCache
 from tests.adapters.decoder.families import model_of
 from tests.adapters.hf.generation.test_turns import expected, rendered, user, words
@@ -258,3 +259,24 @@ def test_copies_share_the_model_and_the_stored_tokens(model, chat):
             TypeError, match=r"^cache: got pickle or copy\.copy; use copy\.deepcopy"
         ):
             call(chat.cache)
+
+
+class Unnamed(registry.get("exact")):
+    """An index that is not in the registry."""
+
+
+def test_a_folder_of_the_other_kind_names_the_index_to_pass(model, chat, tmp_path):
+    given = dict(attach_options=dict(local_window=8, dense_below=0))
+    indexes = {
+        "exact:row_codec=int8": r"pass index='exact:row_codec=int8' \(--index exact:row_codec=int8",
+        "quest+sample": r"pass index='quest\+sample' \(--index quest\+sample\)$",
+        Unnamed: r"pass the same index=… \(--index …\) as for the saved cache$",
+    }
+    for number, (index, match) in enumerate(indexes.items()):
+        with kvhf.Chat(model, Tokenizer(), index=index, **given, **OPTIONS) as indexed:
+            indexed.send(words(30))
+            indexed.save(tmp_path / str(number))
+        before = stored_ids(chat)
+        with pytest.raises(ValueError, match=match):
+            chat.load(tmp_path / str(number))
+        assert stored_ids(chat) == before
