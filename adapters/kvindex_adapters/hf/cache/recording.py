@@ -10,16 +10,17 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 
 def stop_recording(layer: Any) -> None:
     """End the recording in a cache layer, and delete the older tokens that it has recorded."""
-    if not getattr(layer, "record_past", False):  # transformers 5.17 lacks this attribute
+    if not vars(layer).get("record_past"):  # transformers 5.17 lacks this attribute
         return
     layer.record_past = False
     if kept := _visible(layer):
         layer.keys, layer.values = layer.keys[:, :, -kept:], layer.values[:, :, -kept:]
-    for number, state in getattr(layer, "conv_states", {}).items():
+    for number, state in vars(layer).get("conv_states", {}).items():
         if state is not None:
             size = layer.conv_kernel_size[number]
             missing = max(size - state.shape[-1], 0)  # a prompt shorter than the convolution
@@ -43,7 +44,7 @@ def linear_states(layer: Any) -> list[Tensor]:
     """Return the convolution and recurrent states of a layer. [] if it has no linear attention."""
     found: list[Any] = []
     for name in ("conv_states", "recurrent_states"):
-        states = getattr(layer, name, None)
+        states = vars(layer).get(name)
         found += states.values() if isinstance(states, dict) else [states]
     return [state for state in found if state is not None]
 
@@ -51,6 +52,6 @@ def linear_states(layer: Any) -> list[Tensor]:
 def _visible(layer: Any) -> int:
     """Return how many earlier tokens the next token attends to in a sliding-window layer. 0 for any
     other layer."""
-    if not getattr(layer, "is_sliding", False):
+    if not isinstance(layer, DynamicSlidingWindowLayer):
         return 0
     return max(min(int(layer.get_seq_length()), layer.sliding_window - 1), 0)

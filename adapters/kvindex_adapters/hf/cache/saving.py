@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer
 
 from kvindex import registry
 from kvindex.core.capability import capability
@@ -221,7 +222,7 @@ def _length(layer: Any) -> int | None:
     index does not exist yet."""
     if isinstance(layer, IndexedLayer):
         return None if layer.attention is None else len(layer.attention)
-    return int(layer.get_seq_length()) if hasattr(layer, "get_seq_length") else None
+    return int(layer.get_seq_length()) if isinstance(layer, DynamicLayer) else None
 
 
 def _restore(

@@ -127,7 +127,7 @@ class PlainCache(DynamicCache):
     @property
     def sequences(self) -> int:
         """Number of sequences in the batch, or 1 for an empty cache."""
-        rows = [getattr(layer, "keys", None) for layer in self.layers]
+        rows = [vars(layer).get("keys") for layer in self.layers]
         return max((keys.shape[0] for keys in rows if keys is not None), default=1)
 
     def attention_layers(self) -> list[AttentionLayer]:
@@ -296,7 +296,7 @@ def _attributes(layer: Any) -> dict[str, Any]:
 
 def _lengths(layers: list[Any]) -> set[int]:
     """Return the different numbers of tokens in the layers with keys and values."""
-    return {layer.get_seq_length() for layer in layers if hasattr(layer, "get_seq_length")}
+    return {layer.get_seq_length() for layer in layers if isinstance(layer, DynamicLayer)}
 
 
 def _counted(lengths: set[int]) -> str:
@@ -307,6 +307,6 @@ def _counted(lengths: set[int]) -> str:
 
 def _nbytes(layer: Any) -> int:
     """Return the bytes of a layer's keys and values, and of its linear-attention states."""
-    rows = [getattr(layer, name, None) for name in ("keys", "values")]
+    rows = [vars(layer).get(name) for name in ("keys", "values")]
     stored = [*linear_states(layer), *(tensor for tensor in rows if tensor is not None)]
     return sum(tensor.nbytes for tensor in stored)
