@@ -298,6 +298,8 @@ def main() -> int:
     import transformers
     import vllm
 
+    from kvindex_adapters.evaluate.machine import describe
+
     stored = json.loads(RESULTS.read_text(encoding="utf-8"))["families"] if RESULTS.exists() else {}
     start, known = time.perf_counter(), families()
     if wrong := set(options.only or ()) - set(known):
@@ -310,7 +312,10 @@ def main() -> int:
             versions = {"vllm": vllm.__version__, "transformers": transformers.__version__}
             everything = dict(sorted({**stored, **found}.items()))
             RESULTS.write_text(
-                json.dumps({"versions": versions, "families": everything}, indent=1) + "\n",
+                json.dumps(
+                    {"machine": describe(), "versions": versions, "families": everything}, indent=1
+                )
+                + "\n",
                 encoding="utf-8",
             )
             PAGE.write_text(page(everything, versions), encoding="utf-8")

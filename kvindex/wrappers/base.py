@@ -20,11 +20,13 @@ from kvindex.core.protocol import (
     Codes,
     CountsTokens,
     EncodesBlocks,
+    ErrorLimit,
     ExpandsBatch,
     Explains,
     Hits,
     KeepsState,
     KVIndex,
+    LimitsError,
     Placement,
     PlacesRows,
     ReportsCoverage,
@@ -167,7 +169,9 @@ class Wrapper(Capable, NamedState, Transactional):
     # Capabilities
 
     def _offers(self, wanted: type) -> bool:
-        own = wanted in self.own or capability(self.inner, wanted) is not None
+        kind, own = type(self), wanted in self.own or capability(self.inner, wanted) is not None
+        if wanted is LimitsError and kind.search_within is Wrapper.search_within:
+            own = own and kind.search is Wrapper.search
         return own and wanted not in self.lacks
 
     def _inner(self, wanted: type[P]) -> P:
@@ -233,6 +237,14 @@ class Wrapper(Capable, NamedState, Transactional):
     def check_coverage(self, coverage: float) -> None:
         """Raise ValueError if the wrapped index cannot search with this coverage."""
         self._inner(ReportsCoverage).check_coverage(coverage)
+
+    def search_within(self, queries: Tensor, *, k: int, limit: ErrorLimit) -> Hits:
+        """Search the wrapped index with a limit of the error (see `ParisKV.search_within`).
+
+        A wrapper that overrides `search` offers this capability only if it overrides this method,
+        too.
+        """
+        return self._inner(LimitsError).search_within(queries, k=k, limit=limit)
 
     def expand_batch(self, count: int) -> Self:
         """Return a copy of this wrapper around a view of the wrapped index for `count` sequences.

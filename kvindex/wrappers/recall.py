@@ -16,7 +16,6 @@ from kvindex.core.protocol import (
     ExpandsBatch,
     Hits,
     KVIndex,
-    LimitsError,
 )
 from kvindex.indexes.exact import Exact, ExactConfig
 from kvindex.ops import group
@@ -97,8 +96,7 @@ class MeasureRecall(Wrapper):
 
     def search_within(self, queries: Tensor, *, k: int, limit: ErrorLimit) -> Hits:
         """Search the wrapped index with a limit of the error, and count as `search` does."""
-        inner = required(self.inner, LimitsError, name="inner")
-        return self._counted(queries, k, inner.search_within(queries, k=k, limit=limit))
+        return self._counted(queries, k, super().search_within(queries, k=k, limit=limit))
 
     def _counted(self, queries: Tensor, k: int, hits: Hits) -> Hits:
         """Count how many of the true best `k` rows are among the hits, and return the hits."""

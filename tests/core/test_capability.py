@@ -16,6 +16,7 @@ from kvindex.core.protocol import (
     DecodesStep,
     ExpandsBatch,
     JoinsBatch,
+    LimitsError,
     ObservesQueries,
     ReportsCoverage,
     ReportsRowBytes,
@@ -50,6 +51,8 @@ NOT_PASSED_ON = {
     # a fused step of the inner index would bypass the wrapper's search
     *((name, step) for name in CLASSES for step in (DecodesStep, ChecksTokens, CapturesStep)),
     *((name, step) for name in CLASSES for step in (JoinsBatch, SearchesShard)),
+    # these have a search of their own, without a limit of the error
+    *((name, LimitsError) for name in ("reuse", "sample", "sharded", "vattention")),
     ("recall", AppendsAsync),  # the exact copy's append is part of the same change
     ("recall", ExpandsBatch),  # hits of a view would not be counted
     ("reuse", ExpandsBatch),  # a step may reuse the previous hits
@@ -83,6 +86,9 @@ class Able(Exact):
         pass
 
     def batch_row(self):
+        pass
+
+    def search_within(self):
         pass
 
     def reserve(self):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvindex.core.capability import capability, required
+from kvindex.core.capability import capability
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import (
     AppendsAsync,
@@ -18,7 +18,6 @@ from kvindex.core.protocol import (
     ErrorLimit,
     Hits,
     KVIndex,
-    LimitsError,
 )
 from kvindex.layer import AttentionLayer
 from kvindex.wrappers.base import Wrapper
@@ -112,8 +111,7 @@ class Watching(Wrapper):
 
     def search_within(self, queries: Tensor, *, k: int, limit: ErrorLimit) -> Hits:
         """Search the wrapped index with a limit of the error, and compare the hits."""
-        inner = required(self.inner, LimitsError, name="inner")
-        return self._added(queries, k, inner.search_within(queries, k=k, limit=limit))
+        return self._added(queries, k, super().search_within(queries, k=k, limit=limit))
 
     def _added(self, queries: Tensor, k: int, hits: Hits) -> Hits:
         """Add the recall and coverage of hits to the sums, and return the hits."""
