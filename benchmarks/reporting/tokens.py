@@ -189,8 +189,8 @@ def served(result: Result) -> str:
     context = result["serving"]["settings"]["context"]
     return (
         f"In vLLM, a decode step over {context:,} tokens with the plug-in takes {ratio:.2f} times "
-        "the time of a decode step with FlashAttention "
-        "([more](docs/adapters/vllm.md#how-fast))."
+        f"the time of a decode step with FlashAttention ({gpu(result)}, one sequence, "
+        "both without `torch.compile`; [more](docs/adapters/vllm.md#how-fast))."
     )
 
 

@@ -15,6 +15,7 @@ import kvindex_adapters.hf as kvhf
 from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.model.attention import NAME
 from kvindex_adapters.hf.model.attention import attention as attention_function
+from kvindex_adapters.hf.model.info import find_decoder
 from kvindex_adapters.hf.unsupported import UNKNOWN_TERMS, check_attention
 from tests.adapters.tiny import SMALL, build, prompt
 
@@ -410,3 +411,15 @@ def test_assisted_decoding_with_a_used_cache(model, how):
         with pytest.raises(UnsupportedError, match="past_key_values: got a cache of 12 tokens"):
             model.generate(**inputs, past_key_values=cache, max_new_tokens=4, **how)
         assert cache.get_seq_length() == 12
+
+
+def test_a_version_of_transformers_that_is_too_new_is_named(monkeypatch):
+    """Since 5.24, the models of transformers call the argument `past_key_values` by a new name."""
+    model = build("llama")
+    renamed = {"forward": lambda self, input_ids=None, cache=None: None}
+    for module in (model, model.model):
+        monkeypatch.setattr(module, "__class__", type("Newer", (type(module),), renamed))
+    with pytest.raises(
+        kvhf.UnsupportedError, match=r"transformers: got version .* allowed is 5\.17"
+    ):
+        find_decoder(model)

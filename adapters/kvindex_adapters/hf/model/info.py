@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 
@@ -49,6 +50,11 @@ def find_decoder(model: PreTrainedModel) -> nn.Module:
     for module in (model.get_decoder(), model.base_model, model):
         if isinstance(module, nn.Module) and "past_key_values" in _parameters(module):
             return module
+    if "cache" in _parameters(model.base_model):  # the new name of the argument
+        raise UnsupportedError(
+            f"transformers: got version {transformers.__version__}, whose models have no argument "
+            "past_key_values; allowed is 5.17 to 5.23: pip install 'transformers<5.24'"
+        )
     raise UnsupportedError(
         f"model: got {type(model).__name__}, whose forward has no argument past_key_values; "
         "allowed are decoders with a KV cache"
