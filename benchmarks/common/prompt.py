@@ -103,10 +103,9 @@ def floor(decoder: Decoder, tokens: int, chunk: int) -> Figures:
 
     shapes = (config.q_heads, chunk), *[(config.kv_heads, max(tokens // 2, 1))] * 2
     given = [like.new_empty(1, heads, n, config.head_dim).normal_() for heads, n in shapes]
-    kernel = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if like.is_cuda else nullcontext()
 
     def attention() -> None:
-        with kernel:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if like.is_cuda else nullcontext():
             scaled_dot_product_attention(*given, enable_gqa=True)
 
     each = sum(statistics.median(_times(work)) for work in (products, attention))
