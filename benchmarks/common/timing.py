@@ -179,12 +179,15 @@ def spread(name: str, values: list[float]) -> dict[str, float]:
 def _ratios(found: dict[str, dict[str, Any]], over: str) -> dict[str, dict[str, float]]:
     """Divide the median of each variant by the median of the variant `over` in the same round.
 
-    Return the median and the quartiles of these ratios over all rounds.
+    Return the median and the quartiles of these ratios over all rounds. Values that `over` does not
+    have, such as the memory of a variant that only estimates a time, are left out.
     """
     ratios: dict[str, dict[str, float]] = {}
     for plan in [plan for plan in found if plan != over]:
         ratios[plan] = {}
         for name in [name for name in found[plan] if name.endswith("_rounds")]:
+            if name not in found[over]:
+                continue
             pairs = zip(found[plan][name], found[over][name], strict=True)
             ratio = [mine / theirs for mine, theirs in pairs]
             ratios[plan] |= spread(name.removesuffix("_rounds"), ratio)

@@ -31,8 +31,9 @@ STEP = 2 * HUGE_PAGE
 """Bytes that a thread populates in one system call. During this call, other threads cannot map or
 unmap memory, so it should be short: about 2 ms where 14 threads populate 29 GB/s."""
 
-MAX_THREADS = 14
-"""Maximum number of threads that populate memory. More threads are hardly faster."""
+MAX_THREADS = 2
+"""Maximum number of threads that populate memory by default. More threads are faster, but slow down
+the thread that launches kernels meanwhile (docs/lab/prompts.md, pinning)."""
 
 SPARE_FRACTION = 0.1
 """Fraction of the host memory, available at the first call of `map_memory`, that must stay
