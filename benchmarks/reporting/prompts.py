@@ -59,19 +59,27 @@ _RANDOM = (
 def summary(result: Result) -> str:
     """Make the short table of the time to read a prompt, by length and by kind of attention."""
     results = _by_length(result)
-    plans = ["full", "indexed", *sorted({name for one in results for name in _fractions(one)})]
+    sparse = [plan.partition(SPARSE)[0] for one in results for plan in _fractions(one)]
+    selectors = sorted({*sparse})
     rows = []
     for one in results:
-        found = one["prefill"]
-        times = [_short(found, plan) for plan in plans]
-        rows.append((_label(one, results), *times))
-    head = ("tokens", *(_words(result, plan) for plan in plans))
+        found, times = one["prefill"], []
+        for selector in selectors:
+            plans = [plan for plan in _fractions(one) if plan.startswith(selector + SPARSE)]
+            each = (
+                f"{_short(found, plan)}, {float(plan.partition(SPARSE)[2]):.0%}" for plan in plans
+            )
+            times.append("; ".join(each))
+        dense = [_short(found, plan) for plan in ("full", "indexed")]
+        rows.append((_label(one, results), *dense, *times))
+    head = ["tokens", *(_words(result, plan) for plan in ("full", "indexed"))]
+    head += [f"`{result['index']}`, sparse (`{selector}`)" for selector in selectors]
     about = (
         "Seconds to read a prompt with kvindex's decoder, and in parentheses for the first prompt "
         f"of its kind in a process. The model has random weights in the shape of "
         f"{_models(results)}, in {result['dtype']}."
     )
-    if len(plans) > 2:
+    if selectors:
         about += f" {_RANDOM}"
     return f"{about}\n\n{table(head, rows)}\n\n{_machines(results)}"
 

@@ -77,9 +77,9 @@ class PinnedSlab:
 class PinnedAllocator:
     """Allocates slabs (ranges of pinned host memory).
 
-    Slabs of at least `REGISTERED_BYTES` are mapped in huge pages by several threads
-    (`host_memory`), and then registered with CUDA (`cudaHostRegister`). `cudaHostAlloc` clears
-    memory on one thread, which takes many times longer, and kernel launches wait for it. It
+    Slabs of at least `REGISTERED_BYTES` are mapped in huge pages (`host_memory`), and then
+    registered with CUDA (`cudaHostRegister`). `cudaHostAlloc` takes longer, and kernel launches of
+    other threads wait for it. It
     allocates small slabs, and all slabs of a system where memory cannot be mapped or registered.
 
     The constructor raises ValueError unless the device is a CUDA device. It also raises the errors

@@ -1,9 +1,10 @@
-"""Anonymous host memory in huge pages, filled by several threads (Linux only).
+"""Anonymous host memory in huge pages (Linux only).
 
-Linux clears each page of new memory when it is first written, on the thread that writes. On a host
-with 16 cores, 14 threads together got 29 GB/s in huge pages of 2 MiB, and 16 GB/s in pages of
-4 KiB. `async_copy.PinnedAllocator` registers this memory with CUDA, so that the driver need not
-allocate and clear memory itself. This module does not use CUDA.
+Linux clears each page of new memory when it is first written, on the thread that writes.
+`async_copy.PinnedAllocator` registers this memory with CUDA, so that the driver need not allocate
+and clear memory itself. Memory is populated by one thread at a time: several threads are faster,
+but slow down the thread that launches kernels meanwhile (docs/lab/prompts.md, "Pinning"). This
+module does not use CUDA.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import mmap
 import os
 import sys
 from _thread import start_new_thread
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,12 +28,8 @@ HUGE_PAGE = 2 * 2**20
 """Bytes of a huge page of x86-64, and of ARM with pages of 4 KiB."""
 
 STEP = 2 * HUGE_PAGE
-"""Bytes that a thread populates in one system call. During this call, other threads cannot map or
-unmap memory, so it should be short: about 2 ms where 14 threads populate 29 GB/s."""
-
-MAX_THREADS = 2
-"""Maximum number of threads that populate memory by default. More threads are faster, but slow down
-the thread that launches kernels meanwhile (docs/lab/prompts.md, pinning)."""
+"""Bytes that are populated in one system call. During this call, other threads cannot map or unmap
+memory, so it should be short: about 1 ms."""
 
 SPARE_FRACTION = 0.1
 """Fraction of the host memory, available at the first call of `map_memory`, that must stay
@@ -72,13 +68,11 @@ class HostMemory:
             _unmap(self.address, self.nbytes)
 
 
-def map_memory(nbytes: int, threads: int | None = None) -> HostMemory:
+def map_memory(nbytes: int) -> HostMemory:
     """Map memory, in huge pages where the system offers them, and allocate all of its pages.
 
     Args:
         nbytes: Bytes, rounded up to whole pages.
-        threads: Number of threads that populate the memory. None means one per CPU that this
-            process may use, at most `MAX_THREADS`.
 
     Returns:
         The memory, filled with zeros.
@@ -97,14 +91,9 @@ def map_memory(nbytes: int, threads: int | None = None) -> HostMemory:
         )
     nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
-        return _Call(nbytes, usable_threads() if threads is None else threads).run()
+        return _Call(nbytes).run()
     except (OSError, RuntimeError) as error:  # RuntimeError: no thread could start
         raise MemoryError(f"cannot map {nbytes} bytes of host memory: {error}") from error
-
-
-def usable_threads() -> int:
-    """Return the default number of threads that populate memory, at least 1."""
-    return min(MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
 def usable_bytes() -> int | None:
@@ -160,15 +149,16 @@ def start(work: Callable[[], None]) -> Latch:
 
 
 class _Call:
-    """One call of `map_memory`, whose work is done by new threads.
+    """One call of `map_memory`, whose work is done by a new thread.
 
     Python raises KeyboardInterrupt in the main thread alone, and possibly between any two
-    instructions. So no thread that can be interrupted maps, populates or unmaps memory that others
-    still use. If the caller is interrupted, the working thread frees the memory when it is done.
+    instructions. So no thread that can be interrupted maps, populates or unmaps memory that another
+    thread still uses. If the caller is interrupted, the working thread frees the memory when it is
+    done.
     """
 
-    def __init__(self, nbytes: int, threads: int) -> None:
-        self._nbytes, self._threads = nbytes, threads
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
         self._result: HostMemory | Exception | None = None
         self._first = Lock()  # acquired by the thread when it is done, or by a caller that leaves
 
@@ -187,7 +177,7 @@ class _Call:
 
     def _work(self) -> None:
         try:
-            self._result = _mapped(self._nbytes, self._threads)
+            self._result = _mapped(self._nbytes)
         except Exception as error:
             self._result = error
         if not self._first.acquire(blocking=False):
@@ -198,8 +188,8 @@ class _Call:
             self._result.free()
 
 
-def _mapped(nbytes: int, threads: int) -> HostMemory:
-    """Map memory and populate it by several threads. Raises OSError, and then keeps none."""
+def _mapped(nbytes: int) -> HostMemory:
+    """Map memory and populate it. Raises OSError, and then keeps none."""
     memory = HostMemory(_map_aligned(nbytes), nbytes, os.getpid())
     try:
         _advise(memory.address, nbytes, mmap.MADV_DONTFORK)
@@ -207,44 +197,13 @@ def _mapped(nbytes: int, threads: int) -> HostMemory:
             _advise(memory.address, nbytes, mmap.MADV_DONTDUMP)
         with suppress(OSError):  # pages are small
             _advise(memory.address, nbytes, mmap.MADV_HUGEPAGE)
-        _populate_steps(memory, threads)
+        end = memory.address + nbytes
+        for first in range(memory.address, end, STEP):
+            _populate(first, min(STEP, end - first))
     except BaseException:
         memory.free()
         raise
     return memory
-
-
-def _populate_steps(memory: HostMemory, threads: int) -> None:
-    """Populate memory by the calling thread and up to `threads - 1` others. When this returns or
-    raises, no thread uses the memory any more. Raises OSError."""
-    end = memory.address + memory.nbytes
-    starts = deque(range(memory.address, end, STEP))  # steps that are left
-    errors: list[Exception] = []
-    all_started = Latch()  # a thread cannot start while others populate
-
-    def work() -> None:
-        all_started.wait()
-        try:
-            with suppress(IndexError):  # no step is left
-                while True:
-                    first = starts.popleft()
-                    _populate(first, min(STEP, end - first))
-        except Exception as error:
-            errors.append(error)
-            starts.clear()
-
-    helpers: list[Latch] = []
-    try:
-        with suppress(RuntimeError):  # no further thread could start
-            for _ in range(min(threads, len(starts)) - 1):
-                helpers.append(start(work))
-    finally:
-        all_started.open()
-        work()
-        for helper in helpers:
-            helper.wait()
-    if errors:
-        raise errors[0]
 
 
 def _populate(address: int, nbytes: int) -> None:

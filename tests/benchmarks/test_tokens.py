@@ -60,7 +60,8 @@ def test_a_prefill_is_timed_with_an_index_and_without(tiny_decoder, monkeypatch)
     page = report.TABLES["prefill_decoder"](result)
     assert f"| 700 | floor |  | {found['floor']['seconds']:.2f} (" in page
     page = report.TABLES["prefill_summary"](result)
-    assert ", sparse (`pooled`), 50% of the blocks |" in page
+    assert ", sparse (`pooled`) |" in page
+    assert page.count("), 50% |") == 2
     first = found["first"]["full"]["seconds"][0]
     assert f"| 700 | {found['full']['seconds']:.2f} ({first:.2f}) |" in page
 

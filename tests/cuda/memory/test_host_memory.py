@@ -1,4 +1,4 @@
-"""Host memory that several threads allocate, without a GPU."""
+"""Host memory in huge pages, without a GPU."""
 
 import ctypes
 import dis
@@ -52,7 +52,7 @@ def holds(address, nbytes):
 
 @pytest.fixture
 def join(monkeypatch):
-    """Return a function that waits for the end of all threads that map and populate memory."""
+    """Return a function that waits for the end of the threads that map and populate memory."""
     ends, start = [], host_memory.start_new_thread
 
     def recorded(function, arguments):
@@ -87,10 +87,9 @@ def mapped(monkeypatch):
     return live
 
 
-@pytest.mark.parametrize("threads", [None, 1, 3, 20])
 @pytest.mark.parametrize("nbytes", [1, HUGE_PAGE, NBYTES])
-def test_all_pages_are_there_and_go_with_free(nbytes, threads):
-    memory = map_memory(nbytes, threads)
+def test_all_pages_are_there_and_go_with_free(nbytes):
+    memory = map_memory(nbytes)
     whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     assert (memory.address % HUGE_PAGE, memory.nbytes) == (0, whole)
     assert holds(memory.address, whole)
@@ -102,21 +101,17 @@ def test_all_pages_are_there_and_go_with_free(nbytes, threads):
     assert not holds(memory.address, whole)
 
 
-def test_several_threads_populate(monkeypatch):
-    """Each step is populated once. A step waits for another thread, so there must be two."""
-    populate, meeting, seen = host_memory._populate, threading.Barrier(2, timeout=10), []
+def test_each_step_is_populated_once(monkeypatch):
+    populate, seen = host_memory._populate, []
 
     def recorded(address, nbytes):
-        seen.append((address, nbytes, threading.get_ident()))
-        if len(seen) <= 2:
-            meeting.wait()
+        seen.append((address, nbytes))
         populate(address, nbytes)
 
     monkeypatch.setattr(host_memory, "_populate", recorded)
-    memory = map_memory(NBYTES, 3)
-    places = sorted((address - memory.address, nbytes) for address, nbytes, _ in seen)
+    memory = map_memory(NBYTES)
+    places = [(address - memory.address, nbytes) for address, nbytes in seen]
     assert places == [(step * STEP, min(STEP, NBYTES - step * STEP)) for step in range(6)]
-    assert len({thread for *_, thread in seen}) > 1
     memory.free()
 
 
@@ -138,7 +133,7 @@ def advice(monkeypatch, refused):
 def test_an_older_kernel_needs_no_huge_pages_and_no_advice(refused, monkeypatch):
     """14 asks for huge pages, and 23 populates, which one write per page can replace."""
     given = advice(monkeypatch, refused)
-    memory = map_memory(NBYTES, 2)
+    memory = map_memory(NBYTES)
     assert holds(memory.address, NBYTES)
     assert {10, 14, 23} <= {*given}
     memory.free()
@@ -160,12 +155,12 @@ def test_a_failure_leaves_nothing_mapped(kind, mapped, monkeypatch):
     """10 keeps the memory out of child processes."""
     advice(monkeypatch, {kind: errno.ENOMEM})
     with pytest.raises(MemoryError, match=rf"cannot map {NBYTES} bytes.*Cannot allocate memory"):
-        map_memory(NBYTES, 3)
+        map_memory(NBYTES)
     assert not mapped
 
 
-def test_an_interrupted_caller_leaves_the_memory_to_the_threads(mapped, join, monkeypatch):
-    """It does not wait for them, and they unmap the memory when none of them uses it any more."""
+def test_an_interrupted_caller_leaves_the_memory_to_the_thread(mapped, join, monkeypatch):
+    """It does not wait for the thread, which unmaps the memory when it is done."""
     populate, main = host_memory._populate, threading.get_ident()
     go, finished = threading.Event(), []
 
@@ -179,7 +174,7 @@ def test_an_interrupted_caller_leaves_the_memory_to_the_threads(mapped, join, mo
 
     monkeypatch.setattr(host_memory, "_populate", slow)
     with pytest.raises(KeyboardInterrupt):
-        map_memory(NBYTES, 3)
+        map_memory(NBYTES)
     assert (len(mapped), finished) == (1, [])
     go.set()
     join()
@@ -226,21 +221,13 @@ def test_an_interrupt_at_any_instruction_neither_hangs_nor_leaks(mapped, join):
     assert at > 50
 
 
-def test_no_further_thread_is_no_error(mapped, monkeypatch):
-    start, left = host_memory.start_new_thread, [2]
+def test_without_a_thread_there_is_no_memory(mapped, monkeypatch):
+    def refused(*given):
+        raise RuntimeError("can't start new thread")
 
-    def limited(*given):
-        if not left[0]:
-            raise RuntimeError("can't start new thread")
-        left[0] -= 1
-        start(*given)
-
-    monkeypatch.setattr(host_memory, "start_new_thread", limited)
-    memory = map_memory(NBYTES, 8)
-    assert holds(memory.address, NBYTES)
-    memory.free()
+    monkeypatch.setattr(host_memory, "start_new_thread", refused)
     with pytest.raises(MemoryError, match=rf"cannot map {NBYTES} bytes.*can't start new thread"):
-        map_memory(NBYTES, 8)
+        map_memory(NBYTES)
     assert not mapped
 
 
@@ -279,7 +266,7 @@ def in_child(work):
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_process_maps_and_frees_its_own_memory_alone():
-    memory = map_memory(NBYTES, 3)  # starts threads, which the child does not have
+    memory = map_memory(NBYTES)  # starts a thread, which the child does not have
 
     def work():
         assert not holds(memory.address, NBYTES)
@@ -289,7 +276,7 @@ def test_a_child_process_maps_and_frees_its_own_memory_alone():
         assert other == memory.address, "the child has other memory at this address"
         memory.free()
         assert holds(other, mmap.PAGESIZE)
-        own = map_memory(NBYTES, 3)
+        own = map_memory(NBYTES)
         assert holds(own.address, NBYTES)
         own.free()
 
