@@ -16,7 +16,7 @@ from kvindex_adapters.decoder.decoder import Decoder
 from kvindex_adapters.decoder.open_session import OpenSession
 from kvindex_adapters.decoder.options import Options
 from kvindex_adapters.hf.cache.report import Report
-from kvindex_adapters.hf.chat import BaseChat, check_full_attention
+from kvindex_adapters.hf.chat import BaseChat
 from kvindex_adapters.hf.generate import INDEX, Generation, K
 from kvindex_adapters.hf.generation.plain_cache import check_saved_index, full_report
 
@@ -78,8 +78,6 @@ class Chat(BaseChat):
     ) -> None:
         super().__init__(decoder.tokenizer, system, template_options, options)
         check_keywords("Chat", {*OF_ANSWERS, *OF_CHAT}, options, index)
-        if index is None:
-            check_full_attention(k, attach_options)
         self._decoder = decoder
         self._opened = partial(
             decoder.session, index=index, k=k, attach_options=attach_options, fused=fused

@@ -44,7 +44,13 @@ from kvindex_adapters.decoder.reading import Reading
 from kvindex_adapters.decoder.run import Run
 from kvindex_adapters.decoder.sampling import Sampling
 from kvindex_adapters.decoder.session import Session
-from kvindex_adapters.hf.generate import INDEX, Generation, K, check_attach_options
+from kvindex_adapters.hf.generate import (
+    INDEX,
+    Generation,
+    K,
+    check_attach_options,
+    check_full_attention,
+)
 from kvindex_adapters.hf.generation.conversation import Turn, next_turn
 from kvindex_adapters.hf.generation.tokenizer import punctuated
 from kvindex_adapters.hf.model.load_model import load
@@ -418,7 +424,7 @@ class Decoder:
         if session is not None:
             session.check_reading(self._reading)
             passed = {"index": index != INDEX, "k": k != K}
-            passed["attach_options"] = attach_options is not None
+            passed |= {"attach_options": attach_options is not None, "fused": not fused}
             for name in (name for name, changed in passed.items() if changed):
                 raise ValueError(
                     f"{name}: got a value together with session, which has its own {name}; "
@@ -457,7 +463,9 @@ class Decoder:
     ) -> list[AttentionLayer | DenseAttention]:
         """Make the attention object of each layer. The objects contain no tokens yet."""
         options = None
-        if index is not None:
+        if index is None:
+            check_full_attention(k, attach_options)
+        else:
             check_attach_options(attach_options)
             given = {"graphs": graphs, **punctuated(index, self.tokenizer, attach_options)}
             names = [field.name for field in dataclasses.fields(LayerOptions)]

@@ -18,7 +18,6 @@ from typing import Any, NoReturn, Self, TypeVar
 
 from transformers import PreTrainedModel
 
-from kvindex.core import check
 from kvindex.storage.saved import check_new
 from kvindex_adapters.common.layer_options import IndexFactory
 from kvindex_adapters.common.prompt import (
@@ -39,6 +38,7 @@ from kvindex_adapters.hf.generate import (
     K,
     check_attach_options,
     check_cache,
+    check_full_attention,
     check_generate_options,
     generate,
 )
@@ -467,18 +467,6 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Raise ValueError for options of an answer that a chat sets itself."""
     for name in sorted(SET_BY_CHAT.keys() & options.keys()):
         raise ValueError(f"{name}: got {_shortened(options[name])}, but {SET_BY_CHAT[name]}")
-
-
-def check_full_attention(k: int | str, attach_options: Mapping[str, Any] | None) -> None:
-    """Check the arguments of a chat with full attention. Raise ValueError for a wrong `k`, which
-    full attention does not use, and for `attach_options`."""
-    if k != "auto":
-        check.wanted_rows(k)
-    if attach_options:
-        raise ValueError(
-            f"attach_options: got {dict(attach_options)!r} with index=None, which attends to all "
-            "tokens and attaches no index; pass an index, or leave out attach_options"
-        )
 
 
 def _shortened(value: object) -> str:

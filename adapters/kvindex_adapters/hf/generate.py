@@ -177,6 +177,7 @@ def generate(
     if cache is not None:
         context: Any = following(cache, used, turn.keep)
     elif index is None:
+        check_full_attention(k, attach_options)
         context = nullcontext(DynamicCache(config=model.config))
     else:
         context = attach(model, index=index, k=k, **punctuated(index, tokenizer, attach_options))
@@ -297,6 +298,21 @@ def check_attach_options(attach_options: Any) -> None:
     """Raise ValueError if `attach_options` contain `index` or `k`, which are separate arguments."""
     for name in sorted({"index", "k"} & set(attach_options or {})):
         raise ValueError(f"attach_options: got {name}; pass {name} as a separate argument")
+
+
+def check_full_attention(k: int | str, attach_options: Mapping[str, Any] | None) -> None:
+    """Check the arguments of a call with `index=None`, for full attention.
+
+    Raise ValueError for a wrong `k`, although full attention does not use it, and for
+    `attach_options`.
+    """
+    if k != "auto":
+        check.wanted_rows(k)
+    if attach_options:
+        raise ValueError(
+            f"attach_options: got {dict(attach_options)!r} with index=None, which attends to all "
+            "tokens and attaches no index; pass an index, or leave out attach_options"
+        )
 
 
 def check_generate_options(

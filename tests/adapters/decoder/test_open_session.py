@@ -212,9 +212,18 @@ def test_a_cache_of_several_sequences_is_refused(model, decoder, tmp_path):
     decoder.read(ids_of(60), session)
 
 
+def test_full_attention_takes_no_options_of_an_index(decoder):
+    calls = decoder.session, lambda **given: decoder.generate(ids_of(9), **given)
+    for call in calls:
+        with pytest.raises(ValueError, match=r"attach_options: got \{'sink': 4\} with index=None"):
+            call(index=None, attach_options={"sink": 4})
+        with pytest.raises(ValueError, match="k: got 0, allowed"):
+            call(index=None, k=0)
+
+
 def test_what_does_not_go_with_a_session_is_said_in_words(decoder):
     session, other = decoder.session(**FEW), Decoder.of(model_of("qwen3"), Words())
-    for name, value in dict(index="exact", k=5, attach_options={}).items():
+    for name, value in dict(index="exact", k=5, attach_options={}, fused=False).items():
         with pytest.raises(ValueError, match=f"{name}: got a value together with session"):
             decoder.generate(ids_of(9), session=session, **{name: value})
     with pytest.raises(ValueError, match="session: got a session for 2 prompts"):

@@ -294,6 +294,8 @@ def test_progress_ends_where_the_answer_does(model):
         ({"attach_options": {"index": "exact"}}, "attach_options: got index"),
         ({"chunk": 1}, "chunk: got 1"),
         ({"max_new_tokens": 0}, "max_new_tokens: got 0"),
+        ({"index": None, "attach_options": {"sink": 4}}, "attach_options: got .* with index=None"),
+        ({"index": None, "k": 0}, "k: got 0"),
     ],
     ids=str,
 )
