@@ -81,9 +81,7 @@ def answer(
             return _answer_all(tokenizer, text, questions, request, engine, progress)
         ids = _ids(tokenizer, text, request)
         _warn_of_length(len(ids), engine)
-        options = _index(request)
-        if request.index is not None:
-            options["attach_options"] = _attach_options(engine, request)
+        options = {**_index(request), "attach_options": _attach_options(engine, request)}
         generation = _answer_one(engine, tokenizer, ids, request, progress, **options)
         return [(None, generation)]
 
@@ -98,10 +96,12 @@ def _warn_of_length(tokens: int, engine: Engine) -> None:
 
 
 def _attach_options(engine: Engine, request: Request) -> dict[str, Any]:
-    """Return the keyword arguments of `attach`.
+    """Return the keyword arguments of `attach`; none for full attention.
 
     Only the engine "transformers" supports the argument `token_graph`.
     """
+    if request.index is None:
+        return {}
     if engine.name == "decoder":
         return dict(request.regions)
     return {**request.regions, "token_graph": request.token_graph}

@@ -33,6 +33,7 @@ from kvindex_adapters.cli.options import (
     Model,
     Prefill,
     PrefillMass,
+    PrefillSelector,
     Sink,
     UpdateEvery,
     announce_imports,
@@ -77,6 +78,7 @@ def chat(
     dense_below: DenseBelow = 2048,
     prefill: Prefill = "dense",
     prefill_mass: PrefillMass = 0.95,
+    prefill_selector: PrefillSelector = "pooled",
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
     temperature: Annotated[
         float | None,
@@ -126,6 +128,7 @@ def chat(
         dense_below=dense_below,
         prefill=prefill,
         prefill_mass=prefill_mass,
+        prefill_selector=prefill_selector,
     )
     common.check_attention(index, k, device, regions)
     common.check_size("max_new_tokens", max_new_tokens, 1)

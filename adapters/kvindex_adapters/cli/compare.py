@@ -20,6 +20,9 @@ from kvindex_adapters.cli.options import (
     Dtype,
     GgufFile,
     Local,
+    Prefill,
+    PrefillMass,
+    PrefillSelector,
     Sink,
     UpdateEvery,
     announce_imports,
@@ -156,6 +159,9 @@ def compare(
     sink: Sink = 64,
     local_window: Local = 256,
     update_every: UpdateEvery = 256,
+    prefill: Prefill = "dense",
+    prefill_mass: PrefillMass = 0.95,
+    prefill_selector: PrefillSelector = "pooled",
     store: Annotated[
         str | None,
         typer.Option(
@@ -175,6 +181,7 @@ def compare(
     """
     check_stdout()
     announce_imports()
+    from kvindex.core import check
     from kvindex_adapters.cli import common
     from kvindex_adapters.evaluate.compare.measuring import load
     from kvindex_adapters.evaluate.compare.settings import Settings
@@ -183,7 +190,10 @@ def compare(
     number = common.check_dtype(dtype)
     common.check_size("jobs", jobs, 1)
     load_model.check_device(device)
-    regions = dict(sink=sink, local_window=local_window, update_every=update_every)
+    regions: dict[str, Any] = dict(sink=sink, local_window=local_window, update_every=update_every)
+    sparse = dict(prefill_mass=prefill_mass, prefill_selector=prefill_selector)
+    if check.one_of("prefill", prefill, ("dense", "sparse")) == "sparse":
+        regions |= {"prefill": prefill, **sparse}
     given = dict(tasks=tasks, tokens=tokens, tries=tries, steps=steps)
     chosen = (QUICK if quick else USUAL) | {n: v for n, v in given.items() if v is not None}
     plan = _plan(index, k, chosen)

@@ -22,6 +22,7 @@ from kvindex_adapters.cli.options import (
     Local,
     Prefill,
     PrefillMass,
+    PrefillSelector,
     Sink,
     UpdateEvery,
     announce_imports,
@@ -80,6 +81,7 @@ def demo(
     dense_below: DenseBelow = 2048,
     prefill: Prefill = "dense",
     prefill_mass: PrefillMass = 0.95,
+    prefill_selector: PrefillSelector = "pooled",
     seed: Annotated[
         int,
         typer.Option(help="Seed for the hidden facts, their places and the order of the text."),
@@ -135,6 +137,7 @@ def demo(
         dense_below=dense_below,
         prefill=prefill,
         prefill_mass=prefill_mass,
+        prefill_selector=prefill_selector,
     )
     common.check_search(index, k, device, regions)
     check.seed(seed)

@@ -30,6 +30,7 @@ from kvindex_adapters.cli.options import (
     Model,
     Prefill,
     PrefillMass,
+    PrefillSelector,
     Sink,
     UpdateEvery,
     announce_imports,
@@ -74,6 +75,7 @@ def generate(
     dense_below: DenseBelow = 2048,
     prefill: Prefill = "dense",
     prefill_mass: PrefillMass = 0.95,
+    prefill_selector: PrefillSelector = "pooled",
     max_new_tokens: Annotated[
         int, typer.Option(help="Maximum length of an answer in tokens.")
     ] = 256,
@@ -171,6 +173,7 @@ def generate(
         dense_below=dense_below,
         prefill=prefill,
         prefill_mass=prefill_mass,
+        prefill_selector=prefill_selector,
     )
     common.check_attention(index, k, device, regions)
     request = answers.Request(

@@ -71,6 +71,14 @@ PrefillMass = Annotated[
         "blocks must have, above 0 and at most 1. A larger value reads more blocks."
     ),
 ]
+PrefillSelector = Annotated[
+    str,
+    typer.Option(
+        help="With --prefill sparse: how blocks are chosen. pooled compares means of queries and "
+        "keys, and sampled the exact attention weights of a quarter of the queries, which takes "
+        "longer and misses less."
+    ),
+]
 Model = Annotated[
     str,
     typer.Option(

@@ -58,7 +58,7 @@ def test_answers_are_those_of_generate(model, read, index):
             for piece, draft in asked:
                 with cache.branch(k):
                     cache.read(piece)
-                    answers.append(checked(cache, draft, Limit.of(model, NEW)))
+                    answers.append(checked(cache, draft[0], draft, Limit.of(model, NEW)))
     assert answers[:2] == generated(model, ids, [piece.ids for piece, _ in asked], index)
     assert any(answer != draft for answer, (_, draft) in zip(answers[:2], asked, strict=True))
 
@@ -103,7 +103,7 @@ def test_with_rows_enough_the_draft_is_the_answer(model, read):
         for piece, draft in asked:
             with cache.branch(500):
                 cache.read(piece)
-                assert checked(cache, draft, Limit.of(model, NEW)) == draft
+                assert checked(cache, draft[0], draft, Limit.of(model, NEW)) == draft
 
 
 @pytest.mark.parametrize("index", ["exact", "snapkv:budget=12:window=4:kernel=3"])

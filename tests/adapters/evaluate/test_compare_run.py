@@ -102,6 +102,25 @@ def test_rows_enough_are_full_attention_and_few_are_not(model, tmp_path, whole):
     assert few["rows_read"] < 30
 
 
+def test_prompts_may_be_read_sparsely(tmp_path):
+    """If all blocks are read, the result is that of full attention. Otherwise it is not, although
+    decode steps attend to all tokens."""
+    plan, found = Plan(("exact",), (10_000,), ("ask",), (1024,), 1), {}
+    text, model = ids_of(1024, 9), build("llama", max_position_embeddings=1024)
+    for mass in (1.0, 0.1):
+        regions = {**SETTINGS.regions, "prefill": "sparse", "prefill_mass": mass}
+        settings = dataclasses.replace(SETTINGS, regions=regions)
+        settings.claim(tmp_path / str(mass))
+        records = Records(tmp_path / str(mass))
+        Comparison(model, Words(), text, settings=settings, plan=plan, records=records).run()
+        assert [*records.of(FAILURE)] == []
+        assert Key(ANSWERS, 1024, "exact", 10_000, "ask", 0) in records
+        found[mass] = dict(records.of(TEXT))[Key(TEXT, 1024, "exact", 10_000)]
+    assert max(map(abs, found[1.0]["kl"])) < 1e-6
+    assert max(found[0.1]["kl"]) > 1e-6
+    assert found[0.1]["rows_read"] == found[0.1]["rows_full"]
+
+
 def test_an_interrupted_run_goes_on_to_the_same_numbers(model, tmp_path, whole):
     def interrupt(done, total, what):
         if done > total / 3:

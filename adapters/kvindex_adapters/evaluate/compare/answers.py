@@ -99,20 +99,20 @@ def continued(
     return answer
 
 
-def checked(indexed: Indexed, draft: list[int], limit: Limit) -> list[int]:
+def checked(indexed: Indexed, first: int, draft: list[int], limit: Limit) -> list[int]:
     """Generate the answer of a model with an index. Its cache already contains the prompt.
 
-    The first token is that of full attention, because attention is exact while a prompt is read. If
-    the index supports parallel decode steps, these steps verify tokens of the draft: they accept
+    If the index supports parallel decode steps, these steps verify tokens of the draft: they accept
     all tokens before the first one that is not the most likely token with the index. The remaining
     tokens are generated one by one.
 
     Args:
         indexed: The model with the index.
+        first: Id of the first token of the answer.
         draft: Token ids of the answer of full attention.
         limit: The conditions under which the answer ends.
     """
-    answer = draft[:1]
+    answer = [first]
     indexed.begin()
     while indexed.parallel and len(answer) < len(draft) and answer == draft[: len(answer)]:
         ahead = draft[len(answer) : -1][: BLOCK - 1]

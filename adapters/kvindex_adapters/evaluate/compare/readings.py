@@ -53,8 +53,9 @@ class InstanceReading:
         answers = []
         for chunk, draft, limit in self._asked:
             with indexed.branch(k):
-                indexed.read(chunk)
-                answers.append(checked(indexed, draft, limit))
+                logits = indexed.read(chunk)
+                first = draft[0] if logits is None else int(logits.argmax())
+                answers.append(checked(indexed, first, draft, limit))
         return self._record(answers)
 
     def _record(self, answers: list[list[int]]) -> Record:

@@ -135,22 +135,26 @@ class ReplayLayer(ParallelLayer):
 
 class Indexed:
     """A model with an index and a KV cache. Prompts are read once with full attention, and their
-    keys and values are copied to this cache.
+    keys and values are copied to this cache, unless the index or sparse attention requires that the
+    model reads them again.
 
     Args:
         model: The attached model.
         cache: The KV cache of the model.
         first: Token ids of the beginning of a prompt, int64 `[T]`, at least two. The model reads
             two tokens once, so that the layers of the cache are created.
+        sparse: Whether the model reads each prompt again, with sparse attention.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: IndexCache, first: Tensor) -> None:
-        self.model, self.cache = model, cache
+    def __init__(
+        self, model: PreTrainedModel, cache: IndexCache, first: Tensor, sparse: bool = False
+    ) -> None:
+        self.model, self.cache, self._sparse = model, cache, sparse
         _step(model, cache, first[:2].to(model.device))
-        self._observes = any(
+        self._rereads = sparse or any(
             capability(index, ObservesQueries) is not None for index in cache.indexes()
         )
-        if self._observes:
+        if self._rereads:
             cache.reset()
         else:
             for layer in self.layers:
@@ -167,23 +171,31 @@ class Indexed:
         """True if all indexes support parallel decode steps."""
         return all(layer.parallel for layer in self.layers)
 
-    def read(self, chunk: Chunk) -> None:
+    def read(self, chunk: Chunk) -> Tensor | None:
         """Append successive tokens of a prompt to the cache.
 
         The keys and values of the tokens are copied from `chunk`, where they were stored when the
         model read the prompt with full attention. If the index also uses the queries of the prompt,
-        the model reads the tokens again instead.
+        or if prompts are read with sparse attention, the model reads the tokens again instead.
+
+        Returns:
+            With sparse attention, the logits `[V]` after the last token. Otherwise None: the logits
+            are those of full attention.
         """
-        if self._observes:
+        if self._rereads:
+            count = len(chunk.ids)
+            # one token alone would be a decode step
+            last = 0 if not self._sparse else 2 if count > 3 else count
             with torch.no_grad():
-                prefill(self.model, chunk.ids, self.cache, stop=len(chunk.ids), chunk=CHUNK)
-            return
+                prefill(self.model, chunk.ids, self.cache, stop=count - last, chunk=CHUNK)
+            return self.step(chunk.ids[-last:])[-1] if last else None
         for number, stored in enumerate(chunk.layers):
             layer = self.cache.layers[number]
             if number in self.cache.indexed:
                 layer.attention.fill(stored["keys"], stored["values"], chunk.ids)
             else:
                 vars(layer).update(stored)
+        return None
 
     def step(self, ids: Tensor) -> Tensor:
         """Read tokens with ids int64 `[T]`, and return the logits `[T, V]` after each token."""
@@ -242,7 +254,7 @@ def indexed(
     """
     options = {"dense_below": 0, **options}
     with attach(model, index=index, layer=ReplayLayer, **options) as cache:
-        yield Indexed(model, cache, first)
+        yield Indexed(model, cache, first, sparse=options.get("prefill") == "sparse")
 
 
 def _step(model: PreTrainedModel, cache: Any, ids: Tensor) -> Tensor:

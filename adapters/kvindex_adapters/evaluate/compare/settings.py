@@ -26,6 +26,7 @@ class Settings:
         steps: Number of tokens of the text at which predictions are compared. With 0, only answers
             to tasks are measured.
         regions: Sizes of the sink, the local window and so on, as keyword arguments of `attach`.
+            With `prefill="sparse"`, each index reads the prompts itself, with sparse attention.
         store: Memory that stores keys and values ("device", "host" or "auto"), unless the options
             of an index set it. None for the default of the device.
     """
@@ -36,7 +37,7 @@ class Settings:
     dtype: str = "float32"
     device: str = "cpu"
     steps: int = 256
-    regions: Mapping[str, int] = field(default_factory=dict)
+    regions: Mapping[str, Any] = field(default_factory=dict)
     store: str | None = None
 
     def claim(self, folder: Path) -> None:
