@@ -325,15 +325,17 @@ def _ask(
     """Answer a prompt `[N]` with full attention. `past` stores its beginning, and is restored."""
     import torch
 
+    from kvindex_adapters.hf.model.cache_argument import CACHE
+
     stored = past.get_seq_length()
     inputs = ids.to(model.device)[None]
     out = model.generate(
         input_ids=inputs,
         attention_mask=torch.ones_like(inputs),
-        past_key_values=past,
         max_new_tokens=tokens,
         do_sample=False,
         streamer=streamer,
+        **{CACHE: past},
     )
     past.crop(stored - past.get_seq_length())  # minus the number of tokens to remove
     asked.add(tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True), streamer)

@@ -23,6 +23,7 @@ from kvindex_adapters.evaluate.parallel import ParallelLayer
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.cache.cache import IndexCache
 from kvindex_adapters.hf.generation.prefill import prefill
+from kvindex_adapters.hf.model.cache_argument import CACHE
 
 BLOCK = 128
 """Number of decode steps that run in parallel.
@@ -130,7 +131,7 @@ def followed(
             layer.index = MeasureRecall(layer.index)
     for step in range(steps):
         token = continuation[None, step : step + 1]
-        logits = model(input_ids=token, past_key_values=cache).logits[0, -1]
+        logits = model(input_ids=token, **{CACHE: cache}).logits[0, -1]
         divergence += kl(full[step], logits)
         same += int(full[step].argmax() == logits.argmax())
         if on_progress:
@@ -186,7 +187,7 @@ def divergences(
             layer.begin()
         for start in range(len(prompt), len(ids), BLOCK):
             block = ids[None, start : start + BLOCK]
-            logits = model(input_ids=block, past_key_values=cache).logits[0]
+            logits = model(input_ids=block, **{CACHE: cache}).logits[0]
             p = full[start - len(prompt) :][: len(logits)].double().log_softmax(-1)
             q = logits.double().log_softmax(-1)
             divergence.append((p.exp() * (p - q)).sum(-1).cpu())
@@ -212,7 +213,7 @@ def full_logits(model: PreTrainedModel, prompt: Tensor, continuation: Tensor) ->
         prefill(model, ids, cache, stop=len(prompt), chunk=1024)
         for start in range(len(prompt), len(ids), 1024):
             block = ids[None, start : start + 1024]
-            logits.append(model(input_ids=block, past_key_values=cache).logits[0])
+            logits.append(model(input_ids=block, **{CACHE: cache}).logits[0])
     return torch.cat(logits)
 
 

@@ -40,6 +40,7 @@ from kvindex_adapters.hf.generation.plain_cache import PlainCache
 from kvindex_adapters.hf.generation.prefill import default_chunk, prefill, vocabulary_of
 from kvindex_adapters.hf.generation.tokenizer import punctuated
 from kvindex_adapters.hf.graph.run_ahead import decoding_options
+from kvindex_adapters.hf.model.cache_argument import CACHE, OLD
 from kvindex_adapters.hf.model.reread import prefilled, unread
 from kvindex_adapters.hf.model.wrapped import unwrapped
 from kvindex_adapters.hf.unsupported import assisted
@@ -51,7 +52,7 @@ ONE_ANSWER = dict(num_beams=1, num_return_sequences=1, return_dict_in_generate=F
 """Options of `model.generate` that `generate` always sets, whatever the model's generation
 configuration contains."""
 
-RESERVED = {"inputs", "input_ids", "attention_mask", "past_key_values"}
+RESERVED = {"inputs", "input_ids", "attention_mask", OLD, CACHE}
 """Arguments of `model.generate` that callers of `generate` may not pass, because `generate` sets
 them."""
 
@@ -199,9 +200,9 @@ def generate(
         sequence = model.generate(
             input_ids=input_ids[None],
             attention_mask=input_ids.new_ones(1, length),
-            past_key_values=holder,
             max_new_tokens=max_new_tokens,
             streamer=timer,
+            **{CACHE: holder},
             **decoding_options(model, tokenizer, holder, timer, options),
         )
         if cache is not None:

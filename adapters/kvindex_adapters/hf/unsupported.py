@@ -15,6 +15,7 @@ from transformers.cache_utils import (
 
 from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.model.attachment import attached
+from kvindex_adapters.hf.model.cache_argument import CACHE, given_cache
 
 UNKNOWN_TERMS = (
     "alibi",  # adds a term to the logits
@@ -238,10 +239,10 @@ def check_generate(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -
                 f"{name}: got {value}, allowed inside attach() is None, because the model would "
                 "run a second time, with another cache"
             )
-    cache, assistant = options.get("past_key_values"), options.get("assistant_model")
+    cache, assistant = given_cache(options), options.get("assistant_model")
     if assisted(config, options) and cache is not None and cache.get_seq_length():
         raise UnsupportedError(
-            f"past_key_values: got a cache of {cache.get_seq_length()} tokens with assisted "
+            f"{CACHE}: got a cache of {cache.get_seq_length()} tokens with assisted "
             "decoding, which needs an empty cache, because it processes all ids again"
         )
     if isinstance(assistant, nn.Module) and any(part in attached for part in assistant.modules()):

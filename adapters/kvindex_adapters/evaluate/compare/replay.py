@@ -26,6 +26,7 @@ from kvindex_adapters.evaluate.parallel import ParallelLayer
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.cache.cache import IndexCache
 from kvindex_adapters.hf.generation.prefill import prefill
+from kvindex_adapters.hf.model.cache_argument import CACHE
 from kvindex_adapters.hf.unsupported import has_full_attention
 
 CHUNK = 1024
@@ -259,7 +260,7 @@ def indexed(
 
 def _step(model: PreTrainedModel, cache: Any, ids: Tensor) -> Tensor:
     with torch.no_grad():
-        logits: Tensor = model(input_ids=ids[None], past_key_values=cache).logits[0]
+        logits: Tensor = model(input_ids=ids[None], **{CACHE: cache}).logits[0]
     return logits
 
 

@@ -43,6 +43,7 @@ from kvindex_adapters.hf.cache.saving import load_cache, save_cache
 from kvindex_adapters.hf.cache.sliding import Ring, SlidingLayer
 from kvindex_adapters.hf.cache.takeover import check_past, fill
 from kvindex_adapters.hf.model.attachment import Attachment
+from kvindex_adapters.hf.model.cache_argument import CACHE
 from kvindex_adapters.hf.model.info import layer_device
 from kvindex_adapters.hf.unsupported import check_dense, has_full_attention
 
@@ -51,7 +52,7 @@ REPLACED = {
     "key_cache": ROWS,
     "value_cache": ROWS,
     "to_legacy_cache": "cache.fork() for a copy, or cache.save(folder) for a file",
-    "from_legacy_cache": "model(ids, past_key_values=cache), which reads the prompt",
+    "from_legacy_cache": f"model(ids, {CACHE}=cache), which reads the prompt",
     "seen_tokens": "cache.get_seq_length()",
     "_seen_tokens": "cache.get_seq_length()",
     "get_usable_length": "cache.get_seq_length()",
@@ -245,10 +246,10 @@ class IndexCache(DynamicCache):
         way."""
         if self.attachment.closed:
             raise RuntimeError(
-                "past_key_values: got a cache whose attach() context has ended; attach again"
+                f"{CACHE}: got a cache whose attach() context has ended; attach again"
             )
         if self._broken:
-            raise RuntimeError(f"past_key_values: {self._broken}; call reset() first")
+            raise RuntimeError(f"{CACHE}: {self._broken}; call reset() first")
 
     @property
     def usable(self) -> bool:
@@ -759,7 +760,7 @@ class ProbeCache(IndexCache):
         token = int(getattr(self._config, "pad_token_id", None) == 0)
         ids = torch.full((1, 2), token, device=layer_device(self.decoder, 0))
         with torch.no_grad(), self.attending_by(attend):
-            self.decoder(input_ids=ids, past_key_values=self, use_cache=True)
+            self.decoder(input_ids=ids, use_cache=True, **{CACHE: self})
         for number, rows in read.items():
             geometry = self.layers[number].attention.index.geometry
             if not geometry.value_in_key and not all(map(torch.equal, rows, self.given[number])):

@@ -18,6 +18,7 @@ from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.cache.recording import check_window, linear_states, stop_recording
 from kvindex_adapters.hf.cache.report import Report, sum_up
 from kvindex_adapters.hf.cache.saving import load_cache, open_cache, save_cache, saved_index
+from kvindex_adapters.hf.model.cache_argument import CACHE
 from kvindex_adapters.hf.model.info import find_decoder, reads_chunks
 
 REPLACED_TENSORS = DynamicLayer, DynamicSlidingWindowLayer
@@ -108,7 +109,7 @@ class PlainCache(DynamicCache):
         lengths = _lengths(self.layers)
         if len(lengths) > 1 or (lengths == {0} and any(map(linear_states, self.layers))):
             raise RuntimeError(
-                "past_key_values: got a cache with a forward pass that failed half way "
+                f"{CACHE}: got a cache with a forward pass that failed half way "
                 f"({_counted(lengths)}); call reset() first"
             )
 

@@ -29,6 +29,7 @@ from kvindex_adapters.hf.generation.conversation import (
     past_ids,
     remember,
 )
+from kvindex_adapters.hf.model.cache_argument import CACHE
 from kvindex_adapters.hf.model.info import reads_chunks, text_positions
 from kvindex_adapters.hf.model.reread import unread
 from kvindex_adapters.hf.model.rotary import counting_ahead, length_dependent
@@ -150,9 +151,9 @@ def prefill(
             with counting_ahead(embeddings, len(ids) - end):
                 model(
                     input_ids=ids[None, start:end],
-                    past_key_values=cache,
                     use_cache=True,
                     logits_to_keep=1,
+                    **{CACHE: cache},
                     **({} if positions is None else {"position_ids": positions}),
                 )
             if report:

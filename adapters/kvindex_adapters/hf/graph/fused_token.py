@@ -27,6 +27,7 @@ from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.cache.cache import IndexCache
 from kvindex_adapters.hf.cache.padding import MaskInfo
 from kvindex_adapters.hf.graph.token_graph import Forward, TokenGraph
+from kvindex_adapters.hf.model.cache_argument import CACHE
 from kvindex_adapters.hf.model.llama_family import check_family, check_modules
 from kvindex_adapters.hf.model.module_state import ModuleState
 from kvindex_adapters.llama.fused import BATCH, FusedBody, device_refusal
@@ -42,7 +43,7 @@ from kvindex_adapters.llama.weights import (
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Allowed dtypes of weights. The kernels compute activations in the same dtype."""
 
-READ = ("input_ids", "position_ids", "attention_mask", "past_key_values", "cache_position")
+READ = ("input_ids", "position_ids", "attention_mask", CACHE, "cache_position")
 """Arguments of the decoder's forward call that the kernels use, or that repeat information in other
 arguments."""
 
@@ -143,7 +144,7 @@ class FusedToken:
                 steps.append(Step(partial(layer.attend, **given, **terms)))
         hidden = body.read(ids, positions.expand(len(ids), 1), steps, head_dim)
         hidden = functional.rms_norm(hidden, norm.weight.shape, norm.weight, norm.eps)
-        return BaseModelOutputWithPast(last_hidden_state=hidden[:, None], past_key_values=cache)
+        return BaseModelOutputWithPast(last_hidden_state=hidden[:, None], **{CACHE: cache})
 
 
 class FusedGraph(TokenGraph):

@@ -54,7 +54,7 @@ def decoding_options(
     Args:
         model: The model.
         tokenizer: The model's tokenizer, for stop strings.
-        cache: The cache to be passed as `past_key_values`.
+        cache: The cache to be passed to `model.generate`.
         streamer: The streamer, which must also be passed to `model.generate`.
         options: The caller's options of `model.generate`.
 

@@ -17,6 +17,7 @@ from kvindex.core.graphs import GRAPHS
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.hf.cache.cache import IndexCache
 from kvindex_adapters.hf.cache.sliding import grows
+from kvindex_adapters.hf.model.cache_argument import CACHE
 
 VALUES = (Tensor, bool, int, float, str, type(None))
 """Allowed types of arguments. Tensors are copied to the addresses that the CUDA graph reads."""
@@ -100,7 +101,7 @@ class TokenInputs:
 
     def arguments(self, cache: IndexCache) -> dict[str, Any]:
         """Return the arguments of the current step by name."""
-        return {**self._values, "past_key_values": cache}
+        return {**self._values, CACHE: cache}
 
     def take(self, given: Mapping[str, Any]) -> bool:
         """Copy the arguments of a decode step to the fixed addresses that a CUDA graph reads.
@@ -110,7 +111,7 @@ class TokenInputs:
         kinds = {
             name: check.kind(value) if isinstance(value, Tensor) else value
             for name, value in given.items()
-            if name not in (MASK, "past_key_values")
+            if name not in (MASK, CACHE)
         }
         if isinstance(given.get(MASK), dict):
             kinds["types of layers"] = sorted(given[MASK])

@@ -25,6 +25,7 @@ from kvindex_adapters.hf.cache.layer_kinds import ChosenLayer, chosen_ids
 from kvindex_adapters.hf.cache.padding import MaskInfo
 from kvindex_adapters.hf.cache.sliding import SlidingLayer
 from kvindex_adapters.hf.model.attachment import attached
+from kvindex_adapters.hf.model.cache_argument import CACHE
 from kvindex_adapters.hf.model.latent import absorbed, is_latent, projected
 from kvindex_adapters.hf.unsupported import check_attention, layer_number, sink_logits_of
 
@@ -76,7 +77,7 @@ def attention(
     if pending is None:
         raise UnsupportedError(
             f"{name}: got a call of the attention function without a preceding update() of the "
-            "cache; pass the cache of attach() as past_key_values"
+            f"cache; pass the cache of attach() as {CACHE}"
         )
     (cache, layer, states), ids = pending, None
     latent = isinstance(layer, IndexedLayer) and not shares_keys and is_latent(module)

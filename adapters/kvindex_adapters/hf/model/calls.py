@@ -18,6 +18,7 @@ from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.cache.cache import IndexCache
 from kvindex_adapters.hf.graph.token_graph import TokenGraph
 from kvindex_adapters.hf.model.attachment import Attachment, attached
+from kvindex_adapters.hf.model.cache_argument import CACHE, given_cache, renamed
 from kvindex_adapters.hf.unsupported import check_generate
 
 CLOSE = 2**-5
@@ -28,8 +29,8 @@ many layers. Positions that are wrong by one token cause a larger difference
 
 
 class TransactionDecoder(nn.Module):
-    """Mixin that wraps each forward pass of a decoder in a transaction of the cache in
-    `past_key_values`."""
+    """Mixin that wraps each forward pass of a decoder in a transaction of the cache that it is
+    called with."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass of the model's decoder layers. After an error, restore the cache."""
@@ -38,7 +39,7 @@ class TransactionDecoder(nn.Module):
             return super().__call__(*args, **kwargs)
         if len(args) > 1:  # the cache may be a positional argument
             args, kwargs = (), _by_name(self, args, kwargs)
-        return _step(super().__call__, attachment, args, kwargs)
+        return _step(super().__call__, attachment, args, renamed(kwargs))
 
 
 class TransactionModel(nn.Module):
@@ -63,7 +64,7 @@ class TransactionModel(nn.Module):
         if attachment is None:
             return parent.generate(*args, **kwargs)
         kwargs = check_generate(self, args, kwargs)
-        cache = kwargs.get("past_key_values")
+        cache = given_cache(kwargs)
         if not isinstance(cache, IndexCache) or cache.attachment is not attachment:
             return parent.generate(
                 *args, **kwargs
@@ -83,11 +84,11 @@ def _step(
     """
     if kwargs.get("output_attentions"):
         raise UnsupportedError("output_attentions: got True, allowed is False inside attach()")
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get(CACHE)
     if not isinstance(cache, IndexCache) or cache.attachment is not attachment:
         raise UnsupportedError(
-            f"past_key_values: got {type(cache).__name__}, allowed inside attach() is the cache "
-            "that attach() yielded, or its deep copy: model.generate(…, past_key_values=cache)"
+            f"{CACHE}: got {type(cache).__name__}, allowed inside attach() is the cache that "
+            f"attach() yielded, or its deep copy: model.generate(…, {CACHE}=cache)"
         )
     with attachment.exclusive():
         cache.check_usable()

@@ -25,7 +25,7 @@ def identity(decoder: nn.Module, config: Any) -> tuple[dict[str, Any], State]:
     This runs the model's decoder layers on a few fixed tokens.
 
     Args:
-        decoder: The module of the model whose forward pass takes `past_key_values`.
+        decoder: The module of the model whose forward pass takes the cache.
         config: The model's configuration.
 
     Returns:

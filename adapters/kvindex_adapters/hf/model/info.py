@@ -3,16 +3,14 @@ layers."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Collection
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 
 from kvindex_adapters.common.unsupported import UnsupportedError
+from kvindex_adapters.hf.model.cache_argument import no_cache_argument, parameters, takes_cache
 from kvindex_adapters.hf.unsupported import layer_configs
 
 ONE_CALL = ("bamba", "jamba", "zamba")
@@ -37,32 +35,21 @@ def text_positions(model: PreTrainedModel, start: int, end: int) -> Tensor | Non
     with their own method to compute positions (for images).
     """
     usual, own = (getattr(one, PREPARES_POSITIONS, None) for one in (GenerationMixin, type(model)))
-    if usual is not own or "position_ids" not in _parameters(model):
+    if usual is not own or "position_ids" not in parameters(model):
         return None
     return torch.arange(start, end, device=model.device)[None]
 
 
 def find_decoder(model: PreTrainedModel) -> nn.Module:
-    """Return the module whose forward method takes `past_key_values` and runs the layers.
+    """Return the module whose forward method takes the KV cache and runs the layers.
 
     Raises UnsupportedError if there is no such module.
     """
-    for module in (model.get_decoder(), model.base_model, model):
-        if isinstance(module, nn.Module) and "past_key_values" in _parameters(module):
+    modules = model.get_decoder(), model.base_model, model
+    for module in modules:
+        if takes_cache(module):
             return module
-    if "cache" in _parameters(model.base_model):  # the new name of the argument
-        raise UnsupportedError(
-            f"transformers: got version {transformers.__version__}, whose models have no argument "
-            "past_key_values; allowed is 5.17 to 5.23: pip install 'transformers<5.24'"
-        )
-    raise UnsupportedError(
-        f"model: got {type(model).__name__}, whose forward has no argument past_key_values; "
-        "allowed are decoders with a KV cache"
-    )
-
-
-def _parameters(module: nn.Module) -> Collection[str]:
-    return inspect.signature(type(module).forward).parameters
+    raise no_cache_argument(model, modules)
 
 
 def layer_device(decoder: nn.Module, number: int) -> torch.device:

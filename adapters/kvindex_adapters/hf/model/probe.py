@@ -20,6 +20,7 @@ from transformers import DynamicCache, PreTrainedConfig
 
 from kvindex.core.transaction import in_plain_torch
 from kvindex.storage.state import State
+from kvindex_adapters.hf.model.cache_argument import CACHE
 from kvindex_adapters.hf.model.info import layer_device
 from kvindex_adapters.hf.model.patch import IMPLEMENTATION
 
@@ -99,7 +100,7 @@ def probe(decoder: nn.Module, config: Any) -> Probe:
     because they may change what the model computes.
 
     Args:
-        decoder: The module with a forward pass that takes `past_key_values`.
+        decoder: The module with a forward pass that takes the cache.
         config: The configuration from which caches of the model are made.
 
     Returns:
@@ -111,7 +112,7 @@ def probe(decoder: nn.Module, config: Any) -> Probe:
     words = config.get_text_config(decoder=True).vocab_size
     ids = torch.arange(1, 2 * SEQUENCES * TOKENS, 2) * words // (2 * SEQUENCES * TOKENS)
     cache, device = DynamicCache(config=config), layer_device(decoder, 0)
-    given = dict(past_key_values=cache, use_cache=True)
+    given = {CACHE: cache, "use_cache": True}
     try:
         with _plain(decoder):
             # call the model without its own `__call__`, because inside `attach` that method

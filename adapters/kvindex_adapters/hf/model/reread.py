@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from kvindex_adapters.common.prompt_chunks import aligned
 from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.cache.cache import IndexCache
+from kvindex_adapters.hf.model.cache_argument import CACHE, given_cache, renamed
 from kvindex_adapters.hf.model.calls import TransactionDecoder, TransactionModel
 from kvindex_adapters.hf.model.info import reads_chunks
 
@@ -103,19 +104,18 @@ class RereadingModel(TransactionModel):
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
-        past_key_values: Any = None,
         next_sequence_length: int | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Call this method of the model's class. If the result no longer contains the `IndexCache`,
         add it again."""
         parent: Any = super()
-        given = {**kwargs, "past_key_values": past_key_values}
+        given = renamed(kwargs)
         inputs: dict[str, Any] = parent.prepare_inputs_for_generation(
             input_ids, next_sequence_length=next_sequence_length, **given
         )
-        cache = past_key_values
-        if not isinstance(cache, IndexCache) or inputs.get("past_key_values") is not None:
+        cache = given.get(CACHE)
+        if not isinstance(cache, IndexCache) or inputs.get(CACHE) is not None:
             return inputs
         if length := cache.get_seq_length():
             # Take the number of tokens from the mask or the positions, whichever is longer. Either
@@ -134,7 +134,7 @@ class RereadingModel(TransactionModel):
             given["is_first_iteration"] = kwargs.get("inputs_embeds") is None
             inputs = parent.prepare_inputs_for_generation(input_ids, **given)
             cache.rereads = input_ids.shape[1]
-        inputs["past_key_values"] = cache
+        inputs[CACHE] = cache
         return inputs
 
 
@@ -144,7 +144,7 @@ class RereadingDecoder(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Empty the cache if the input contains all tokens of the sequence again, then run the
         forward pass of this module."""
-        cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+        cache, ids = given_cache(kwargs), kwargs.get("input_ids")
         if isinstance(cache, IndexCache):
             rereads, cache.rereads = cache.rereads, 0
             if rereads and isinstance(ids, Tensor) and ids.shape[1] == rereads:
@@ -161,7 +161,7 @@ class RereadingTransactionDecoder(TransactionDecoder, RereadingDecoder):
 
 def patched_classes(model: PreTrainedModel) -> tuple[type[nn.Module], type[nn.Module]]:
     """Return two mixins: one that `attach` adds to the class of the model, and one that it adds to
-    the class of the model's inner module, whose forward pass takes `past_key_values`."""
+    the class of the model's inner module, whose forward pass takes the cache."""
     if model.config.model_type in FAMILIES:
         return RereadingModel, RereadingTransactionDecoder
     return TransactionModel, TransactionDecoder

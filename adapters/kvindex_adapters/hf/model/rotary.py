@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from kvindex.core.rope import rotate
+from kvindex_adapters.hf.model.cache_argument import CACHE
 from kvindex_adapters.hf.model.info import layer_device
 from kvindex_adapters.hf.model.latent import is_latent
 
@@ -136,7 +137,7 @@ def _probe(
         size = decoder.config.get_text_config().hidden_size
         token = torch.randn(size, generator=torch.Generator().manual_seed(0))
         states = token.to(device, decoder.dtype).expand(1, len(POSITIONS), -1)
-        cache = "past_key_values" if "past_key_values" in parameters else "layer_past"
+        cache = CACHE if CACHE in parameters else "layer_past"
         options: dict[str, Any] = {"attention_mask": None, cache: _Catcher()}
         module(states, position_embeddings=embedding(states, positions, *more), **options)
     except _CaughtError as caught:
