@@ -45,7 +45,7 @@ def attention(
         key: `[1, G, T, D]`.
         value: `[1, G, T, Dv]`.
         attention_mask: The mask of transformers, or None.
-        **call: Further arguments of transformers, which include the paged cache.
+        **call: Further arguments of transformers.
 
     Returns:
         The output `[1, T, H, Dv]`, and None instead of attention weights.
@@ -67,20 +67,19 @@ def attention(
     batching.attended.add(number)
     layer.keep(step.active)
     searching = [part for part in step.parts if layer.searches(part)]
+    rows = PagedRows(batching.cache, number, call, Rows(key, value))
     if not searching:
-        output: Tensor = plain(module, query, key, value, attention_mask, **call)[0]
-        return output, None
-    rows = PagedRows(call["cache"], number, call, Rows(key, value))
+        return rows.attend(plain, module, query, rows.like, attention_mask, call), None
     rows.write(rows.like)
     output = query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
     dense = [part for part in step.parts if not layer.searches(part)]
     if dense:
         tokens = places((part.tokens for part in dense), query.device)
         seen = places((part.slots for part in dense), query.device)
-        some = [part[:, :, tokens] for part in (query, key, value)]
+        new = Rows(key[:, :, tokens], value[:, :, tokens])
         mask = None if attention_mask is None else attention_mask[:, :, tokens][..., seen]
         own = rows.call_with(rows.slots[seen], rows.written[tokens])
-        output[:, tokens] = plain(module, *some, mask, **own)[0]
+        output[:, tokens] = rows.attend(plain, module, query[:, :, tokens], new, mask, own)
     tokens = places((part.tokens for part in searching), query.device)
     queries = query[0, :, tokens].transpose(0, 1)
     output[0, tokens] = layer.attend(queries, searching, rows, call.get("scaling"))

@@ -10,6 +10,7 @@ from weakref import WeakSet
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvindex_adapters.common.unsupported import UnsupportedError
+from kvindex_adapters.hf.batching.cache import held_back
 from kvindex_adapters.hf.batching.layer import PagedLayer
 from kvindex_adapters.hf.batching.step import Step
 from kvindex_adapters.hf.cache.report import Report
@@ -30,6 +31,8 @@ class Batching:
         """Continuous-batching managers that were made while `attach_batch` was active."""
         self.step: Step | None = None
         """The requests in the current forward pass, or None between forward passes."""
+        self.cache: Any = None
+        """The paged cache of the current forward pass, or None between forward passes."""
         self.attended: set[int] = set()
         """Numbers of the layers whose attention has run in the current forward pass."""
         self.refused: UnsupportedError | None = None
@@ -56,8 +59,9 @@ class Batching:
                 inside `attach_batch`, or the attention of a layer cannot be replaced.
         """
         try:
-            self.step = Step.of(self._processor(cache))
-            yield
+            self.step, self.cache = Step.of(self._processor(cache)), cache
+            with held_back(cache, self.layers):
+                yield
             if self.attended != self.layers.keys():
                 lacking = sorted(self.layers.keys() - self.attended)
                 raise UnsupportedError(
@@ -70,7 +74,7 @@ class Batching:
             self.refused = error if isinstance(error, UnsupportedError) else None
             raise
         finally:
-            self.step, self.attended = None, set()
+            self.step, self.cache, self.attended = None, None, set()
 
     def forget(self) -> None:
         """Delete the indexes of all requests."""
