@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import kvindex_adapters.hf as kvhf
 from kvindex_adapters.hf.model.attachment import attached
 from kvindex_adapters.hf.model.attention import NAME, attention
+from kvindex_adapters.hf.model.cache_argument import CACHE
 from tests.adapters.tiny import build, dense_steps, prompt, steps
 
 REGIONS = dict(index="exact", k=500, sink=4, local_window=8, update_every=8, dense_below=0)
@@ -118,7 +119,7 @@ def test_a_hook_that_comes_and_goes_inside(model):
         add_hook_to_module(model.model, hook := Counting())
         steps(model, cache, prompt(1, 20), [20])
         remove_hook_from_module(model.model)
-        with pytest.raises(ValueError, match="past_key_values: got NoneType"):
+        with pytest.raises(ValueError, match=f"{CACHE}: got NoneType"):
             model(**prompt(1, 20))
     assert hook.calls == 1
     assert works(model)
@@ -139,7 +140,7 @@ def test_a_hook_that_goes_inside_is_gone(model):
     with kvhf.attach(model, **REGIONS) as cache:
         steps(model, cache, prompt(1, 20), [20])
         remove_hook_from_module(model.model)
-        with pytest.raises(ValueError, match="past_key_values: got NoneType"):
+        with pytest.raises(ValueError, match=f"{CACHE}: got NoneType"):
             model(**prompt(1, 20))  # the hook around the decoder is still there
     assert hook.calls == 1
     assert works(model)

@@ -15,6 +15,7 @@ import kvindex_adapters.hf as kvhf
 from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.model.attention import NAME
 from kvindex_adapters.hf.model.attention import attention as attention_function
+from kvindex_adapters.hf.model.cache_argument import CACHE, NEW, OLD
 from kvindex_adapters.hf.model.info import find_decoder
 from kvindex_adapters.hf.unsupported import UNKNOWN_TERMS, check_attention
 from tests.adapters.tiny import SMALL, build, prompt
@@ -148,9 +149,9 @@ def test_output_attentions(model):
 
 def test_generate_without_our_cache(model):
     with kvhf.attach(model, **REGIONS):
-        with pytest.raises(ValueError, match="past_key_values: got DynamicCache"):
+        with pytest.raises(ValueError, match=f"{CACHE}: got DynamicCache"):
             model.generate(**prompt(1, 20), max_new_tokens=2)
-        with pytest.raises(ValueError, match="past_key_values: got NoneType"):
+        with pytest.raises(ValueError, match=f"{CACHE}: got NoneType"):
             model(**prompt(1, 20))
 
 
@@ -201,7 +202,7 @@ def test_other_caches(model, kind):
     other = kind(config=model.config, **options)
     with (
         kvhf.attach(model, **REGIONS),
-        pytest.raises(ValueError, match=f"past_key_values: got {kind.__name__}"),
+        pytest.raises(ValueError, match=f"{CACHE}: got {kind.__name__}"),
     ):
         model.generate(**prompt(1, 20), past_key_values=other, max_new_tokens=2)
 
@@ -377,10 +378,10 @@ def test_a_class_around_the_interface_is_noticed():
     attention = type(model.model.layers[0].self_attn)
 
     class Private(attention):
-        def forward(self, hidden_states, past_key_values=None, **kwargs):
+        def forward(self, hidden_states, **kwargs):
             states = self.k_proj(hidden_states)
             states = states.view(*states.shape[:2], 2, 16).transpose(1, 2)
-            past_key_values.update(states, states, self.layer_idx)
+            kwargs[CACHE].update(states, states, self.layer_idx)
             return hidden_states, None
 
     for layer in model.model.layers:
@@ -408,18 +409,37 @@ def test_assisted_decoding_with_a_used_cache(model, how):
         how["assistant_model"] = build(how["assistant_model"], num_hidden_layers=1)
     with kvhf.attach(model, **REGIONS) as cache, torch.no_grad():
         model(input_ids=inputs["input_ids"][:, :12], past_key_values=cache)
-        with pytest.raises(UnsupportedError, match="past_key_values: got a cache of 12 tokens"):
+        with pytest.raises(UnsupportedError, match=f"{CACHE}: got a cache of 12 tokens"):
             model.generate(**inputs, past_key_values=cache, max_new_tokens=4, **how)
         assert cache.get_seq_length() == 12
 
 
-def test_a_version_of_transformers_that_is_too_new_is_named(monkeypatch):
-    """Since 5.24, the models of transformers call the argument `past_key_values` by a new name."""
+def test_a_forward_with_the_cache_under_the_other_name_says_which_version_it_needs(monkeypatch):
+    """Code that was written for another transformers, for example with `trust_remote_code`."""
     model = build("llama")
-    renamed = {"forward": lambda self, input_ids=None, cache=None: None}
+    names = {OLD: "transformers<5.24", NEW: "transformers>=5.24"}
+    other, version = next(item for item in names.items() if item[0] != CACHE)
+    forward = {"forward": eval(f"lambda self, input_ids=None, {other}=None: None")}
     for module in (model, model.model):
-        monkeypatch.setattr(module, "__class__", type("Newer", (type(module),), renamed))
-    with pytest.raises(
-        kvhf.UnsupportedError, match=r"transformers: got version .* allowed is 5\.17"
-    ):
+        monkeypatch.setattr(module, "__class__", type("Other", (type(module),), forward))
+    match = f"got Other, whose forward calls its KV cache {other}.*pip install '{version}'"
+    with pytest.raises(UnsupportedError, match=match):
         find_decoder(model)
+
+
+@pytest.mark.skipif(CACHE == OLD, reason="transformers 5.23 and older have one name")
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
+def test_both_names_of_the_cache_give_the_same(model):
+    inputs, logits, answers = prompt(1, 30), [], []
+    for name in (OLD, NEW):
+        for called in (model, model.model):
+            with kvhf.attach(model, **REGIONS) as cache, torch.no_grad():
+                logits.append(called(input_ids=inputs["input_ids"], **{name: cache})[0])
+                assert cache.get_seq_length() == 30
+        with kvhf.attach(model, **REGIONS) as cache:
+            how = dict(max_new_tokens=8, do_sample=False)
+            answers.append(model.generate(**inputs, **{name: cache}, **how))
+            assert cache.get_seq_length() == 37
+    assert torch.equal(logits[0], logits[2])
+    assert torch.equal(logits[1], logits[3])
+    assert torch.equal(*answers)

@@ -179,7 +179,7 @@ class FusedGraph(TokenGraph):
         """
         return False
 
-    def run(self, forward: Forward, cache: IndexCache, **given: Any) -> Any:
+    def run(self, forward: Forward, cache: IndexCache, /, **given: Any) -> Any:
         """Run a decode step without a CUDA graph.
 
         This is the first step after the weights or the shapes have changed.

@@ -201,7 +201,7 @@ class TokenGraph:
         leaves, structure = self._output
         return tree_unflatten([_given_back(leaf, cache) for leaf in leaves], structure)
 
-    def run(self, forward: Forward, cache: IndexCache, **given: Any) -> Any:
+    def run(self, forward: Forward, cache: IndexCache, /, **given: Any) -> Any:
         """Compute a decode step without a graph. If `comparing`, trace the step."""
         if not self._comparing:
             return forward(**given)

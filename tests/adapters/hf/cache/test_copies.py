@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import kvindex_adapters.hf as kvhf
+from kvindex_adapters.hf.model.cache_argument import CACHE
 from tests.adapters.tiny import build, dense_steps, prompt, steps
 from tests.support.helpers import mostly_slow
 
@@ -134,7 +135,7 @@ def test_copies_close_with_the_context_and_belong_to_it(model):
         model(input_ids=ids, past_key_values=old)
     with (
         kvhf.attach(model, **REGIONS),
-        pytest.raises(ValueError, match="past_key_values: got IndexCache, allowed inside attach"),
+        pytest.raises(ValueError, match=f"{CACHE}: got IndexCache, allowed inside attach"),
     ):
         model(input_ids=ids, past_key_values=old)
     assert old.report().tokens == 20

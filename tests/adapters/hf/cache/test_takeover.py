@@ -112,7 +112,7 @@ def test_a_model_that_changes_rows_after_its_cache_is_refused(monkeypatch):
     with kvhf.attach(model, **REGIONS) as cache:
         update = kvhf.IndexCache.update
         monkeypatch.setattr(
-            kvhf.IndexCache, "update", lambda *args: tuple(2 * one for one in update(*args))
+            kvhf.IndexCache, "update", lambda *a, **b: tuple(2 * one for one in update(*a, **b))
         )
         with pytest.raises(ValueError, match="layer 0 attends to other keys or"):
             cache.from_cache(past)

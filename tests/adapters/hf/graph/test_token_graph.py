@@ -17,6 +17,7 @@ import kvindex_adapters.hf as kvhf
 from kvindex.core import graphs as capturing
 from kvindex.layer import AttentionLayer
 from kvindex.layer.updates import Updates
+from kvindex_adapters.hf.model.cache_argument import CACHE
 from tests.adapters.hf.generation.test_generation import Words
 from tests.adapters.hf.model.test_rotary_length import LONGROPE
 from tests.adapters.tiny import build, prompt
@@ -458,7 +459,7 @@ def of_class(monkeypatch, change):
 
 def test_a_token_that_fails_while_it_is_compared_runs_as_ever(graphs, monkeypatch):
     def fail(named):
-        if named["past_key_values"].attend_override is not None:
+        if named[CACHE].attend_override is not None:
             raise ValueError("got a trace")
 
     of_class(monkeypatch, fail)
@@ -499,7 +500,7 @@ def test_padding_beside_linear_attention_has_to_be_asked_for(graphs):
 )
 def test_a_branch_that_most_tokens_take_alike_is_no_graph(graphs, monkeypatch, seldom):
     def branch(named):
-        if seldom(named["past_key_values"].get_seq_length() + 1):
+        if seldom(named[CACHE].get_seq_length() + 1):
             named["position_ids"] = named["position_ids"] * 0
 
     of_class(monkeypatch, branch)
