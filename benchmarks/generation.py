@@ -105,6 +105,7 @@ from kvindex_adapters.evaluate.machine import describe
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.generate import ONE_ANSWER
 from kvindex_adapters.hf.generation.prefill import prefill
+from kvindex_adapters.hf.model.cache_argument import CACHE
 
 OF_DECODER = {"decoder": decoder, "transformers": attached, "prefill": prompt}
 """Part of the results -> module that makes and prints the measurements of this part."""
@@ -328,7 +329,7 @@ class Writer:
         self.ids = self._model.generate(
             input_ids=self.ids,
             attention_mask=torch.ones_like(self.ids),
-            past_key_values=self._cache,
+            **{CACHE: self._cache},
             streamer=marks,
             do_sample=False,
             **options,

@@ -32,6 +32,7 @@ from kvindex_adapters.common import parallel
 from kvindex_adapters.evaluate.fidelity import full_logits, kl
 from kvindex_adapters.hf import attach
 from kvindex_adapters.hf.generation.prefill import prefill
+from kvindex_adapters.hf.model.cache_argument import CACHE
 
 BLOCK = 10
 """Number of successive tokens that the bootstrap resamples together.
@@ -62,7 +63,7 @@ def followed(model: Any, cache: Any, rest: Tensor, full: Tensor, k: int, rows: s
         layer.k, index = k, parallel.sharded(layer.index)
         if index is not None:
             index.rows = rows  # each step reads this attribute
-    steps = [model(input_ids=one.view(1, 1), past_key_values=cache).logits[0, -1] for one in rest]
+    steps = [model(input_ids=one.view(1, 1), **{CACHE: cache}).logits[0, -1] for one in rest]
     return torch.tensor([kl(*pair) for pair in zip(full, steps, strict=True)]).double()
 
 

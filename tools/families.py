@@ -46,6 +46,7 @@ import kvindex_adapters.hf as kvhf
 from kvindex.core.graphs import GRAPHS, Graph
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.evaluate.machine import describe
+from kvindex_adapters.hf.model.cache_argument import CACHE
 
 ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs/adapters/families.md", ROOT / "benchmarks/results/families.json"
@@ -99,11 +100,11 @@ def decode(model: Any, ids: Tensor, cache: Any = None, placed: bool = False) -> 
     with torch.no_grad():
         for stop in range(PROMPT, ids.shape[1] + 1):
             mask = torch.ones_like(ids[:, :stop])
-            given: dict[str, Any] = dict(attention_mask=mask, past_key_values=cache, use_cache=True)
+            given: dict[str, Any] = {"attention_mask": mask, "use_cache": True, CACHE: cache}
             if placed:
                 given["position_ids"] = torch.arange(start, stop)[None]
             output = model(input_ids=ids[:, start:stop], **given)
-            cache, start = getattr(output, "past_key_values", cache), stop
+            cache, start = getattr(output, CACHE, cache), stop
             logits.append(output.logits.float())
     return logits
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 import kvindex_adapters.hf as kvhf
+from kvindex_adapters.hf.model.cache_argument import CACHE
 from kvindex_adapters.hf.model.info import text_positions
 from kvindex_adapters.hf.model.reread import FAMILIES as REREADING
 from kvindex_adapters.hf.model.rotary import length_dependent
@@ -141,13 +142,13 @@ def own_logits(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
     with torch.no_grad():
         for stop in range(LONG, ids.shape[1]):
             mask = torch.ones_like(ids[:, :stop])
-            given: dict[str, Any] = dict(attention_mask=mask, past_key_values=cache)
+            given: dict[str, Any] = {"attention_mask": mask, CACHE: cache}
             given["use_cache"] = not again
             positions = text_positions(model, start, stop)
             if positions is not None:
                 given["position_ids"] = positions
             output = model(input_ids=ids[:, start:stop], **given)
-            cache, start = (None, 0) if again else (output.past_key_values, stop)
+            cache, start = (None, 0) if again else (output[CACHE], stop)
             logits.append(output.logits[:, -1].float())
     return logits
 

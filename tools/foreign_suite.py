@@ -145,9 +145,12 @@ class Suite:
         """
         import torch
 
+        from kvindex_adapters.hf.model.cache_argument import CACHE, OLD, given_cache
+
         if self.inside:  # a nested call, for example by an assistant model
             return self.generate(model, *args, **kwargs)
-        cache = past = kwargs.pop("past_key_values", None)
+        cache = past = given_cache(kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name not in (CACHE, OLD)}
         kwargs["use_cache"] = True
         if isinstance(cache, self.cache_class):
             plain, past = self.copies[id(cache)]
@@ -157,17 +160,17 @@ class Suite:
             plain, stack = copy.deepcopy(model), ExitStack()
             cache = stack.enter_context(self.attach(model))
             self.open[id(model)] = stack, cache
-        cached = {} if past is None else {"past_key_values": past}
+        cached = {} if past is None else {CACHE: past}
         state, self.inside = torch.get_rng_state(), True
         try:
             expected = self.generate(plain, *args, **kwargs, **cached)
             torch.set_rng_state(state)
-            output = self.generate(model, *args, **kwargs, past_key_values=cache)
+            output = self.generate(model, *args, **kwargs, **{CACHE: cache})
         finally:
             self.inside = False
         compare(output, expected)
         self.calls += 1
-        self.copies[id(cache)] = plain, getattr(expected, "past_key_values", None)
+        self.copies[id(cache)] = plain, getattr(expected, CACHE, None)
         # If `generate` returned only a tensor, the test did not get the cache. So it cannot call
         # `generate` again to continue this text.
         if isinstance(output, torch.Tensor):

@@ -26,6 +26,7 @@ from kvindex_adapters.hf.generate import ONE_ANSWER
 from kvindex_adapters.hf.generation.prefill import prefill
 from kvindex_adapters.hf.graph.run_ahead import decoding_options
 from kvindex_adapters.hf.graph.token_graph import TokenGraph
+from kvindex_adapters.hf.model.cache_argument import CACHE
 from kvindex_adapters.llama.fused import device_refusal
 from kvindex_adapters.llama.weights import read_weights
 
@@ -83,7 +84,7 @@ class Attached:
         self._ids = self._model.generate(
             input_ids=self._ids,
             attention_mask=torch.ones_like(self._ids),
-            past_key_values=self._cache,
+            **{CACHE: self._cache},
             streamer=marks,
             **decoding_options(self._model, None, self._cache, marks, {**options, **ONE_ANSWER}),
         )

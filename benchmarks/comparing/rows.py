@@ -31,6 +31,7 @@ from kvindex_adapters.evaluate.capture import Captured, capture
 from kvindex_adapters.evaluate.fidelity import divergences, full_logits
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.generation.prefill import prefill
+from kvindex_adapters.hf.model.cache_argument import CACHE
 
 PARTS = ("both", "keys", "values")
 """What the codec encodes: keys and values, only keys, or only values."""
@@ -127,7 +128,7 @@ def read_whole(model: Any, prompt: Tensor, rest: Tensor, full: Tensor, index: st
     ids = torch.cat([prompt, rest]).to(model.device)
     with attach(model, index=index, dense_below=2**62) as cache:
         prefill(model, ids, cache, stop=len(prompt), chunk=1024)
-        logits = model(input_ids=ids[None, len(prompt) :], past_key_values=cache).logits[0]
+        logits = model(input_ids=ids[None, len(prompt) :], **{CACHE: cache}).logits[0]
     p, q = full.double().log_softmax(-1), logits.double().log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1).cpu()
 

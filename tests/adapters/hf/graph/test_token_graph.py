@@ -436,7 +436,7 @@ def test_a_driver_that_refuses_is_said_once_and_tokens_go_on(graphs, monkeypatch
     with monkeypatch.context() as patch:
         patch.setitem(capturing.GRAPHS, "cpu", refuse)
         (mine, report), (theirs, _) = both(model_of(), prompt(1, 60), 12)
-        assert not recwarn.list
+        assert not [one for one in recwarn.list if one.category is not FutureWarning]
         if error is RuntimeError:
             with pytest.warns(UserWarning, match=r"capturing it failed \(out of graphs\)") as said:
                 asked = generated(model_of(), prompt(1, 60), 12, attach=ASKED)[0]
