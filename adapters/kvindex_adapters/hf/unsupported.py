@@ -15,7 +15,7 @@ from transformers.cache_utils import (
 
 from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.model.attachment import attached
-from kvindex_adapters.hf.model.cache_argument import CACHE, given_cache
+from kvindex_adapters.hf.model.cache_argument import CACHE
 
 UNKNOWN_TERMS = (
     "alibi",  # adds a term to the logits
@@ -239,7 +239,7 @@ def check_generate(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -
                 f"{name}: got {value}, allowed inside attach() is None, because the model would "
                 "run a second time, with another cache"
             )
-    cache, assistant = given_cache(options), options.get("assistant_model")
+    cache, assistant = options.get(CACHE), options.get("assistant_model")
     if assisted(config, options) and cache is not None and cache.get_seq_length():
         raise UnsupportedError(
             f"{CACHE}: got a cache of {cache.get_seq_length()} tokens with assisted "

@@ -428,8 +428,8 @@ def test_a_forward_with_the_cache_under_the_other_name_says_which_version_it_nee
 
 
 @pytest.mark.skipif(CACHE == OLD, reason="transformers 5.23 and older have one name")
-@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
-def test_both_names_of_the_cache_give_the_same(model):
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_both_names_of_the_cache_give_the_same_without_a_warning(model):
     inputs, logits, answers = prompt(1, 30), [], []
     for name in (OLD, NEW):
         for called in (model, model.model):

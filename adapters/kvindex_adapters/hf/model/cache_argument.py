@@ -1,8 +1,8 @@
 """The name of the argument in which transformers models take the KV cache.
 
-The name is `past_key_values` up to transformers 5.23, and `cache` from 5.24 on. Newer versions
-still accept the old name in calls of the user, with a warning, and pass the new name on. All other
-modules of the adapters use this module, so that they work with both.
+The name is `past_key_values` up to transformers 5.23, and `cache` from 5.24 on. All other modules
+of the adapters take the name from here, so that they work with both. Inside `attach`, users may
+pass the old name to every version. Outside, newer versions accept the old name with a warning.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.cache.cache import IndexCache
 from kvindex_adapters.hf.graph.token_graph import TokenGraph
 from kvindex_adapters.hf.model.attachment import Attachment, attached
-from kvindex_adapters.hf.model.cache_argument import CACHE, given_cache, renamed
+from kvindex_adapters.hf.model.cache_argument import CACHE, renamed
 from kvindex_adapters.hf.unsupported import check_generate
 
 CLOSE = 2**-5
@@ -51,7 +51,7 @@ class TransactionModel(nn.Module):
         if attachment is None:
             return super().__call__(*args, **kwargs)
         with attachment.transaction():
-            return super().__call__(*args, **kwargs)
+            return super().__call__(*args, **renamed(kwargs))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Check the arguments, then call transformers' `generate`. After an error, restore the
@@ -63,8 +63,8 @@ class TransactionModel(nn.Module):
         attachment = attached.get(self)
         if attachment is None:
             return parent.generate(*args, **kwargs)
-        kwargs = check_generate(self, args, kwargs)
-        cache = given_cache(kwargs)
+        kwargs = check_generate(self, args, renamed(kwargs))
+        cache = kwargs.get(CACHE)
         if not isinstance(cache, IndexCache) or cache.attachment is not attachment:
             return parent.generate(
                 *args, **kwargs
