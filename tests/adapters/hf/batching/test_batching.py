@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import PagedAttentionCache
 
 import kvindex_adapters.hf as kvhf
 from kvindex_adapters.hf.batching import layer
@@ -70,6 +71,24 @@ def test_tokens_with_all_rows_are_those_of_plain_attention(model, index, options
         report = batching.report()
         assert report.steps >= 5 * TOKENS
         assert report.nbytes == {"indexes": 0}  # all indexes are freed
+
+
+def test_a_step_that_searches_does_not_read_all_rows_from_the_pages(model, monkeypatch):
+    sizes, update = [], PagedAttentionCache.update
+
+    def counted(*args, **kwargs):
+        keys, values = update(*args, **kwargs)
+        sizes.append(keys.numel())
+        return keys, values
+
+    monkeypatch.setattr(PagedAttentionCache, "update", counted)
+    config = model.config
+    with kvhf.attach_batch(model, **{**EXACT, "k": 1}) as batching:
+        batch(model, prompts(60))
+        assert batching.report().steps == TOKENS - 1
+    rows = [size // (config.num_key_value_heads * config.head_dim) for size in sizes]
+    # the prompt, and once for the index
+    assert sum(count > 40 for count in rows) == 2 * config.num_hidden_layers
 
 
 def test_sliding_layers_keep_their_own():
