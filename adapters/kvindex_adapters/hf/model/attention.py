@@ -74,6 +74,10 @@ def attention(
     shares_keys = attachment is not None and pending is None
     if attachment is not None and shares_keys:
         pending = attachment.shared(layer_number(module))
+    plain = softcap is None and attention_mask is None
+    if pending is None and plain and _attends_across_layers(module):
+        check_attention(name, module, 1, dropout, kwargs)
+        return _attend_all(query, key, value, scaling).transpose(1, 2).contiguous(), None
     if pending is None:
         raise UnsupportedError(
             f"{name}: got a call of the attention function without a preceding update() of the "
@@ -110,6 +114,23 @@ def attention(
         apply: Callable[..., Tensor] = _NoGradient.apply  # torch does not annotate the type
         output = apply(output, query)
     return output, None
+
+
+def _attends_across_layers(module: nn.Module) -> bool:
+    """Return True if a module attends to states of the same token in other layers, not to tokens.
+
+    Such a module belongs to no layer of the cache. Inkling2 has them from transformers 5.24 on.
+    """
+    return layer_number(module) < 0 and getattr(module, "is_causal", True) is False
+
+
+@in_plain_torch
+def _attend_all(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """Compute attention without a mask. Return `[B, H, T, Dv]`."""
+    output: Tensor = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, scale=scale
+    )
+    return output
 
 
 def _attend(
