@@ -24,7 +24,7 @@ UNKNOWN_TERMS = (
 )
 """Arguments of an attention call that change the result and that no index supports."""
 
-OWN_CACHES = ("minimax",)
+OWN_CACHES = ("minimax", "xlstm")
 """Model types that accept only a cache of their own class."""
 
 SINKS = ("s_aux", "sinks")
