@@ -163,16 +163,18 @@ def _answer_all(
     prompts = [_ids(tokenizer, each, request) for each in texts]
     _warn_of_length(max(map(len, prompts)), engine)
     numbered = list(zip(asked, prompts, strict=True))
-    if request.index is None and engine.one_call and request.keeps_cache:
+    options = {"attach_options": _attach_options(engine, request)}
+    if engine.one_call and request.keeps_cache:
         raise ValueError(
-            "save-cache, load-cache: got one of them with --index none and a model that must "
-            "process a prompt in one call, so nothing can follow a cache; leave them out"
+            "save-cache, load-cache: got one of them with a model that must process a prompt in "
+            "one call, so nothing can follow a cache; leave them out"
         )
-    if request.index is None and engine.one_call:  # the model reads the text for each question
+    if engine.one_call:  # the model reads the text for each question
+        options |= _index(request)
         return [
             (
                 None if question is None else question[1],
-                _answer_one(engine, tokenizer, ids, request, progress, question, index=None),
+                _answer_one(engine, tokenizer, ids, request, progress, question, **options),
             )
             for question, ids in numbered
         ]
@@ -180,8 +182,7 @@ def _answer_all(
     if questions and request.save_cache:  # save only the prefix that later questions can share
         shared = [*prompts, _ids(tokenizer, f"{text}\n\n", request)]
     length, answers = shared_length(shared), Answers()
-    options = _attach_options(engine, request)
-    with engine.opened(branch, **_index(request), attach_options=options) as document:
+    with engine.opened(branch, **_index(request), **options) as document:
         stored = _loaded(document, request.load_cache, prompts[0][:length])
         if length - stored > 1:
             progress.update("reading the prompt", 0, length - stored)

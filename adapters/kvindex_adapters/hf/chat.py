@@ -53,6 +53,7 @@ from kvindex_adapters.hf.generation.conversation import (
 from kvindex_adapters.hf.generation.plain_cache import PlainCache, check_saved_index
 from kvindex_adapters.hf.generation.prefill import read
 from kvindex_adapters.hf.generation.tokenizer import punctuated
+from kvindex_adapters.hf.model.info import one_call_error, reads_chunks
 from kvindex_adapters.hf.model.wrapped import unwrapped
 
 T = TypeVar("T")
@@ -600,6 +601,12 @@ class Chat(BaseChat):
         super().__init__(tokenizer, system, template_options, options)
         check_generate_options(options, index, also=inspect.signature(Chat.__init__).parameters)
         check_attach_options(attach_options)
+        if not reads_chunks(unwrapped(model)):
+            raise one_call_error(
+                unwrapped(model),
+                "so no turn can follow another; pass the whole conversation to kvhf.generate for "
+                "each answer",
+            )
         self._model, self._context = model, ExitStack()
         self._begun = cache is None
         if cache is None and index is None:

@@ -581,13 +581,18 @@ def test_the_decoder_reads_a_prompt_once_for_several_questions(tiny, tmp_path, m
         assert told["answer"] == alone["answer"]
 
 
+@pytest.mark.parametrize("index", ["none", "exact"])
 def test_a_model_that_reads_in_one_call_reads_a_prompt_for_each_question(
-    tiny, tmp_path, monkeypatch
+    index, tiny, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("kvindex_adapters.cli.engine.reads_chunks", lambda model: False)
-    asked = ("--prompt", words(50), "--ask", words(3, 1), "--ask", words(9, 2), "--index", "none")
+    asked = ("--prompt", words(50), "--ask", words(3, 1), "--ask", words(9, 2), "--index", index)
     read, _ = counted(tiny, lambda: generated(tmp_path, *asked))
     assert [count for count in read if count > 1] == [53, 59]
+    saved = CliRunner().invoke(
+        app, ["generate", "--model", "tiny", *asked, "--save-cache", str(tmp_path / "saved")]
+    )
+    assert "save-cache, load-cache: got one of them with a model" in str(saved.exception)
 
 
 @pytest.mark.parametrize(

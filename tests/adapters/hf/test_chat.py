@@ -448,11 +448,10 @@ def test_full_attention_with_layers_that_cannot_remove_tokens(name, kind, thinks
 def test_what_full_attention_refuses(model, monkeypatch):
     with pytest.raises(ValueError, match=r"attach_options: got .* with index=None"):
         kvhf.Chat(model, Tokenizer(), index=None, attach_options=SIZES)
-    monkeypatch.setattr(
-        "kvindex_adapters.hf.generation.plain_cache.reads_chunks", lambda model: False
-    )
-    with pytest.raises(kvhf.UnsupportedError, match="must process a prompt in one call"):
-        kvhf.Chat(model, Tokenizer(), index=None)
+    monkeypatch.setattr("kvindex_adapters.hf.chat.reads_chunks", lambda model: False)
+    for index in (None, "exact"):
+        with pytest.raises(kvhf.UnsupportedError, match="must process a prompt in one call"):
+            kvhf.Chat(model, Tokenizer(), index=index)
 
 
 @pytest.mark.parametrize("read", [False, True], ids=["send", "read"])

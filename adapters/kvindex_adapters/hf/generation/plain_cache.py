@@ -19,7 +19,7 @@ from kvindex_adapters.hf.cache.recording import check_window, linear_states, sto
 from kvindex_adapters.hf.cache.report import Report, sum_up
 from kvindex_adapters.hf.cache.saving import load_cache, open_cache, save_cache, saved_index
 from kvindex_adapters.hf.model.cache_argument import CACHE
-from kvindex_adapters.hf.model.info import find_decoder, reads_chunks
+from kvindex_adapters.hf.model.info import find_decoder, one_call_error, reads_chunks
 
 REPLACED_TENSORS = DynamicLayer, DynamicSlidingWindowLayer
 """Classes of layers that never write into their tensors. So copies may share the tensors."""
@@ -53,10 +53,10 @@ class PlainCache(DynamicCache):
 
     def __init__(self, model: PreTrainedModel) -> None:
         if not reads_chunks(model):
-            raise UnsupportedError(
-                f"model: got {type(model).__name__}, which must process a prompt in one call, so "
-                "nothing can follow a prompt that was read; pass each whole prompt to "
-                "kvhf.generate(…, index=None)"
+            raise one_call_error(
+                model,
+                "so nothing can follow a prompt that was read; pass each whole prompt to "
+                "kvhf.generate(…, index=None)",
             )
         super().__init__(config=model.config)
         self._model = model

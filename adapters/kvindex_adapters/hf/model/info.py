@@ -21,9 +21,20 @@ PREPARES_POSITIONS = "_prepare_position_ids_for_generation"
 """Name of the method with which transformers' `generate` makes `position_ids`."""
 
 
-def reads_chunks(model: PreTrainedModel) -> bool:
+def reads_chunks(model: Any) -> bool:
     """Return True if chunked prefill has the same result as prefill in one call."""
     return model.config.get_text_config(decoder=True).model_type not in ONE_CALL
+
+
+def one_call_error(model: nn.Module, why: str) -> UnsupportedError:
+    """Return the error for tokens that follow others in a model of `ONE_CALL`.
+
+    `why` says what the caller tried, and what to do instead.
+    """
+    return UnsupportedError(
+        f"model: got {type(model).__name__}, which must process a prompt in one call (its linear "
+        f"attention starts from an empty state in each call with several tokens), {why}"
+    )
 
 
 def text_positions(model: PreTrainedModel, start: int, end: int) -> Tensor | None:

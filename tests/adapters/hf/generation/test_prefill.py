@@ -144,6 +144,24 @@ def test_states_that_begin_anew_in_each_call_are_read_in_one(family, calls):
     assert seen == calls
 
 
+def test_states_that_begin_anew_in_each_call_cannot_be_continued():
+    """One token may follow, which continues the state. Several tokens would forget the prompt."""
+    model, ids = build("zamba"), prompt(1, 60)["input_ids"]
+    refused = pytest.raises(kvhf.UnsupportedError, match="9 tokens follow 60 tokens in the cache")
+    with kvhf.attach(model, index="exact", k=500, **SIZES_ALL) as cache:
+        kvhf.read(model, Words(), ids[0, :60], cache=cache)
+        for call in (
+            lambda: kvhf.read(model, Words(), ids[0, :9], cache=cache, used="continue"),
+            lambda: kvhf.generate(model, Words(), ids[0, :9], cache=cache, used="continue"),
+            lambda: model(ids[:, :9], past_key_values=cache),
+        ):
+            with refused:
+                call()
+            assert cache.get_seq_length() == 60
+        model(ids[:, -1:], past_key_values=cache)
+        assert cache.get_seq_length() == 61
+
+
 def test_positions_are_those_that_generate_passes():
     model, seen = build("llama"), []
     model.register_forward_pre_hook(
