@@ -35,6 +35,7 @@ SOURCES = {
     "cpu_summary": "cpu_steps",
     "cpu_tokens": "generation_cpu_4k",
     "prefill_summary": "prefill_decoder",
+    "prompt_summary": "prefill_decoder_128k",
     "selectors": "sparse_selectors",
     "selectors_all": "sparse_selectors",
 }
@@ -69,6 +70,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "decoder_tokens": tokens.decoder_tokens,
     "prefill_decoder": prompts.prefill,
     "prefill_summary": prompts.summary,
+    "prompt_summary": prompts.sentence,
     "selectors": prompts.selectors,
     "selectors_all": prompts.all_selectors,
     "transformers_tokens": tokens.through,

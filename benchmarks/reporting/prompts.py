@@ -48,6 +48,9 @@ def prefill(result: Result) -> str:
     return f"{about}\n\n{table(head, rows)}\n\n{_machines(results)}"
 
 
+_DENSE = ("full", "indexed")
+"""Names of the plans in which all tokens of a prompt attend to all tokens before them."""
+
 _RANDOM = (
     "With *sparse* attention, each block of 128 queries reads random blocks of keys, in place of "
     "the blocks that the selector has chosen for it, because a model with random weights has no "
@@ -70,9 +73,9 @@ def summary(result: Result) -> str:
                 f"{_short(found, plan)}, {float(plan.partition(SPARSE)[2]):.0%}" for plan in plans
             )
             times.append("; ".join(each))
-        dense = [_short(found, plan) for plan in ("full", "indexed")]
+        dense = [_short(found, plan) for plan in _DENSE]
         rows.append((_label(one, results), *dense, *times))
-    head = ["tokens", *(_words(result, plan) for plan in ("full", "indexed"))]
+    head = ["tokens", *(_words(result, plan) for plan in _DENSE)]
     head += [f"`{result['index']}`, sparse (`{selector}`)" for selector in selectors]
     about = (
         "Seconds to read a prompt with kvindex's decoder, and in parentheses for the first prompt "
@@ -82,6 +85,20 @@ def summary(result: Result) -> str:
     if selectors:
         about += f" {_RANDOM}"
     return f"{about}\n\n{table(head, rows)}\n\n{_machines(results)}"
+
+
+def sentence(result: Result) -> str:
+    """Make the README's sentence about the time to read a prompt."""
+    found = result["prefill"]
+    dense = [f"{found[plan]['seconds']:.1f} s with {_words(result, plan)}" for plan in _DENSE]
+    fastest = min(_fractions(result), key=lambda plan: float(found[plan]["seconds"]))
+    fraction = float(fastest.partition(SPARSE)[2])
+    return (
+        f"Reading a prompt of {found['tokens']:,} tokens takes {', '.join(dense)}, and "
+        f"{found[fastest]['seconds']:.1f} s with `{result['index']}` if attention reads "
+        f"{fraction:.0%} of the blocks of the prompt ({gpu(result)}, shape of {result['model']}; "
+        "[more](docs/prompts.md))."
+    )
 
 
 def selectors(result: Result) -> str:

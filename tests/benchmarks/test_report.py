@@ -79,6 +79,12 @@ def test_prompts_are_compared_with_the_floor():
     assert "random blocks" in page
 
 
+def test_the_readme_has_the_fastest_prompt():
+    line = report.TABLES["prompt_summary"](prompt_result())
+    assert "takes 1.7 s with full attention, 2.1 s with `exact`, and 1.3 s with `exact` if" in line
+    assert "reads 20% of the blocks of the prompt (H200, shape of tiny; [more]" in line
+
+
 @pytest.mark.usefixtures("alone")
 def test_prompts_without_a_floor_or_later_runs_have_empty_cells():
     result = prompt_result()
