@@ -258,6 +258,14 @@ def layer_number(module: nn.Module) -> int:
     return int(getattr(module, "layer_idx", -1))
 
 
+def attends_across_layers(module: Any) -> bool:
+    """Return True if a module attends to states of the same token in other layers, not to tokens.
+
+    Such a module belongs to no layer of the cache. Inkling2 has them from transformers 5.24 on.
+    """
+    return layer_number(module) < 0 and getattr(module, "is_causal", True) is False
+
+
 def sink_logits_of(name: str, module: Any, extra: Any) -> Tensor | None:
     """Return the logits of learned sinks that an attention call passes.
 

@@ -27,7 +27,12 @@ from kvindex_adapters.hf.cache.sliding import SlidingLayer
 from kvindex_adapters.hf.model.attachment import attached
 from kvindex_adapters.hf.model.cache_argument import CACHE
 from kvindex_adapters.hf.model.latent import absorbed, is_latent, projected
-from kvindex_adapters.hf.unsupported import check_attention, layer_number, sink_logits_of
+from kvindex_adapters.hf.unsupported import (
+    attends_across_layers,
+    check_attention,
+    layer_number,
+    sink_logits_of,
+)
 
 NAME = "kvindex"
 """Value of `_attn_implementation` in the configuration of an attached model."""
@@ -75,7 +80,7 @@ def attention(
     if attachment is not None and shares_keys:
         pending = attachment.shared(layer_number(module))
     plain = softcap is None and attention_mask is None
-    if pending is None and plain and _attends_across_layers(module):
+    if pending is None and plain and attends_across_layers(module):
         check_attention(name, module, 1, dropout, kwargs)
         return _attend_all(query, key, value, scaling).transpose(1, 2).contiguous(), None
     if pending is None:
@@ -114,14 +119,6 @@ def attention(
         apply: Callable[..., Tensor] = _NoGradient.apply  # torch does not annotate the type
         output = apply(output, query)
     return output, None
-
-
-def _attends_across_layers(module: nn.Module) -> bool:
-    """Return True if a module attends to states of the same token in other layers, not to tokens.
-
-    Such a module belongs to no layer of the cache. Inkling2 has them from transformers 5.24 on.
-    """
-    return layer_number(module) < 0 and getattr(module, "is_causal", True) is False
 
 
 @in_plain_torch
