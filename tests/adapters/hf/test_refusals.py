@@ -427,6 +427,14 @@ def test_a_forward_with_the_cache_under_the_other_name_says_which_version_it_nee
         find_decoder(model)
 
 
+def test_xlm_has_an_argument_of_the_new_name_that_is_no_kv_cache():
+    sizes = dict(vocab_size=101, emb_dim=32, n_layers=1, n_heads=2)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("xlm", **sizes))
+    said = "no argument past_key_values" if CACHE == OLD else "AttentionInterface"
+    with pytest.raises(UnsupportedError, match=said), kvhf.attach(model, **REGIONS) as cache:
+        model(**prompt(1, 20), **{CACHE: cache})
+
+
 @pytest.mark.skipif(CACHE == OLD, reason="transformers 5.23 and older have one name")
 @pytest.mark.filterwarnings("error::FutureWarning")
 def test_both_names_of_the_cache_give_the_same_without_a_warning(model):

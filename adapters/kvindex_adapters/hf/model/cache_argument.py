@@ -58,12 +58,14 @@ def renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
 def no_cache_argument(model: nn.Module, modules: Collection[object]) -> UnsupportedError:
     """Return the error for a model none of whose `modules` takes a KV cache.
 
-    If the model's code was written for another version of transformers, for example because it was
-    loaded with `trust_remote_code`, the message says so.
+    If the model's code is not that of transformers (for example, it was loaded with
+    `trust_remote_code`) and uses the name of another version, the message says so.
     """
     name, version = type(model).__name__, transformers.__version__
     other = NEW if CACHE == OLD else OLD
-    if any(isinstance(module, nn.Module) and other in parameters(module) for module in modules):
+    own = type(model).__module__.startswith("transformers.models.")  # xlm has another `cache`
+    found = (isinstance(module, nn.Module) and other in parameters(module) for module in modules)
+    if not own and any(found):
         limit = f">={RENAMED}" if other == NEW else f"<{RENAMED}"
         return UnsupportedError(
             f"model: got {name}, whose forward calls its KV cache {other}, but transformers "
