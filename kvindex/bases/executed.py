@@ -8,7 +8,7 @@ executor after every change.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,10 +23,12 @@ from kvindex.core.protocol import (
     Contents,
     DecodesStep,
     EncodesBlocks,
+    ErrorLimit,
     Executor,
     Hits,
     IndexBatch,
     JoinsBatch,
+    LimitsSteps,
     Rows,
 )
 from kvindex.core.resident import ResidentRows
@@ -89,6 +91,20 @@ class JoiningExecutor(Protocol):
         ...
 
 
+@runtime_checkable
+class LimitingExecutor(Protocol):
+    """An executor whose decode steps can choose the number of rows by their expected error.
+
+    Its methods `attend`, `decode_step`, `prepare_replay` and `captured_step` have a further
+    argument, `limit`.
+    """
+
+    @property
+    def limits_steps(self) -> bool:
+        """True if its kernels support the options of the index."""
+        ...
+
+
 class ExecutedIndex(BaseIndex):
     """Base of indexes that have an executor, an object that runs search and attention as kernels.
 
@@ -105,7 +121,9 @@ class ExecutedIndex(BaseIndex):
     _attends = False  # True if the executor can attend; set after every change
     _captures = False  # True if a caller can capture decode steps of the executor in a CUDA graph
     _joins = False  # True if the executor can run decode steps in one batch with other indexes
+    _limits = False  # True if decode steps of the executor can have a limit of the error
     _usual: object = None  # shape, dtype and device of the queries that were checked last
+    _usual_limit: tuple[ErrorLimit | None, int | None] = None, None  # checked last, and the batch
 
     def _inform_executor(self, contents: Contents) -> None:
         if self._executor:
@@ -113,6 +131,9 @@ class ExecutedIndex(BaseIndex):
             self._attends = self._executor.attends
             self._captures = self._attends and isinstance(self._executor, CapturingExecutor)
             self._joins = self._attends and isinstance(self._executor, JoiningExecutor)
+            limiting = self._executor
+            limits = isinstance(limiting, LimitingExecutor) and limiting.limits_steps
+            self._limits = self._attends and limits
 
     def _runs_alone(self, name: str) -> bool:
         executor = self._executor
@@ -126,6 +147,8 @@ class ExecutedIndex(BaseIndex):
             return self._captures
         if wanted is JoinsBatch:
             return self._joins
+        if wanted is LimitsSteps:
+            return self._limits
         if wanted is EncodesBlocks:
             return self.block_tokens > 1
         return self.supports_async_append if wanted is AppendsAsync else super()._offers(wanted)
@@ -159,7 +182,9 @@ class ExecutedIndex(BaseIndex):
         why = backend.refusal(self.backend, self.geometry, self.config)
         return [*super()._paths(), f"executor: none, op by op ({why})"]
 
-    def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> Attended:
+    def attend(
+        self, queries: Tensor, resident: ResidentRows, *, k: int, limit: ErrorLimit | None = None
+    ) -> Attended:
         """Search, and attend to the selected rows and to the rows of `resident`.
 
         The index must not be empty (see `protocol.Attends.attend`).
@@ -168,14 +193,17 @@ class ExecutedIndex(BaseIndex):
             queries: `[B, H, D]`.
             resident: Rows of the attention sink and the local window.
             k: Rows to select per KV head, at least 1.
+            limit: Select fewer rows if the error is then expected to be within this limit (see
+                `protocol.LimitsSteps`), or None.
 
         Returns:
             Attention over the selected rows and the rows of `resident`.
         """
+        within = self._within(limit)
         if self._store_attends:
             return super().attend(queries, resident, k=k)
         executor, wrong = self._checked_step(queries, k)
-        return executor.attend(queries.detach(), resident, k, wrong)
+        return executor.attend(queries.detach(), resident, k, wrong, **within)
 
     def decode_step(
         self,
@@ -186,17 +214,19 @@ class ExecutedIndex(BaseIndex):
         *,
         k: int,
         graphs: bool = True,
+        limit: ErrorLimit | None = None,
     ) -> Attended:
         """Run one decode step. The index must not be empty.
 
-        See `protocol.DecodesStep.decode_step`.
+        See `protocol.DecodesStep.decode_step`, and `protocol.LimitsSteps` for `limit`.
         """
+        within = self._within(limit)
         if not self.checks_tokens:
             executor, wrong = self._checked_step(queries, k)
             some = queries.detach(), token, resident, window
-            return executor.decode_step(*some, k, wrong, graphs)
+            return executor.decode_step(*some, k, wrong, graphs, **within)
         executor = self._checked_shapes(queries, k)
-        return executor.decode_step(queries, token, resident, window, k, CHECKED, graphs)
+        return executor.decode_step(queries, token, resident, window, k, CHECKED, graphs, **within)
 
     @property
     def checks_tokens(self) -> bool:
@@ -204,24 +234,64 @@ class ExecutedIndex(BaseIndex):
         executor = self._executor
         return executor is not None and executor.checks_tokens and self._check is not False
 
-    def prepare_replay(self, resident: ResidentRows, *, k: int) -> object:
+    def prepare_replay(
+        self, resident: ResidentRows, *, k: int, limit: ErrorLimit | None = None
+    ) -> object:
         """Prepare the capture or a replay of a decode step in a CUDA graph.
 
-        The index must have at least one token. See `protocol.CapturesStep.prepare_replay`.
+        The index must have at least one token. See `protocol.CapturesStep.prepare_replay`, and
+        `protocol.LimitsSteps` for `limit`.
         """
         check.at_least("k", k, 1)
         check.at_least("len(index)", len(self), 1)
-        return self._capturing().prepare_replay(resident, k, self._flagged_queries())
+        prepare, within = self._capturing().prepare_replay, self._within(limit)
+        return prepare(resident, k, self._flagged_queries(), **within)
 
     def captured_step(
-        self, queries: Tensor, token: Rows, resident: ResidentRows, *, k: int
+        self,
+        queries: Tensor,
+        token: Rows,
+        resident: ResidentRows,
+        *,
+        k: int,
+        limit: ErrorLimit | None = None,
     ) -> Attended:
         """Run a decode step that the caller can capture in a CUDA graph.
 
-        See `protocol.CapturesStep.captured_step`.
+        See `protocol.CapturesStep.captured_step`, and `protocol.LimitsSteps` for `limit`.
         """
         _, wrong = self._checked_step(queries, k)
-        return self._capturing().captured_step(queries.detach(), token, resident, k, wrong)
+        step, within = self._capturing().captured_step, self._within(limit)
+        return step(queries.detach(), token, resident, k, wrong, **within)
+
+    def _within(self, limit: ErrorLimit | None) -> dict[str, Any]:
+        """Return the argument `limit` of the executor's methods, or nothing if there is no limit.
+
+        Raise ValueError if the executor does not support it, or if a shape, dtype or device does
+        not fit.
+        """
+        if limit is None:
+            return {}
+        if not self._limits:
+            raise ValueError(
+                f"limit: got a limit of the error, allowed is None for an index with backend="
+                f"{self.backend!r} and these options; call search_within and attend_hits instead"
+            )
+        usual, batch = self._usual_limit
+        if usual is not limit or batch != self._batch:
+            self._check_limit(limit)
+            self._usual_limit = limit, self._batch
+        return {"limit": limit}
+
+    def _check_limit(self, limit: ErrorLimit) -> None:
+        """Raise ValueError if a shape, dtype or device in `limit` does not fit."""
+        g = self.geometry
+        sizes: dict[str, int | None] = {"B": self._batch, "G": g.kv_heads, "H": g.q_heads}
+        parts = {"variance": (limit.variance, "BG"), "resident_lse": (limit.resident_lse, "BH")}
+        for name, (tensor, axes) in parts.items():
+            if tensor is not None or name == "variance":
+                shape = {axis: sizes[axis] for axis in axes}
+                check.tensor(f"limit.{name}", tensor, shape, torch.float32, g.device)
 
     def _capturing(self) -> CapturingExecutor:
         if not self._captures:

@@ -38,6 +38,11 @@ _Statistics = tuple[Tensor, tuple[int, _Fit] | None]
 class BoundsErrors(Protocol):
     """An executor that can choose the number of rows by their expected error."""
 
+    @property
+    def limits_error(self) -> bool:
+        """True if its kernels support the options of the index."""
+        ...
+
     def search_within(self, queries: Tensor, k: int, limit: ErrorLimit) -> Hits:
         """Sample as many rows per KV head as a limit of the error asks for, at most `k`."""
         ...
@@ -241,7 +246,7 @@ class ParisKV(ExecutedIndex):
         """Sample as many rows per KV head as a limit of the error asks for, at most `k`.
 
         The search predicts the error of attention from its estimates, before any row is read
-        (`kvindex.pariskv.row_budget`). On a GPU it runs op by op, without the fused kernels.
+        (`kvindex.pariskv.row_budget`).
 
         Args:
             queries: `[B, H, D]`, after the rotary embedding.
@@ -263,18 +268,12 @@ class ParisKV(ExecutedIndex):
                 "choose the number of rows by their expected error"
             )
         check.wanted_rows(k)
-        g = self.geometry
-        sizes: dict[str, int | None] = {"B": self._batch, "G": g.kv_heads, "H": g.q_heads}
-        shape = {name: sizes[name] for name in "BG"}
-        check.tensor("limit.variance", limit.variance, shape, torch.float32, g.device)
-        if (lse := limit.resident_lse) is not None:
-            shape = {name: sizes[name] for name in "BH"}
-            check.tensor("limit.resident_lse", lse, shape, torch.float32, g.device)
+        self._check_limit(limit)
         return self._searched(queries, k, partial(self._search_within, limit=limit))
 
     def _search_within(self, queries: Tensor, k: int, *, limit: ErrorLimit) -> Hits:
         executor = self._executor
-        if isinstance(executor, BoundsErrors):
+        if isinstance(executor, BoundsErrors) and executor.limits_error:
             return executor.search_within(queries, k, limit)
         return sampling.search_within(*self.inputs(queries), k, limit)
 

@@ -50,6 +50,11 @@ class State:
         histogram: Keys per centroid, int64 `[B, G, M, 256]`, for tiered votes only.
         tiers: The limit of each tier, a number of keys, int64 `[B, 6]`, for tiered votes only.
         found_sum: int64 `[B, G]`, to which a step adds the number of rows it found, or None.
+        variances: Largest variance of attention weights (`protocol.ErrorLimit`), float32 `[B, G]`;
+            None if every step selects `k` rows.
+        limit_lse: `protocol.ErrorLimit.resident_lse`, float32 `[B, H]`, or None.
+        found_histogram: int64 `[n + 1]`, which counts how often a step selected each number of rows
+            for a KV head (`core.protocol.Attended.histogram`), or None.
         token: Key `[B, G, 1, D]` and value `[B, G, 1, Dv]` of the newest token, contiguous, or
             None. A step with `BaseStep.stages` appends them to the resident rows.
         ticket: A counter for the kernel that appends `token`, int32 `[1]`, 0 between steps.
@@ -85,6 +90,9 @@ class State:
     histogram: Tensor | None = None
     tiers: Tensor | None = None
     found_sum: Tensor | None = None
+    variances: Tensor | None = None
+    limit_lse: Tensor | None = None
+    found_histogram: Tensor | None = None
     token: Rows | None = None
     ticket: Tensor | None = None
     sink: int | None = None
@@ -120,6 +128,12 @@ class State:
         """Number of tokens at the beginning of each sequence that attention always reads (the
         sink), if the rows are in the pages of an inference engine such as vLLM; otherwise 0."""
         return self.sink or 0
+
+    @property
+    def most_found(self) -> int:
+        """Number of rows from which on the histogram of the numbers of rows does not distinguish
+        them."""
+        return 0 if self.found_histogram is None else len(self.found_histogram) - 1
 
     @property
     def cached(self) -> int:

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from kvindex.core.geometry import Geometry
-from kvindex.core.protocol import UNUSED, Attended, Contents, Hits, Rows
+from kvindex.core.protocol import UNUSED, Attended, Contents, ErrorLimit, Hits, Rows
+from kvindex.core.protocol.results import MOST_FOUND
 from kvindex.core.resident import ResidentRows
+from kvindex.pariskv import row_budget
 from kvindex.pariskv.config import ParisKVConfig
 from kvindex.storage.store import AddressedRows, CenteredRows, PlacedRows
 from kvindex_cuda.memory.code_blocks import CodeBlocks
@@ -27,7 +29,7 @@ from kvindex_cuda.pariskv.append.encode import Encoder, encoder_of
 from kvindex_cuda.pariskv.append.stage_token import load_stage_token, stage_token, token_to_stage
 from kvindex_cuda.pariskv.append.update_state import update_state
 from kvindex_cuda.pariskv.device_state import State, opened, put, put_tiers, put_valid
-from kvindex_cuda.pariskv.dispatch import kind_of, layout_of, room_of, unreadable
+from kvindex_cuda.pariskv.dispatch import STEPS, kind_of, layout_of, room_of, unreadable
 from kvindex_cuda.pariskv.steps.graph import Replay, Replays
 from kvindex_cuda.pariskv.steps.hits import ordered_hits
 from kvindex_cuda.pariskv.steps.ragged_batch import BatchRow, ParisKVBatch
@@ -79,6 +81,17 @@ class ParisKVExecutor(AppendedCodes):
         return None if self._state is None else self._state.length
 
     @property
+    def limits_error(self) -> bool:
+        """True if searches and decode steps can choose the number of rows by their expected
+        error."""
+        return STEPS[self._kind].limits and self._config.sampling != "none"
+
+    @property
+    def limits_steps(self) -> bool:
+        """True if decode steps can have a limit of the error."""
+        return self.limits_error
+
+    @property
     def attends(self) -> bool:
         """True if kernels can attend to the rows of the index's store."""
         return self._rows is not None
@@ -110,6 +123,10 @@ class ParisKVExecutor(AppendedCodes):
         self._promised = 0  # tokens for which `reserve` made room
         self._replays = Replays(self._geometry.device)
         self._found_sum: Tensor | None = None  # number of rows that captured steps found
+        self._found_histogram: Tensor | None = None  # how often a captured step found each number
+        self._variances: Tensor | None = None  # the limit that steps read, float32 [B, G]
+        self._limit_lse: Tensor | None = None  # float32 [B, H], read together with the limit
+        self._limit: tuple[Tensor, int] | None = None  # the limit in `_variances`, and its version
         self._version, self._text = object(), object()  # see `BatchRow`
 
     def update(self, contents: Contents) -> ParisKVExecutor:
@@ -150,25 +167,26 @@ class ParisKVExecutor(AppendedCodes):
             raise TypeError(f"codes: got {type(codes).__name__}, allowed is CodeBlocks")
         return ParisKVExecutor(self._geometry, self._config, self._kind, codes, self._encode)
 
-    def warm_up(self, k: int, tokens: int) -> None:
+    def warm_up(self, k: int, tokens: int, limited: bool = False) -> None:
         """Allocate the buffers and compile the kernels for searches of `k` rows in up to `tokens`
-        tokens."""
-        room, use = self._room(k, tokens), self._newest(k)
+        tokens. `limited` is True for searches with a limit of the error."""
+        room, use = self._room(k, tokens, limited), self._newest(k, limited)
         if use is None or use.step.most < room:
-            self._begin(k, room)
+            self._begin(k, room, limited)
 
     def reserve(self, tokens: int) -> None:
         """Allocate memory for the codes of `tokens` tokens and for their candidates, so that later
         steps allocate nothing."""
         self.codes.reserve_tokens(tokens)
         self._promised = max(self._promised, tokens)
-        for k in {use.step.k for use in self._uses}:
-            self.warm_up(k, self._promised)
+        for k, limited in {(use.step.k, use.step.limited) for use in self._uses}:
+            self.warm_up(k, self._promised, limited)
 
-    def _room(self, k: int, tokens: int) -> int:
+    def _room(self, k: int, tokens: int, limited: bool) -> int:
         """Return the number of tokens or candidates for which the buffers of a decode step need
-        room, if it selects `k` rows from an index of `tokens` tokens."""
-        return room_of(self._kind, tokens, self._config.most_candidates(tokens, k))
+        room, if it selects up to `k` rows from an index of `tokens` tokens."""
+        most = self._config.most_candidates(tokens, min(k, row_budget.NOMINAL) if limited else k)
+        return room_of(self._kind, tokens, min(tokens, max(most, 2 * k)) if limited else most)
 
     def search(self, queries: Tensor, k: int) -> Hits:
         """Return the `k` best rows for queries `[B, H, D]`."""
@@ -177,12 +195,23 @@ class ParisKVExecutor(AppendedCodes):
         step.select(queries.contiguous(), state)
         return ordered_hits(step, use.places)
 
+    def search_within(self, queries: Tensor, k: int, limit: ErrorLimit) -> Hits:
+        """Sample as many rows per KV head as a limit of the error asks for, at most `k`."""
+        use, state = self._ready(k, limit=limit)
+        use.step.select(queries.contiguous(), state)
+        return ordered_hits(use.step, use.places)
+
     def attend(
-        self, queries: Tensor, resident: ResidentRows, k: int, wrong: Tensor | None = None
+        self,
+        queries: Tensor,
+        resident: ResidentRows,
+        k: int,
+        wrong: Tensor | None = None,
+        limit: ErrorLimit | None = None,
     ) -> Attended:
-        """Search for `k` rows, and attend to them and to the resident rows (sink and local
-        window)."""
-        use, state = self._ready(k, resident, wrong)
+        """Search for `k` rows, or for as many as `limit` asks for, and attend to them and to the
+        resident rows (sink and local window)."""
+        use, state = self._ready(k, resident, wrong, limit)
         step = use.step
         output = step(queries.contiguous(), state)
         return Attended(output, step.lse, step.found.view(len(queries), -1))
@@ -196,14 +225,15 @@ class ParisKVExecutor(AppendedCodes):
         k: int,
         wrong: Tensor | None,
         graphs: bool,
+        limit: ErrorLimit | None = None,
     ) -> Attended:
-        """Write a token to the window, search for `k` rows, and attend to these rows, the sink and
-        the window.
+        """Write a token to the window, search for `k` rows, or for as many as `limit` asks for, and
+        attend to these rows, the sink and the window.
 
         When several decode steps in succession have read the same tensors, the step is captured as
         a CUDA graph, which later steps replay.
         """
-        if graphs and (replay := self._replay_of(resident, k, wrong)):
+        if graphs and (replay := self._replay_of(resident, k, wrong, limit)):
             assert self._rows is not None
             self._rows.wait()
             replay.acquire()
@@ -215,22 +245,32 @@ class ParisKVExecutor(AppendedCodes):
                 "position; capture captured_step, which reads it on the device (docs/cuda.md)"
             )
         stage_token(resident, token, window, queries)
-        return self.attend(queries, resident, k, wrong)
+        return self.attend(queries, resident, k, wrong, limit)
 
-    def prepare_replay(self, resident: ResidentRows, k: int, wrong: Tensor | None) -> State:
+    def prepare_replay(
+        self,
+        resident: ResidentRows,
+        k: int,
+        wrong: Tensor | None,
+        limit: ErrorLimit | None = None,
+    ) -> State:
         """Prepare the capture or the replay of a CUDA graph on the current stream
         (`CapturesStep.prepare_replay`). A captured graph may be replayed as long as this method
         returns the same object as before the capture."""
-        use = self._with_room(k)
+        use = self._with_room(k, limit is not None)
         if self._rows is not None:
             self._rows.wait()
         use.step.acquire()
         shape = len(self.codes.table), self._geometry.kv_heads
+        counts: dict[str, Any] = dict(dtype=torch.int64, device=self._geometry.device)
         if self._found_sum is None or self._found_sum.shape != shape:
-            self._found_sum = torch.zeros(shape, dtype=torch.int64, device=self._geometry.device)
+            self._found_sum = torch.zeros(shape, **counts)
+            self._found_histogram = None
             if not use.step.stages:
                 load_stage_token(self._geometry)  # a kernel cannot be loaded during a capture
-        return self._reads(use, resident, wrong)
+        if limit is not None and self._found_histogram is None:
+            self._found_histogram = torch.zeros(MOST_FOUND + 1, **counts)
+        return self._reads(use, resident, wrong, limit)
 
     def captured_step(
         self,
@@ -239,19 +279,24 @@ class ParisKVExecutor(AppendedCodes):
         resident: ResidentRows,
         k: int,
         wrong: Tensor | None,
+        limit: ErrorLimit | None = None,
     ) -> Attended:
         """Run a decode step that a caller's CUDA graph may capture: the step reads all counts on
-        the device."""
-        if self._found_sum is None:
+        the device, and the limit that was passed to `prepare_replay`."""
+        if self._found_sum is None or (limit is not None and self._found_histogram is None):
             raise RuntimeError("graph: call prepare_replay() before captured_step()")
-        use, state = self._ready(k, resident, wrong)
-        more: dict[str, Any] = dict(found_sum=self._found_sum)
+        histogram = None if limit is None else self._found_histogram
+        known = None if limit is None else replace(limit, resident_lse=None)
+        use, state = self._ready(k, resident, wrong, known)
+        more: dict[str, Any] = dict(found_sum=self._found_sum, found_histogram=histogram)
+        if limit is not None and limit.resident_lse is not None:
+            more["limit_lse"] = limit.resident_lse.contiguous()
         if use.step.stages:
             more |= dict(token=token_to_stage(self._geometry, resident, token), ticket=self._ticket)
         else:
             stage_token(resident, token, None, queries, ticket=self._ticket)
         output = use.step(queries.contiguous(), replace(state, **more))
-        return Attended(output, use.step.lse, self._found_sum)
+        return Attended(output, use.step.lse, self._found_sum, histogram)
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
         """Attend to the rows of `hits` and to the resident rows (sink and local window)."""
@@ -285,21 +330,56 @@ class ParisKVExecutor(AppendedCodes):
 
     # The state that a search reads
 
-    def _replay_of(self, resident: ResidentRows, k: int, wrong: Tensor | None) -> Replay | None:
+    def _replay_of(
+        self,
+        resident: ResidentRows,
+        k: int,
+        wrong: Tensor | None,
+        limit: ErrorLimit | None = None,
+    ) -> Replay | None:
         """Return the captured CUDA graph for this decode step, or None if its kernels must be
         launched normally."""
-        device, use = self._geometry.device, self._newest(k)
+        device, use = self._geometry.device, self._newest(k, limit is not None)
         if use is None or use.outgrown or self._state is None or capturing(device):
             return None
-        return self._replays.of(use.step, self._reads(use, resident, wrong))
+        return self._replays.of(use.step, self._reads(use, resident, wrong, limit))
 
-    def _reads(self, use: Use, resident: ResidentRows, wrong: Tensor | None) -> State:
+    def _limit_of(self, limit: ErrorLimit | None) -> dict[str, Any]:
+        """Return the fields of `State` that contain a limit of the error, at fixed addresses.
+
+        The variance is copied to its address on the current stream, unless it is the tensor that
+        was copied last.
+        """
+        if limit is None:
+            return dict(variances=None, limit_lse=None)
+        variance, lse = limit.variance, limit.resident_lse
+        if self._variances is None or self._variances.shape != variance.shape:
+            self._variances, self._limit = torch.empty_like(variance.contiguous()), None
+        last, version = self._limit or (None, 0)
+        if last is not variance or version != variance._version:
+            self._variances.copy_(variance)
+            self._limit = variance, variance._version
+        if lse is None:
+            return dict(variances=self._variances, limit_lse=None)
+        if self._limit_lse is None or self._limit_lse.shape != lse.shape:
+            self._limit_lse = torch.empty(lse.shape, device=lse.device)
+        self._limit_lse.copy_(lse)
+        return dict(variances=self._variances, limit_lse=self._limit_lse)
+
+    def _reads(
+        self,
+        use: Use,
+        resident: ResidentRows,
+        wrong: Tensor | None,
+        limit: ErrorLimit | None = None,
+    ) -> State:
         """Return the `State` that the kernels of a decode step read. If the tensors are those of
         the last call, return the same object again."""
         rows = self._rows
         assert rows is not None
         center = self._centered.center if self._centered is not None else None
-        made_of = self._state, resident, wrong, rows.table, center, self.cache
+        limits = self._limit_of(limit)
+        made_of = self._state, resident, wrong, rows.table, center, self.cache, *limits.values()
         if use.reads is None or any(
             old is not new for old, new in zip(use.reads[0], made_of, strict=True)
         ):
@@ -312,6 +392,7 @@ class ParisKVExecutor(AppendedCodes):
                 resident_mask=resident.mask,
                 resident_count=resident.count,
                 wrong=wrong,
+                **limits,
                 **self._places(rows),
             )
             use.reads = made_of, state
@@ -331,7 +412,11 @@ class ParisKVExecutor(AppendedCodes):
         )
 
     def _ready(
-        self, k: int, resident: ResidentRows | None = None, wrong: Tensor | None = None
+        self,
+        k: int,
+        resident: ResidentRows | None = None,
+        wrong: Tensor | None = None,
+        limit: ErrorLimit | None = None,
     ) -> tuple[Use, State]:
         """Prepare a decode step: provide buffers that are large enough, and the kernels' arguments.
 
@@ -343,7 +428,7 @@ class ParisKVExecutor(AppendedCodes):
             The object with the buffers and launches of the step, and the state that the kernels
             read.
         """
-        captured, use = capturing(self._geometry.device), self._with_room(k)
+        captured, use = capturing(self._geometry.device), self._with_room(k, limit is not None)
         assert self._state is not None
         use.captured |= captured
         if not captured:
@@ -352,15 +437,20 @@ class ParisKVExecutor(AppendedCodes):
             use.step.acquire()
         use.step.renew()
         if resident is not None:
-            return use, self._reads(use, resident, wrong)
-        return use, replace(self._state, wanted=use.wanted)
+            return use, self._reads(use, resident, wrong, limit)
+        if limit is None:
+            return use, replace(self._state, wanted=use.wanted)
+        lse = None if limit.resident_lse is None else limit.resident_lse.contiguous()
+        variances = limit.variance.contiguous()
+        return use, replace(self._state, wanted=use.wanted, variances=variances, limit_lse=lse)
 
-    def _with_room(self, k: int) -> Use:
-        """Return an object whose buffers are large enough for a decode step that selects `k` rows.
+    def _with_room(self, k: int, limited: bool = False) -> Use:
+        """Return an object whose buffers are large enough for a decode step that selects `k` rows,
+        or up to `k` rows if it is limited.
 
         This is the object that was created last for `k`, or a new one if its buffers are too small.
         """
-        use = self._newest(k)
+        use = self._newest(k, limited)
         if use is not None and not use.outgrown:
             return use
         if capturing(self._geometry.device):
@@ -368,10 +458,10 @@ class ParisKVExecutor(AppendedCodes):
                 f"graph: no buffers that are large enough for a search of k = {k} rows; call "
                 "warm_up() or run the same search once before the capture"
             )
-        promised = self._room(k, self._promised) if self._promised else 0
-        return self._begin(k, max(with_headroom(self._need(k)), promised))
+        promised = self._room(k, self._promised, limited) if self._promised else 0
+        return self._begin(k, max(with_headroom(self._need(k, limited)), promised), limited)
 
-    def _begin(self, k: int, most: int) -> Use:
+    def _begin(self, k: int, most: int, limited: bool = False) -> Use:
         """Create a decode step object that selects `k` rows, and store it in `_uses`.
 
         Its buffers have room for `most` tokens if the step computes tiered votes, otherwise for
@@ -381,11 +471,13 @@ class ParisKVExecutor(AppendedCodes):
         self._begin_cache()
         device, (batch, blocks) = self._geometry.device, self.codes.table.shape
         sizes: dict[str, Any] = dict(batch=batch, blocks=blocks, k=k, most=max(most, 1))
+        sizes["limited"] = limited
         step = shared(self._geometry, self._layout, self._kind, self._config, **sizes)
         wanted = torch.zeros(batch, dtype=torch.int32, device=device)
         use = Use(step, wanted, torch.arange(k, device=device))
-        put(wanted, use.want(self._candidates(k), self._need(k)))
-        self._uses = [*(u for u in self._uses if u.captured or u.step.k != k), use]
+        put(wanted, use.want(self._candidates(k, limited), self._need(k, limited)))
+        others = (u for u in self._uses if (u.step.k, u.step.limited) != (k, limited) or u.captured)
+        self._uses = [*others, use]
         return use
 
     def _opened_state(self) -> State:
@@ -407,20 +499,26 @@ class ParisKVExecutor(AppendedCodes):
             groups = len(self.codes.table) * self._geometry.kv_heads
             self.cache = RowCache(groups, rows.row_bytes, self._geometry.device)
 
-    def _candidates(self, k: int) -> list[int]:
+    def _candidates(self, k: int, limited: bool = False) -> list[int]:
         """Return the number of candidates `C` of each sequence."""
-        return [self._config.candidates(n, k) for n in self._contents.counts.tolist()]
+        counts = self._contents.counts
+        if limited:
+            found: list[int] = row_budget.candidates(self._config, counts, k).tolist()
+            return found
+        return [self._config.candidates(n, k) for n in counts.tolist()]
 
-    def _need(self, k: int) -> int:
+    def _need(self, k: int, limited: bool = False) -> int:
         """Return how large the buffers of a decode step that selects `k` rows must be.
 
         The result is for the present length of the index. It is a number of tokens or of
         candidates (`room_of`).
         """
-        return room_of(self._kind, self._length, max(self._candidates(k)))
+        return room_of(self._kind, self._length, max(self._candidates(k, limited)))
 
-    def _newest(self, k: int) -> Use | None:
-        return next((use for use in reversed(self._uses) if use.step.k == k), None)
+    def _newest(self, k: int, limited: bool = False) -> Use | None:
+        asked = k, limited
+        steps = ((use, use.step) for use in reversed(self._uses))
+        return next((use for use, step in steps if (step.k, step.limited) == asked), None)
 
     def _update(self, state: State, first: int) -> None:
         """Update the tensors that decode steps read, in place, after tokens of the index changed.
@@ -438,7 +536,7 @@ class ParisKVExecutor(AppendedCodes):
         else:
             put(state.counted, counts)
         for use in self._uses:
-            candidates = [self._config.candidates(n, use.step.k) for n in counts]
+            candidates = self._candidates(use.step.k, use.step.limited)
             asked = use.want(candidates, room_of(self._kind, tokens, max(candidates)))
             if alike and use is self._uses[-1]:
                 together |= dict(wanted=use.wanted, candidates=asked[0])

@@ -7,7 +7,7 @@ from functools import cache
 
 from kvindex.core import check
 from kvindex.ops import coarse, codes, priority, transform
-from kvindex.pariskv import block_layout
+from kvindex.pariskv import block_layout, row_budget
 from kvindex.pariskv import sign_votes as votes
 from kvindex.pariskv import step_state as step
 from kvindex.pariskv import tiered_votes as table
@@ -95,11 +95,16 @@ CODECS = {f"CODEC_{n.name}": int(n) for n in CodecNumber if n.name.lower() not i
 PIECEWISE = dict(CHUNK=CHUNK, PIECES=PIECES, POINTS=POINTS)
 
 FILES: dict[str, dict[str, int]] = {
-    "step/prepare_query.cu": dict(NOISE | STEP | CENTERS, SAMPLED=SAMPLED),
+    "step/prepare_query.cu": dict(NOISE | STEP | CENTERS, SAMPLED=SAMPLED, LIMITED=0),
     "step/scan.cu": dict(NOISE, WARPS=SCAN_WARPS, STAGES=SCAN_STAGES, BINNED=SCAN_BINNED),
     "step/rerank.cu": NOISE | STEP | ATTENTION_WEIGHTS,
     "step/select_rows.cu": dict(
-        NOISE | ATTENTION_WEIGHTS, THREADS=SELECT_THREADS, ENTRIES=SELECT_ENTRIES, WAYS=WAYS
+        NOISE | ATTENTION_WEIGHTS,
+        THREADS=SELECT_THREADS,
+        ENTRIES=SELECT_ENTRIES,
+        WAYS=WAYS,
+        COUNTS=0,
+        FEWEST=row_budget.LEAST,
     ),
     "step/attend.cu": dict(
         CODECS, MOST_SPLITS=MOST_SPLITS, HEADS_AT_ONCE=HEADS_AT_ONCE, AHEAD=ATTEND_AHEAD, WAYS=WAYS

@@ -17,6 +17,7 @@ from kvindex.core.protocol import (
     ExpandsBatch,
     JoinsBatch,
     LimitsError,
+    LimitsSteps,
     ObservesQueries,
     ReportsCoverage,
     ReportsRowBytes,
@@ -50,7 +51,7 @@ ONLY_ITS_OWN = {
 NOT_PASSED_ON = {
     # a fused step of the inner index would bypass the wrapper's search
     *((name, step) for name in CLASSES for step in (DecodesStep, ChecksTokens, CapturesStep)),
-    *((name, step) for name in CLASSES for step in (JoinsBatch, SearchesShard)),
+    *((name, step) for name in CLASSES for step in (LimitsSteps, JoinsBatch, SearchesShard)),
     # these have a search of their own, without a limit of the error
     *((name, LimitsError) for name in ("reuse", "sample", "sharded", "vattention")),
     ("recall", AppendsAsync),  # the exact copy's append is part of the same change

@@ -51,6 +51,7 @@ from kvindex.core.protocol.steps import (
     DecodesStep,
     IndexBatch,
     JoinsBatch,
+    LimitsSteps,
 )
 from kvindex.core.protocol.executor import Contents, Executor
 
@@ -89,6 +90,7 @@ __all__ = [
     "ChecksTokens",
     "IndexBatch",
     "JoinsBatch",
+    "LimitsSteps",
     "Contents",
     "Executor",
 ]

@@ -59,6 +59,10 @@ class Hits:
         )
 
 
+MOST_FOUND = 1024
+"""Largest number of rows that a histogram of the numbers of rows distinguishes from larger ones."""
+
+
 @dataclass(frozen=True, eq=False)
 class ErrorLimit:
     """How accurate attention must be over the rows that a search selects.
@@ -103,11 +107,15 @@ class Attended:
             softcap and weights; `-inf` where no row is visible.
         found: Int32 `[B, G]`, the number of rows in the softmax that a search has selected. The
             other rows are those of the attention sink and the local window.
+        histogram: Only for steps in a CUDA graph with a limit of the error (`ErrorLimit`): how
+            often a KV head of these steps got each number of rows, int64 `[MOST_FOUND + 1]`. The
+            last entry counts `MOST_FOUND` rows or more.
     """
 
     output: Tensor
     lse: Tensor
     found: Tensor
+    histogram: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from kvindex.core.protocol.results import Attended, Hits, Rows
+from kvindex.core.protocol.results import Attended, ErrorLimit, Hits, Rows
 from kvindex.core.resident import ResidentRows
 
 
@@ -131,6 +131,64 @@ class CapturesStep(Protocol):
         Returns:
             Attention in tensors that the next replay overwrites. `found` is int64, and is added up
             over all replays until the caller sets it to 0.
+        """
+        ...
+
+
+@runtime_checkable
+class LimitsSteps(Protocol):
+    """An index whose decode steps can choose the number of rows by their expected error.
+
+    Such an index has the capabilities `LimitsError`, `DecodesStep` and `CapturesStep`. The methods
+    of the latter two have a further argument, `limit`. With a limit, a step selects as many rows
+    per KV head as the limit asks for, at most `k`, as `LimitsError.search_within` does. The index
+    itself takes the rows of `resident` into account, and adds them to `limit.resident_lse`, which
+    contains only other tokens or learned sinks.
+    """
+
+    def attend(
+        self, queries: Tensor, resident: ResidentRows, *, k: int, limit: ErrorLimit | None = None
+    ) -> Attended:
+        """See `Attends.attend`."""
+        ...
+
+    def decode_step(
+        self,
+        queries: Tensor,
+        token: Rows,
+        resident: ResidentRows,
+        window: Rows,
+        *,
+        k: int,
+        graphs: bool = True,
+        limit: ErrorLimit | None = None,
+    ) -> Attended:
+        """See `DecodesStep.decode_step`."""
+        ...
+
+    def prepare_replay(
+        self, resident: ResidentRows, *, k: int, limit: ErrorLimit | None = None
+    ) -> object:
+        """See `CapturesStep.prepare_replay`.
+
+        Kernels read `limit.variance` at a fixed address. This method copies it there if the tensor
+        is not that of the last call. `limit.resident_lse` is not used.
+        """
+        ...
+
+    def captured_step(
+        self,
+        queries: Tensor,
+        token: Rows,
+        resident: ResidentRows,
+        *,
+        k: int,
+        limit: ErrorLimit | None = None,
+    ) -> Attended:
+        """See `CapturesStep.captured_step`.
+
+        `limit.variance` is the tensor that was passed to `prepare_replay`. With a limit, the result
+        has a `histogram`, which is added up over all replays like `found`.
         """
         ...
 

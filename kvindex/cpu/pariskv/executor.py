@@ -120,6 +120,11 @@ class ParisKVExecutor:
         ids, scores = torch.from_numpy(hits.ids), torch.from_numpy(hits.scores)
         return Hits(ids.view(shape), scores.view(shape), hits.weights(len(queries)))
 
+    @property
+    def limits_error(self) -> bool:
+        """True if `search_within` supports the options of the index."""
+        return self._config.sampling != "none"
+
     def search_within(self, queries: Tensor, k: int, limit: ErrorLimit) -> Hits:
         """Sample as many rows per KV head as a limit of the error asks for, at most `k`."""
         folded, stages = self._folded(queries), self._stages

@@ -22,7 +22,11 @@
 // In a caller's CUDA graph, the newest token's key and value arrive with the queries. The last thread block of
 // each group then appends them to the resident rows, so that stage_token.cu need not be launched.
 //
-// Grid: (splits, BG), 256 threads.
+// With LIMITED, select_rows.cu chooses the number of rows by the expected error of attention, for which it needs
+// the attention weight of the resident rows (sink and window). `resident_splits` further thread blocks per group
+// compute it concurrently with the rest of this kernel (resident_sums.cuh).
+//
+// Grid: (splits, BG), or LIMITED: (splits + resident_splits, BG), 256 threads.
 // Reads (D/8 + 1) SAMPLED + 2 D SAMPLED / 32 bytes of codes per group.
 // Writes D PLANES / 8 bytes per head for the scan and 4 D bytes per head for the rerank, and clears the step's
 // counters.
@@ -31,7 +35,8 @@
 // block.
 // This file is longer than most because it is one kernel, whose parts pass values in registers.
 // Compile-time constants: D, GROUP (query heads per KV head), DTYPE, CENTERED (1: blocks of codes have
-// centers), PLANES (bit planes of r), SAMPLING, REGRESSION, RAGGED (1: each sequence has its own length).
+// centers), PLANES (bit planes of r), SAMPLING, REGRESSION, RAGGED (1: each sequence has its own length), LIMITED
+// (1: the number of rows depends on the expected error; never with RAGGED).
 #include "common/prepare.cuh"
 #include "common/threshold.cuh"
 
@@ -40,7 +45,7 @@ constexpr int PITCH = (EIGHTS | 1) * 32;         // float16 numbers from one ope
 constexpr int COLUMN_TILES = (D + 15) / 16;             // tiles of 16 columns of the matrix A
 constexpr bool EARLY = COLUMN_TILES <= 8;               // true if a warp's tile fits into registers
 constexpr int HANDS = REGRESSION && GROUP <= 4 ? 2 : 1;  // warps that round one head
-constexpr int ROOM = REGRESSION && SETS * 4 * D > BINS ? SETS * 4 * D : BINS;
+constexpr int ROOM = (REGRESSION || LIMITED) && SETS * 4 * D > BINS ? SETS * 4 * D : BINS;
 struct Sampled {  // codes of 32 keys of the sample
     Signs signs;
     Mean mean;
@@ -78,7 +83,12 @@ struct Arguments {
     const void* token_values;   // DTYPE [BG, DV]: value of that token
     void* resident;             // DTYPE [BG, room, D + DV]: the token is written behind the last resident row
     i64* resident_count;        // [1]: incremented. Never RAGGED, where stage_token.cu appends the token.
-    int* ticket;                // [1]: counts groups, 0 before and after the launch
+    int* ticket;                // [1]: counts thread blocks, 0 before and after the launch
+    const u8* resident_mask;    // [B, room]: 1 where a resident row is valid; from here to `softcap`: only if LIMITED
+    float2* resident_parts;     // [BG, resident_splits, GROUP]: largest logit of the resident rows of a part, and the
+                                // sum of exp(logit − largest)
+    i64 resident_splits;        // 0 if there are no resident rows, or without LIMITED
+    float scale, softcap;       // softcap: 0 for none
     i64 row, head_bytes, words, kv_heads;
     i64 room, value_dim;        // room: capacity of `resident`; value_dim: DV
     i64 query_max;              // the largest r
@@ -97,7 +107,27 @@ __device__ __forceinline__ void copy_element(void* to, i64 at, const void* come,
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+// Number of thread blocks per group, without those for the resident rows.
+#if LIMITED
+#define SPLITS (gridDim.x - u32(args.resident_splits))
+#include "common/resident_sums.cuh"
+#else
+#define SPLITS gridDim.x
+#endif
+
+// Count the newest token as a resident row. One thread of each thread block that has read `resident_count`, the
+// number of rows before, calls this function, and the last caller increments the number.
+__device__ __forceinline__ void count_token(const Arguments& args, i64 before) {
+    int readers = gridDim.y;
+#if LIMITED
+    readers += gridDim.y * int(args.resident_splits);
+#endif
+    if (atomicAdd(args.ticket, 1) != readers - 1) return;
+    *args.ticket = 0;
+    if (before < args.room) *args.resident_count = before + 1;
+}
+
+extern "C" __global__ void __launch_bounds__(256, LIMITED && D <= 128 ? 2 : 0)
 prepare_query(const __grid_constant__ Arguments args) {
     const void* queries = args.queries;
     u16* operands = args.operands;
@@ -118,6 +148,17 @@ prepare_query(const __grid_constant__ Arguments args) {
     i64 bg = blockIdx.y, batch = blockIdx.y / u32(args.kv_heads), tokens, blocks;
     i64 head_offset = blockIdx.y % u32(args.kv_heads) * args.head_bytes;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#if LIMITED
+    if (blockIdx.x >= SPLITS) {
+        bool staged = args.token_keys;
+        const char* own = static_cast<const char*>(queries) + blockIdx.y * (GROUP * D * (DTYPE == 0 ? 4 : 2));
+        after_previous();
+        let_next_begin();
+        resident_sums(args, own, staged, blockIdx.x - SPLITS, reinterpret_cast<float*>(histogram), &resident);
+        if (staged && threadIdx.x == 0) count_token(args, resident);
+        return;
+    }
+#endif
     queries = static_cast<const char*>(queries) + bg * (GROUP * D * (DTYPE == 0 ? 4 : 2));
 
     auto place = [&](int i) { return blocks * i / (SAMPLED / 32); };
@@ -214,7 +255,7 @@ prepare_query(const __grid_constant__ Arguments args) {
     }
 #endif
     if (early) begin();
-    bool stages = early && blockIdx.x == gridDim.x - 1;
+    bool stages = early && blockIdx.x == SPLITS - 1;
     if (stages && threadIdx.x == 0) resident = __ldcg(args.resident_count);
 
     // Round the coordinates of the query of head `h` to integers, and store them as bit planes: plane p contains
@@ -268,8 +309,8 @@ prepare_query(const __grid_constant__ Arguments args) {
         if (!REGRESSION) round_head(x, h, peak * up, up, 0);
     };
     if (warp < GROUP) put_head(plain, warp);
-    for (u32 i = (blockIdx.y * gridDim.x + blockIdx.x) * 256 + threadIdx.x; i < u32(args.words);
-         i += gridDim.y * gridDim.x * 256)
+    for (u32 i = (blockIdx.y * SPLITS + blockIdx.x) * 256 + threadIdx.x; i < u32(args.words);
+         i += gridDim.y * SPLITS * 256)
         args.cleared[i] = 0;
     for (int h = warp + 8; h < GROUP; h += 8) {
         read_query(plain, h);
@@ -329,12 +370,7 @@ prepare_query(const __grid_constant__ Arguments args) {
     }
 #endif
     __syncthreads();
-    // All threads of this thread block have read `resident_count`, the number of rows of sink and window. When
-    // the thread blocks of all groups have arrived here, the last one increments this number.
-    if (stages && threadIdx.x == 0 && atomicAdd(args.ticket, 1) == int(gridDim.y) - 1) {
-        *args.ticket = 0;
-        if (resident < args.room) *args.resident_count = resident + 1;
-    }
+    if (stages && threadIdx.x == 0) count_token(args, resident);  // all threads have read `resident_count`
 
     auto fragment = [&](int i, int of) {  // column `of` / 4 of part p: bit plane 2 p or 2 p + 1 of a head
         int p = i % PARTS, quad = i / PARTS % QUADS, n = i / PARTS / QUADS;
@@ -373,7 +409,7 @@ prepare_query(const __grid_constant__ Arguments args) {
         }
     }
     int* mine = args.sample + bg * SAMPLED;
-    for (int i = first; i < SAMPLED / 32; i += gridDim.x * 8) {
+    for (int i = first; i < SAMPLED / 32; i += SPLITS * 8) {
         int vote = LEAST;
         if (tokens > 0) {
             int offsets[SETS][2];
@@ -382,17 +418,17 @@ prepare_query(const __grid_constant__ Arguments args) {
             i64 id = place(i) * TOKENS + part(i) * 32 + own_key();
             vote = vote_of(sampled.signs, sampled.weights, shifts, group, offsets, shared_place(factors), u32(id));
             if (id >= tokens || !(sampled.valid >> own_key() & 1)) vote = LEAST;
-            int next = i + gridDim.x * 8;
+            int next = i + SPLITS * 8;
             if (next < SAMPLED / 32) draw(sampled, next, args.codes[batch * args.row + place(next)]);
         }
         mine[i * 32 + lane] = vote;
     }
-    bool last = last_block(args.tickets + bg, gridDim.x);
+    bool last = last_block(args.tickets + bg, SPLITS);
 
     // Write the data that the kernels in rerank.cu and attend.cu read. For each group (the query heads of a KV
     // head), only the last thread block does this. It computes its votes first, so that these writes do not delay
     // the thread block that reads all votes.
-    if (blockIdx.x == gridDim.x - 1) {
+    if (blockIdx.x == SPLITS - 1) {
         if (stages && resident < args.room) {
             i64 wide = D + args.value_dim, to = (bg * args.room + resident) * wide;
             for (i64 i = threadIdx.x; i < wide; i += 256) {

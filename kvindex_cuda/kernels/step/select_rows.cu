@@ -10,11 +10,15 @@
 // With SAMPLING, rows are sampled at random (kvindex/ops/priority.py): candidates are ranked by the root mean
 // square of the heads' attention weights, multiplied by noise. The (k + 1)-th candidate is the threshold, and
 // each selected row gets a weight for the rows that it stands for.
+// With COUNTS, each KV head gets the smallest of COUNTS numbers of rows for which the expected error of attention is
+// within a limit (row_budget.cuh). The number is chosen between steps 2 and 3, before any row is read, and replaces
+// k. Attention weights are then those among all tokens that the query attends to, sink and window included.
 //
 // Limited by latency: a chain of dependent reads and barriers, with few thread blocks.
 // This file is longer than most because it is one kernel, whose steps process entries that stay in registers.
 // Compile-time constants: GROUP (query heads per KV head), SOFTCAP, POLICY (0: mean_share, the mean attention
-// weight of the heads; 1: max_share, the largest), SAMPLING.
+// weight of the heads; 1: max_share, the largest), SAMPLING, COUNTS (how many numbers of rows there are to choose
+// from; 0: always k rows. Only with SAMPLING).
 #include "common/row_cache.cuh"
 #include "common/attention_weights.cuh"
 #if SAMPLING
@@ -123,6 +127,10 @@ __device__ __forceinline__ void in_order(const u64* entries, int many, Use use) 
     }
 }
 
+#if COUNTS
+#include "common/row_budget.cuh"
+#endif
+
 struct Arguments {
     const float* estimates;
     const u64* buckets;
@@ -151,6 +159,14 @@ struct Arguments {
     float* finalist_weights;  // [BG, capacity]: only if SAMPLING, as are weights and seeds
     float* weights;         // [BG, k]: logarithm of the number of keys that a row stands for
     const u32* seeds;       // [BG]: seed of the noise
+    const float* variances;       // [BG]: largest allowed variance of the attention weights; only if COUNTS, as are
+                                  // resident_parts, limit_lse and found_histogram
+    const float2* resident_parts;  // [BG, resident_splits, GROUP]: written by prepare_query.cu (resident_sums.cuh)
+    const float* limit_lse;       // [BG, GROUP]: log Σ exp of the logits of further tokens that the query attends to,
+                                  // or null
+    i64* found_histogram;         // [most_found + 1]: entry n counts the KV heads that got n rows, and the last entry
+                                  // those that got `most_found` or more; or null
+    i64 resident_splits, most_found;
     int* signals;           // counts finished thread blocks of the previous kernel, and is set once a group's rows are
                             // selected (common.cuh)
     i64 cached;
@@ -223,11 +239,19 @@ select_rows(const __grid_constant__ Arguments args) {
         words[i] = first + i * THREADS < known ? kept[first + i * THREADS] : 0;
 #pragma unroll
     for (int i = 0; i < (EARLY ? ENTRIES : 0); i++) load(each[i], i, known);
+#if COUNTS
+    float variance = args.variances[bg];
+    float2 parts_of_head = {NEVER, 0};  // of the resident rows; one part per lane
+#endif
     u64 sums[OWN] = {}, my_edge = 0;
     float my_estimate = 0;
     if (warp < GROUP) {
         my_edge = all_edge[lane], my_estimate = edge_estimates[lane * GROUP + warp];
         load_sums(sums, buckets + warp * BUCKETS);
+#if COUNTS
+        if (lane < int(args.resident_splits))
+            parts_of_head = __ldcg(args.resident_parts + (bg * args.resident_splits + lane) * GROUP + warp);
+#endif
     }
     int blocks = max(1, (n + THREADS * ENTRIES - 1) / (THREADS * ENTRIES)), rank = target;
     if (int(blockIdx.y) >= blocks) return after_previous();
@@ -246,6 +270,9 @@ select_rows(const __grid_constant__ Arguments args) {
             float total = log_sum(sums, [&](auto use) {
                 if (in) use(edge_logit(my_estimate));
             });
+#if COUNTS
+            total = with_residents(total, parts_of_head, args.limit_lse ? args.limit_lse + bg * GROUP + warp : nullptr);
+#endif
             if (lane == 0) totals[warp] = total;
         }
     } else if (many <= EDGE) {
@@ -336,7 +363,8 @@ select_rows(const __grid_constant__ Arguments args) {
     ids += bg * args.k;
     scores += bg * args.k;
     int asked = int(args.k) + SAMPLING;  // the priority of the last one is the threshold
-    Cut cut = cut_of<true, THREADS>(histogram, asked);
+    Cut cut = {-1, 0};
+    if (!COUNTS) cut = cut_of<true, THREADS>(histogram, asked);
     auto value_of = [](u64 word) { return from_ordered(u32(word >> 32)); };
     auto bin_in = [&](u64 word) {
         float value = value_of(word);
@@ -347,7 +375,7 @@ select_rows(const __grid_constant__ Arguments args) {
         int count = 0;
 #pragma unroll
         for (int i = 0; i < ENTRIES; i++) {
-            if (bin_at(i) < cut.bin) words[i] = 0;
+            if (!COUNTS && bin_at(i) < cut.bin) words[i] = 0;  // with COUNTS, all of them are needed
             count += words[i] != 0;
         }
         int to = room_for<THREADS>(count, args.finalist_counts + bg * APART);
@@ -382,7 +410,7 @@ select_rows(const __grid_constant__ Arguments args) {
         for (int at = ENTRIES * THREADS + threadIdx.x; at < last_many; at += THREADS)
             atomicAdd(histogram + bin_in(__ldcg(finalists + at)), 1);
         __syncthreads();
-        cut = cut_of<true, THREADS>(histogram, asked);
+        if (!COUNTS) cut = cut_of<true, THREADS>(histogram, asked);
     }
     // For each entry of this thread, call use(word, bin, weight) if inside(bin) is true. `bin` is the entry's
     // bin in the histogram.
@@ -417,6 +445,15 @@ select_rows(const __grid_constant__ Arguments args) {
             if (inside(bin)) use(word, bin, weight);
         }
     };
+#if SAMPLING
+    float temper = args.temper;
+#endif
+#if COUNTS
+    __shared__ Budget budget;
+    Choice choice = choose_rows(budget, histogram, int(args.k), variance, edge, edges, order, seed, every);
+    asked = choice.rows + 1, cut = choice.cut;
+    if (temper < 1) temper = 1 - 1 / sqrtf(float(choice.rows));
+#endif
     auto select = [&](u64 word, float weight) {
         int slot = atomicAdd(&taken, 1), id = id_of(word);
         if (args.cached) expect_look_up(id, args.tags + bg * args.cached, args.stamps + bg * args.cached, args.cached);
@@ -468,7 +505,7 @@ select_rows(const __grid_constant__ Arguments args) {
     // key became a candidate, and π₂ the probability with which the candidate was selected. The factor `temper`
     // is 1 for unbiased weights, and smaller for tempered sampling.
     auto weigh = [&](float& weight, int id, float score) {
-        weight = fmaxf(weight, threshold - (score - noise_of(id, seed) * NATS)) * args.temper;
+        weight = fmaxf(weight, threshold - (score - noise_of(id, seed) * NATS)) * temper;
     };
     float* row_weights = args.weights + bg * args.k;
     for (int i = ROWS + threadIdx.x; i < taken; i += THREADS) weigh(row_weights[i], int(ids[i]), scores[i]);
@@ -480,10 +517,22 @@ select_rows(const __grid_constant__ Arguments args) {
     if (threadIdx.x == 0) {
         args.found[bg] = rows;
         if (args.found_sum) args.found_sum[bg] += rows;
+#if COUNTS
+        if (args.found_histogram)
+            atomicAdd(reinterpret_cast<u64*>(args.found_histogram + min(i64(rows), args.most_found)), u64(1));
+#endif
     }
     // Sort the selected rows by token id, so that attend.cu always adds them up in the same order. Four lanes
     // per row count the rows with lower ids.
     int sorted = min(rows, ROWS);
+#if COUNTS
+    if (sorted > FEW_SORTED) {
+        places_by_id(selected, sorted, histogram, reinterpret_cast<int*>(edge), budget.sums, [&](int i, int place) {
+            ids[place] = selected[i], scores[place] = selected_scores[i], row_weights[place] = selected_weights[i];
+        });
+        sorted = 0;
+    }
+#endif
     for (int at = threadIdx.x; at < (sorted + 7) / 8 * 32; at += THREADS) {
         int i = at / 4, id = selected[i], place = 0;
 #pragma unroll 4

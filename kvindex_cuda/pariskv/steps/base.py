@@ -16,12 +16,13 @@ from torch import Tensor
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Hits
 from kvindex.ops import priority
+from kvindex.pariskv import row_budget
 from kvindex.storage.codecs import CodecNumber
 from kvindex_cuda.memory.arena import Arena
 from kvindex_cuda.memory.layout import Layout
 from kvindex_cuda.ops.attend_latents import LatentAttention
 from kvindex_cuda.pariskv.device_state import State
-from kvindex_cuda.pariskv.steps.grid_sizes import attend_parts
+from kvindex_cuda.pariskv.steps.grid_sizes import attend_parts, resident_splits
 from kvindex_cuda.runtime.arguments import CODES
 from kvindex_cuda.runtime.constants import (
     APART,
@@ -72,6 +73,9 @@ class BaseStep:
         sampled: Whether to sample rows (`ops.priority`). If so, `weights` contains the logarithm of
             the number of keys that each sampled row represents.
         tempered: Whether to multiply these logarithms by `priority.temper`.
+        limited: Whether the expected error of attention determines the number of rows of each KV
+            head (`State.variances`). `k` is then the largest number. Only for a subclass that
+            computes `resident_parts`, with `sampled` and without `ragged`.
         ragged: Whether `State.length` and `State.resident_count` have an entry for each sequence.
         arena: Memory for the buffers, which is shared with steps that never run at the same time.
 
@@ -81,6 +85,9 @@ class BaseStep:
 
     stages: ClassVar[bool] = False
     """True if the first launch appends `State.token` to the resident rows."""
+
+    limits: ClassVar[bool] = False
+    """True if the step supports the option `limited`."""
 
     def __init__(
         self,
@@ -96,6 +103,7 @@ class BaseStep:
         counted: int = 0,
         sampled: bool = False,
         tempered: bool = False,
+        limited: bool = False,
         ragged: bool = False,
         arena: Arena | None = None,
     ) -> None:
@@ -115,6 +123,10 @@ class BaseStep:
         self._capped = dict(SOFTCAP=int(g.softcap is not None))
         self._selects = dict(GROUP=group, POLICY=int(policy == "max_share"), **self._capped)
         self._selects["SAMPLING"] = int(sampled)
+        self.limited = self._checked_limit(limited, sampled, ragged)
+        if limited:
+            self._selects["COUNTS"] = len(row_budget.counts_of(k))
+        self._resident_splits = resident_splits(groups, multiprocessors) if limited else 0
         self.temper = priority.temper(k) if tempered else 1.0
 
         self.ids = memory.empty(groups, k, dtype=torch.int64)
@@ -126,9 +138,35 @@ class BaseStep:
         self.splits = self._splits(1)
         width = 0 if g.value_in_key else g.value_dim + 2
         self.partial = floats(groups, self.splits, group, width)
+        # written by the subclass, see common/resident_sums.cuh
+        shape = groups, self._resident_splits, group, 2
+        self.resident_parts = floats(*shape) if limited else None
         self._latents = LatentAttention(g) if g.value_in_key else None
         self.output = memory.empty(batch, g.q_heads, g.value_dim, dtype=g.dtype)
         self.lse = floats(batch, g.q_heads)
+
+    def _checked_limit(self, limited: bool, sampled: bool, ragged: bool) -> bool:
+        """Return `limited`, or raise ValueError if this step does not support it."""
+        if not limited:
+            return False
+        allowed = {
+            "sampled": (sampled, True),
+            "ragged": (ragged, False),
+            "limits": (self.limits, True),
+        }
+        for name, (got, needed) in allowed.items():
+            if got != needed:
+                raise ValueError(
+                    f"limited: got True with {name}={got}, allowed is {name}={needed}: only a step "
+                    "by sign votes that samples rows, for sequences of equal length, chooses the "
+                    "number of rows by their expected error"
+                )
+        return True
+
+    def splits_of_residents(self, state: State) -> int:
+        """Return how many thread blocks per group add up the weights of the resident rows in
+        `state`; 0 if their weights are not needed, or if there are none."""
+        return self._resident_splits if state.resident.numel() else 0
 
     def _splits(self, parts: int) -> int:
         """Choose among how many thread blocks the kernel `attend` divides the rows of a group.
@@ -223,6 +261,7 @@ class BaseStep:
             tags=cache.tags if cache else None,
             stamps=cache.stamps if cache else None,
             cached=cache.capacity if cache else 0,
+            resident_splits=self.splits_of_residents(state),
         )
 
     @cached_property
@@ -232,7 +271,7 @@ class BaseStep:
             "select_rows",
             self,
             State,
-            given=("tags", "stamps", "cached"),
+            given=("tags", "stamps", "cached", "resident_splits"),
             tickets="select_tickets",
         )
 

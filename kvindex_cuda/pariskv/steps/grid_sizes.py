@@ -38,6 +38,20 @@ def rerank_splits(groups: int, multiprocessors: int, *, resident: int) -> int:
     return max(1, min(resident * multiprocessors // groups, multiprocessors // 2))
 
 
+def resident_splits(groups: int, multiprocessors: int) -> int:
+    """Return the number of thread blocks per group that add up the weights of resident rows.
+
+    They run concurrently with the other thread blocks of the kernel `prepare_query`, which are at
+    most two for each multiprocessor. With eight groups, there are eight: each then reads 72 of 576
+    rows. More would not shorten the kernel, whose other thread blocks take longer.
+
+    Args:
+        groups: KV heads of all sequences.
+        multiprocessors: Number of multiprocessors of the device.
+    """
+    return max(1, min(8, multiprocessors // groups))
+
+
 def attend_parts(groups: int, heads: int) -> int:
     """Return the number of parts into which the kernel `attend` divides the query heads of a group.
 

@@ -55,7 +55,7 @@ class LatentsStep(SignVotesStep):
         ValueError: There is more than one KV head.
     """
 
-    stages = False
+    stages = limits = False
 
     def __init__(self, geometry: Geometry, layout: Layout, **options: Any) -> None:
         if geometry.kv_heads != 1:

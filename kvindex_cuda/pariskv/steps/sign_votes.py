@@ -43,6 +43,7 @@ class SignVotesStep(BaseStep):
         query_max: Largest integer of a quantized query (`ParisKVConfig.query_max`).
         centered: Whether blocks of codes contain centers.
         sampled: See `BaseStep`.
+        limited: See `BaseStep`.
         together: Whether to decode all sign bits of a key together, with a matrix fitted by
             regression (`State.regression`).
         blocks: Number of blocks per sequence in the tables that the step will read; 0 if not known
@@ -53,7 +54,7 @@ class SignVotesStep(BaseStep):
         ValueError: The kernels do not support these options.
     """
 
-    stages = True
+    stages = limits = True
 
     def __init__(
         self,
@@ -65,12 +66,13 @@ class SignVotesStep(BaseStep):
         query_max: int = 21,
         centered: bool = True,
         sampled: bool = False,
+        limited: bool = False,
         together: bool = False,
         blocks: int = 0,
         **options: Any,
     ) -> None:
         capacity = 4 * (most + SAMPLED)  # `rerank` also handles lists that are longer than this
-        options |= dict(most=most, capacity=capacity, sampled=sampled)
+        options |= dict(most=most, capacity=capacity, sampled=sampled, limited=limited)
         super().__init__(geometry, layout, **options)
         g, device = geometry, geometry.device
         groups, group = self._open_heads()
@@ -83,7 +85,7 @@ class SignVotesStep(BaseStep):
             self._defines | self._ragged | dict(CENTERED=int(centered), PLANES=planes)
         )
         self._vote_defines |= dict(GROUP=group, SAMPLING=int(sampled))
-        self._prepares = self._vote_defines | dict(REGRESSION=int(together))
+        self._prepares = self._vote_defines | dict(REGRESSION=int(together), LIMITED=int(limited))
         self._rerank = self._vote_defines | self._capped | dict(BITS=layout.magnitude_bits)
         resident = 1 if g.head_dim > 128 or layout.magnitude_bits > 3 or group > 8 else 2
         self._rerank_splits = rerank_splits(self.groups, self._multiprocessors, resident=resident)
@@ -133,21 +135,25 @@ class SignVotesStep(BaseStep):
         overlap is safe: the previous launch writes no codes, because it only computes the query,
         key and value of the token. Outside of a graph, the previous launch may write codes.
         """
-        groups = self.groups
-        staged = state.token
+        groups, splits = self.groups, self.splits_of_residents(state)
+        staged, reads = state.token, splits or state.token is not None
+        keys = None if staged is None else staged.keys
+        if keys is not None and splits and keys.data_ptr() % 16:
+            keys = keys.clone()  # read 16 bytes at a time
         self._prepare_launch(
             self,
             state,
-            grid=(max(1, min(16, 2 * self._multiprocessors // groups)), groups),
+            grid=(max(1, min(16, 2 * self._multiprocessors // groups)) + splits, groups),
             block=(256,),
             defines=self._prepares,
             overlap=staged is None or capturing(queries.device),
             queries=queries,
-            token_keys=None if staged is None else staged.keys,
+            token_keys=keys,
             token_values=None if staged is None else staged.values,
-            resident=None if staged is None else state.resident,
-            resident_count=None if staged is None else state.resident_count,
-            room=0 if staged is None else state.room,
+            resident=state.resident if reads else None,
+            resident_count=state.resident_count if reads else None,
+            room=state.room if reads else 0,
+            resident_splits=splits,
         )
 
     @cached_property
@@ -157,7 +163,10 @@ class SignVotesStep(BaseStep):
             "prepare_query",
             self,
             State,
-            given=("queries", "token_keys", "token_values", "resident", "resident_count", "room"),
+            given=(
+                *("queries", "token_keys", "token_values"),
+                *("resident", "resident_count", "room", "resident_splits"),
+            ),
             tickets="sample_tickets",
             words="words_cleared",
         )

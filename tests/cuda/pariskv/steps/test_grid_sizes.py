@@ -78,3 +78,9 @@ def test_few_groups_find_and_read_what_torch_does(batch, kv_heads, heads, tokens
     for tags in on_host._executor.cache.tags.tolist():  # only one part puts a row into the cache
         ids = [tag for tag in tags if tag >= 0]
         assert len(ids) == len({*ids}) > 0
+
+
+def test_resident_rows_are_divided_among_thread_blocks_that_fit():
+    """With up to 132 groups, they are at most as many as multiprocessors."""
+    found = {groups: grid_sizes.resident_splits(groups, 132) for groups in (1, 8, 32, 256)}
+    assert found == {1: 8, 8: 8, 32: 4, 256: 1}
