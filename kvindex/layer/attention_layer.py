@@ -57,7 +57,7 @@ from kvindex.layer.captured import CapturedSteps, JoinedSteps
 from kvindex.layer.chosen import attend_chosen, check_ids
 from kvindex.layer.contents import LayerContents
 from kvindex.layer.dense import attend_densely
-from kvindex.layer.output_scale import NAMES, OutputScale
+from kvindex.layer.output_scale import FEWEST, NAMES, OutputScale
 from kvindex.layer.retrieval import Retrieval, Wanted, output_of
 from kvindex.layer.sparse import SELECTORS, IndexedRows, SparsePrompt, StoredRows
 from kvindex.layer.stats import Tally, Traffic
@@ -660,9 +660,11 @@ class AttentionLayer(Transactional):
         """
         if type(self).step is not AttentionLayer.step:
             return f"layer: got {type(self).__name__}, which overrides AttentionLayer.step"
-        if self.error is not None:
-            return f"error: got {self.error}, allowed is None and a number for k in a CUDA graph"
-        return self._captured.refusal(coverage=self.coverage, dense_below=self.dense_below)
+        options = self.coverage, self.error
+        refusal = self._captured.refusal(*options, dense_below=self.dense_below)
+        if refusal is None and self.error is not None and not self._scale.known:
+            return f"tokens: too few outputs are measured to choose the number of rows ({FEWEST})"
+        return refusal
 
     def prepare_replay(self) -> object | None:
         """Prepare a capture or a replay of `captured_step` on the current stream.
@@ -677,7 +679,7 @@ class AttentionLayer(Transactional):
         self._captured.forget()
         if self.capture_refusal() is not None:
             return None
-        return self._captured.prepare(self._situation(), self.k)
+        return self._captured.prepare(self._situation(), self._wanted())
 
     def prepare_next(self) -> object | None:
         """Prepare the next replay like `prepare_replay`, but in less time.
@@ -731,7 +733,7 @@ class AttentionLayer(Transactional):
         """
         self._check_shapes(queries, keys, values)
         sinks = checked_sinks(sink_logits, queries)
-        return self._captured.step(queries, Rows(keys, values), sinks, self.k)
+        return self._captured.step(queries, Rows(keys, values), sinks, self._wanted())
 
     def count_replay(self) -> None:
         """Count the token that a replay of the CUDA graph has appended.

@@ -13,11 +13,19 @@ from typing import Any
 from torch import Tensor
 
 from kvindex.core.capability import capability, required
-from kvindex.core.protocol import Attended, CapturesStep, JoinsBatch, ObservesQueries, Rows
+from kvindex.core.protocol import (
+    Attended,
+    CapturesStep,
+    ErrorLimit,
+    JoinsBatch,
+    LimitsSteps,
+    ObservesQueries,
+    Rows,
+)
 from kvindex.core.resident import ResidentRows
 from kvindex.core.restore import Restorable
 from kvindex.layer.contents import LayerContents
-from kvindex.layer.retrieval import output_of, rows_to_ask
+from kvindex.layer.retrieval import Wanted, output_of, rows_to_ask
 from kvindex.layer.stats import Counts, Tally
 from kvindex.layer.updates import Updates
 
@@ -32,7 +40,7 @@ class CapturedSteps(Restorable):
         row_bytes: Bytes of one row (key and value) that the index fetches.
     """
 
-    _prepared: tuple[object, CapturesStep, ResidentRows, int] | None = None
+    _prepared: tuple[object, CapturesStep, ResidentRows, dict[str, Any]] | None = None
     _due_at = 0  # while the sequence is shorter than this, no tokens move into the index
 
     def __init__(
@@ -41,11 +49,15 @@ class CapturedSteps(Restorable):
         self._contents, self._updates, self._tally = contents, updates, tally
         self._row_bytes = row_bytes
 
-    def refusal(self, *, coverage: float | None, dense_below: int) -> str | None:
+    def refusal(
+        self, coverage: float | None, error: float | None, *, dense_below: int
+    ) -> str | None:
         """Return why a graph cannot capture the decode step of the next token, or None if it can.
 
         Args:
             coverage: The layer's option `coverage`, which must be None.
+            error: The layer's option `error`, which must be None unless the index has
+                `protocol.LimitsSteps`.
             dense_below: Decode steps search the index only if the sequence has at least this many
                 tokens. Steps of a shorter sequence attend to all tokens.
         """
@@ -59,25 +71,30 @@ class CapturedSteps(Restorable):
             return f"tokens: got {length}, too few for a step that searches the index"
         if capability(index, CapturesStep) is None:
             return f"index: got {name}, which has no decode step that a CUDA graph can capture"
+        if error is not None and capability(index, LimitsSteps) is None:
+            return (
+                f"error: got {error}, allowed is None and a number for k in a CUDA graph, because "
+                f"the kernels for this {name} do not choose the number of rows"
+            )
         deferred = self._updates.deferred
         return "tokens must move into the index before the next token" if deferred else None
 
-    def prepare(self, situation: object, k: int) -> object | None:
+    def prepare(self, situation: object, wanted: Wanted) -> object | None:
         """Prepare a capture or a replay: write all data to the addresses that the CUDA graph reads.
 
         Args:
             situation: A value that changes when the layer changes, except by the method `count`.
                 `prepare_next` checks whether the value is still the same.
-            k: Number of rows to retrieve per KV head.
+            wanted: How many rows to retrieve per KV head.
 
         Returns:
             An object that identifies the graph. A graph that was captured earlier may be replayed
             if this method still returns the same object.
         """
         index, resident = self._capturing()
-        k, self._due_at = rows_to_ask(self._contents.index, k), self._updates.due_from()
-        self._prepared = situation, index, resident, k
-        return index.prepare_replay(resident, k=k)
+        how, self._due_at = self._asked(wanted, None), self._updates.due_from()
+        self._prepared = situation, index, resident, how
+        return index.prepare_replay(resident, **how)
 
     def prepare_next(self, situation: object) -> object | None:
         """Prepare the next replay of the CUDA graph like `prepare`, but in less time.
@@ -88,28 +105,37 @@ class CapturedSteps(Restorable):
         """
         if (prepared := self._prepared) is None:
             return None
-        before, index, resident, k = prepared
+        before, index, resident, how = prepared
         if before != situation or len(resident) >= resident.room:
             return None
-        return index.prepare_replay(resident, k=k)
+        return index.prepare_replay(resident, **how)
 
-    def step(self, queries: Tensor, token: Rows, sinks: Tensor | None, k: int) -> Tensor:
+    def _asked(self, wanted: Wanted, lse: Tensor | None) -> dict[str, Any]:
+        """Return the arguments for the index that say how many rows are wanted.
+
+        lse: log-sum-exp of the logits of learned sinks, `[B, H]`, or None.
+        """
+        k, variance = rows_to_ask(self._contents.index, wanted.k), wanted.variance
+        return dict(k=k) if variance is None else dict(k=k, limit=ErrorLimit(variance, lse))
+
+    def step(self, queries: Tensor, token: Rows, sinks: Tensor | None, wanted: Wanted) -> Tensor:
         """Launch the kernels of a decode step, so that a graph captures them.
 
         Args:
             queries: `[B, H, 1, D]`.
             token: The new token's keys `[B, G, 1, D]` and values `[B, G, 1, Dv]`.
             sinks: Logits of learned sinks `[B, H, 1]`, or None.
-            k: Number of rows to retrieve per KV head.
+            wanted: How many rows to retrieve per KV head, as for `prepare`.
 
         Returns:
             Attention outputs `[B, H, 1, Dv]`.
         """
         index, resident = self._capturing()
-        k = rows_to_ask(self._contents.index, k)
-        attended = index.captured_step(queries.select(2, 0), token, resident, k=k)
-        self._tally.watch(attended.found)
-        return output_of(attended, None if sinks is None else sinks[..., 0]).unsqueeze(2)
+        sinks = None if sinks is None else sinks[..., 0]
+        how = self._asked(wanted, sinks)
+        attended = index.captured_step(queries.select(2, 0), token, resident, **how)
+        self._tally.watch(attended.found, attended.histogram)
+        return output_of(attended, sinks).unsqueeze(2)
 
     def count(self) -> bool:
         """Count the token that a replay of the graph has appended.

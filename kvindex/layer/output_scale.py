@@ -45,6 +45,7 @@ class OutputScale(Restorable):
         self._seen = 0  # number of measured tokens
         self._values: Tensor | None = None  # mean of |v|² over tokens, float32 [B, G]
         self._outputs: Tensor | None = None  # mean of |o|² over tokens, float32 [B, H]
+        self._limit: tuple[float, Tensor] | None = None  # the last result of `variance`
 
     @property
     def known(self) -> bool:
@@ -74,32 +75,37 @@ class OutputScale(Restorable):
             found = self._values.lerp(found, weights.expand_as(found))
             mean = self._outputs.lerp(mean, weights.expand_as(mean))
         self._values, self._outputs, self._seen = found, mean, self._seen + T
+        self._limit = None
 
     def variance(self, error: float) -> Tensor:
         """Return the largest variance of attention weights for each KV head, float32 `[B, G]`.
 
         It is added up over the query heads of the KV head. If no KV head exceeds it, the expected
         squared error of the layer's output is at most `error²` times the mean square of the
-        outputs.
+        outputs. The result is the same tensor until the means change.
 
         Args:
             error: Allowed error of the layer's output, relative to the size of outputs.
         """
+        if self._limit is not None and self._limit[0] == error:
+            return self._limit[1]
         assert self._values is not None
         assert self._outputs is not None
         heads = self._values.shape[1]
         allowed = error**2 * self._outputs.sum(1, keepdim=True) / heads
-        return allowed / self._values.clamp_min(torch.finfo(torch.float32).tiny)
+        found = allowed / self._values.clamp_min(torch.finfo(torch.float32).tiny)
+        self._limit = error, found
+        return found
 
     def reorder(self, batch_indices: Tensor) -> None:
         """Replace sequence `b` of the batch by sequence `batch_indices[b]`."""
         if self._values is not None and self._outputs is not None:
             at = batch_indices.to(self._values.device)
-            self._values, self._outputs = self._values[at], self._outputs[at]
+            self._values, self._outputs, self._limit = self._values[at], self._outputs[at], None
 
     def reset(self) -> None:
         """Forget what was measured."""
-        self._seen, self._values, self._outputs = 0, None, None
+        self._seen, self._values, self._outputs, self._limit = 0, None, None, None
 
     # State as named tensors
 

@@ -28,6 +28,7 @@ from kvindex.core.protocol import (
     Hits,
     KVIndex,
     LimitsError,
+    LimitsSteps,
     ObservesQueries,
     ReportsRowBytes,
     Rows,
@@ -56,10 +57,23 @@ class Wanted:
     coverage: float | None = None
     variance: Tensor | None = None
 
-    @property
-    def fixed(self) -> bool:
-        """True if every search retrieves `k` rows."""
-        return self.coverage is None and self.variance is None
+    def limit(self, queries: Tensor, lse: Tensor | None) -> ErrorLimit | None:
+        """Return the limit of the error of a search, or None if there is none.
+
+        Args:
+            queries: `[B, H, D]`.
+            lse: `ErrorLimit.resident_lse`.
+        """
+        variance, B = self.variance, len(queries)
+        if variance is None:
+            return None
+        return ErrorLimit(variance if len(variance) == B else variance.expand(B, -1), lse)
+
+    def suits(self, index: KVIndex) -> bool:
+        """Return True if the index itself can attend to as many rows as are wanted."""
+        if self.coverage is not None:
+            return False
+        return self.variance is None or capability(index, LimitsSteps) is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,25 +101,40 @@ def decode_step(
     indexed: int,
     k: int,
     graphs: bool,
+    limit: ErrorLimit | None = None,
 ) -> Retrieved:
     """Let the index compute a whole decode step: append a token, search with its queries, and
     attend.
     """
     resident = window.resident(indexed, more=1)
     places = window.claim(indexed, token.keys, token.values, None)
-    attended = index.decode_step(queries, token, resident, places, k=k, graphs=graphs)
+    how: Any = dict(k=k, graphs=graphs, **_given(limit))
+    attended = index.decode_step(queries, token, resident, places, **how)
     return Retrieved(attended, len(resident), resident.masked)
 
 
+def _given(limit: ErrorLimit | None) -> dict[str, ErrorLimit]:
+    """Return a limit as an argument for an index with `LimitsSteps`, or nothing without one."""
+    return {} if limit is None else {"limit": limit}
+
+
 def attend_resident(
-    index: Attends, window: Window, indexed: int, queries: Tensor, *, k: int
+    index: Attends,
+    window: Window,
+    indexed: int,
+    queries: Tensor,
+    *,
+    k: int,
+    limit: ErrorLimit | None = None,
 ) -> Retrieved:
     """Let the index search with queries `[B, H, D]`, and attend to the `k` best rows.
 
-    The index also attends to the rows (keys and values) of sink and window.
+    The index also attends to the rows (keys and values) of sink and window. With a limit of the
+    error, it attends to as many rows as the limit asks for, at most `k`.
     """
     resident = window.resident(indexed)
-    attended = index.attend(queries, resident, k=k)
+    how: Any = dict(k=k, **_given(limit))
+    attended = index.attend(queries, resident, **how)
     return Retrieved(attended, len(resident), resident.masked)
 
 
@@ -170,8 +199,8 @@ def search(
     """
     if wanted.variance is None:
         return index.search(queries, k=wanted.k, coverage=wanted.coverage)
-    lse = _resident_lse(index, window, queries, seen, bias, sink_logits)
-    limit = ErrorLimit(wanted.variance.expand(len(queries), -1), lse)
+    limit = wanted.limit(queries, _resident_lse(index, window, queries, seen, bias, sink_logits))
+    assert limit is not None
     hits = required(index, LimitsError).search_within(queries, k=wanted.k, limit=limit)
     if hits.ids.is_cuda:  # the host would wait for the number of used slots
         return hits
@@ -313,8 +342,9 @@ class Retrieval(Restorable):
         self, valid: Tensor | None, bias: Tensor | None, wanted: Wanted
     ) -> DecodesStep | None:
         """Return the index if it can compute the whole decode step, otherwise None."""
-        plain = valid is None and bias is None and wanted.fixed
-        return capability(self._contents.index, DecodesStep) if plain else None
+        index = self._contents.index
+        plain = valid is None and bias is None and wanted.suits(index)
+        return capability(index, DecodesStep) if plain else None
 
     def decode(
         self,
@@ -378,7 +408,8 @@ class Retrieval(Restorable):
         if observer is not None:
             self.observe(queries, new=1)
         one, token, k = queries.select(2, 0), Rows(keys, values), rows_to_ask(index, wanted.k)
-        read = decode_step(decodes, one, token, window, indexed, k, graphs)
+        limit = wanted.limit(one, sinks)
+        read = decode_step(decodes, one, token, window, indexed, k, graphs, limit)
         return output_of(self.counted(read, len(self._contents)), sinks).unsqueeze(2)
 
     def attend(
@@ -406,10 +437,11 @@ class Retrieval(Restorable):
         index, window = self._contents.index, self._contents.window
         wanted = replace(wanted, k=rows_to_ask(index, wanted.k))
         length = len(self._contents)
-        plain = bias is None and wanted.fixed and not newer
+        plain = bias is None and wanted.suits(index) and not newer
         attends = capability(index, Attends) if plain else None
         if attends is not None:
-            read = attend_resident(attends, window, len(index), queries, k=wanted.k)
+            how: Any = dict(k=wanted.k, limit=wanted.limit(queries, sinks))
+            read = attend_resident(attends, window, len(index), queries, **how)
             return output_of(self.counted(read, length), sinks)
         options: Any = dict(wanted=wanted, bias=bias, sink_logits=sinks, newer=newer)
         read = search_and_attend(index, window, queries, **options)

@@ -9,12 +9,10 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor
 
+from kvindex.core.protocol.results import MOST_FOUND
 from kvindex.core.restore import Restorable
 
 T = TypeVar("T")
-
-MOST_FOUND = 1024
-"""Largest number of rows that a histogram tells apart from larger ones."""
 
 AT_ONCE = 128
 """Number of decode steps whose counts are added up together, in a few operations on the device."""
@@ -90,16 +88,37 @@ class Counts(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """A counter on the device, to which steps in a CUDA graph add the number of rows that they
-    find.
+    """Counters on the device, to which steps in a CUDA graph add the number of rows that they find.
 
     Args:
-        found: The counter, int64 `[B, G]`.
+        found: The sum of these numbers, int64 `[B, G]`.
         counted: How much of `found.sum()` is already included in `State.total`, int64 `[]`.
+        histogram: How often each number was found, int64 `[n + 1]`, or None.
+        tallied: How much of `histogram` is already included in `State.total`, int64 `[n + 1]`.
     """
 
     found: Tensor
     counted: Tensor | int = 0
+    histogram: Tensor | None = None
+    tallied: Tensor | int = 0
+
+    def copied(self) -> Watched:
+        """Return copies of the counters."""
+        histogram = None if self.histogram is None else self.histogram.clone()
+        return self._replace(found=self.found.clone(), histogram=histogram)
+
+    def counting(self, since: Watched | None = None) -> Watched:
+        """Return the same counters, of which everything is included in `State.total`, except what
+        the copies `since` of earlier values show as not included then."""
+        found, histogram = self.found.sum(), self.histogram
+        if since is not None:
+            found = found - (since.found.sum() - since.counted)
+        if histogram is not None:
+            rest = None if since is None else since.histogram
+            histogram = histogram.clone()
+            if since is not None and rest is not None:
+                histogram = histogram - (rest - since.tallied)
+        return self._replace(counted=found, tallied=0 if histogram is None else histogram)
 
 
 class State(NamedTuple):
@@ -135,18 +154,22 @@ class Tally(Restorable):
         found = torch.zeros(MOST_FOUND + 1, dtype=torch.int64) if self._histogram else None
         self._state = State(Traffic(found=found), [], [])
 
-    def watch(self, found: Tensor) -> None:
-        """Register a counter on the device, for decode steps that run as a CUDA graph.
+    def watch(self, found: Tensor, histogram: Tensor | None = None) -> None:
+        """Register counters on the device, for decode steps that run as a CUDA graph.
 
-        Each replay of the graph adds the number of rows that its search found to the counter. This
+        Each replay of the graph adds the number of rows that its search found to the counters. This
         method is called during the capture and launches nothing on the device. An operation that it
         launched would become part of the graph.
 
         Args:
-            found: The counter, int64 `[B, G]`. Its values never decrease.
+            found: The sum of these numbers, int64 `[B, G]`. Its values never decrease.
+            histogram: How often each number was found, int64 `[n + 1]`, or None. Its values never
+                decrease.
         """
         total, new, watched = self._state
         same = next((one for one in watched if one.found is found), Watched(found))
+        if same.histogram is not histogram:
+            same = same._replace(histogram=histogram, tallied=0)
         self._state = State(total, new, [*(one for one in watched if one is not same), same])
 
     def count(self, step: Counts) -> None:
@@ -182,7 +205,7 @@ class Tally(Restorable):
         if not state.watched:  # no step was captured
             return state, []
         captured = any(step.found is None for step in state.new)
-        return state, [one.found.clone() for one in state.watched] if captured else []
+        return state, [one.copied() for one in state.watched] if captured else []
 
     def rollback(self, checkpoint: Any) -> None:
         """Remove the counts of the steps after a checkpoint.
@@ -192,11 +215,11 @@ class Tally(Restorable):
         """
         before, copies = checkpoint
         pairs = zip(before.watched, copies, strict=False)  # no copies if no step was captured
-        rest = {id(one.found): copy.sum() - one.counted for one, copy in pairs}
+        rest = {id(one.found): copy for one, copy in pairs}
         now = self._state.watched
         lost = [one for one in before.watched if all(one.found is not two.found for two in now)]
         watched = [
-            Watched(one.found, one.found.sum() - rest.get(id(one.found), 0))
+            one.counting(rest.get(id(one.found)))
             for one in (*lost, *now)  # `lost` is not empty if `reset` was called in between
         ]
         self._state = State(before.total, before.new, watched)
@@ -218,12 +241,15 @@ def _added_up(state: State) -> State:
     found = [(step.found, step.row_bytes) for step in new if step.found is not None]
     read, fetched = _of_rows(found)
     captured = [step.row_bytes for step in new if step.found is None]
+    histogram = _histogram(before.found, [step.found for step in new if step.found is not None])
     if captured:
         sums = [one.found.sum() for one in watched]
         for one, now in zip(watched, sums, strict=True):
             rows = now - one.counted
             read, fetched = read + rows / one.found.numel(), fetched + rows * captured[0]
-        watched = [Watched(one.found, now) for one, now in zip(watched, sums, strict=True)]
+            if histogram is not None and one.histogram is not None:
+                histogram = histogram.to(one.histogram.device) + one.histogram - one.tallied
+        watched = [one.counting() for one in watched]
     coverages = [step.coverage.mean() for step in new if step.coverage is not None]
     total = Traffic(
         steps=before.steps + sum(step.steps for step in new),
@@ -231,7 +257,7 @@ def _added_up(state: State) -> State:
         rows_full=before.rows_full + _less(new, "length", "padded"),
         bytes_fetched=before.bytes_fetched + fetched,
         coverage=before.coverage + (torch.stack(coverages).sum() if coverages else 0.0),
-        found=_histogram(before.found, [step.found for step in new if step.found is not None]),
+        found=histogram,
     )
     return State(total, [], watched)
 

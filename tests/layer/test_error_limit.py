@@ -8,11 +8,12 @@ import torch
 from torch.nn.functional import pad
 
 import kvindex
-from kvindex.core.protocol import ErrorLimit
+from kvindex.core.protocol import CapturesStep, ErrorLimit
 from kvindex.layer import AttentionLayer
 from kvindex.layer.output_scale import FEWEST
 from kvindex.layer.retrieval import _resident_lse
 from kvindex.ops import attention
+from kvindex.wrappers import Wrapper
 
 D, N = 32, 1200
 SIZES = dict(q_heads=4, kv_heads=2, head_dim=D)
@@ -274,6 +275,22 @@ def test_a_search_within_a_limit_is_protected_from_settings_of_the_caller():
     assert torch.equal(found.log_weight, other.log_weight)
 
 
-def test_a_graph_cannot_capture_a_step():
-    assert "error: got 0.1" in layer().capture_refusal()
-    assert not layer().joins(1)
+def test_a_graph_captures_a_step_only_if_its_kernels_choose_the_number_of_rows():
+    made = layer()
+    made.step(*some(1, seed=2))
+    made.index = NoLimits(made.index)
+    assert "error: got 0.1, allowed is None and a number for k" in made.capture_refusal()
+    assert made.prepare_replay() is None
+    assert not made.joins(1)
+
+
+class NoLimits(Wrapper):
+    """An index that has decode steps for a graph, but with a fixed number of rows."""
+
+    own = frozenset({CapturesStep})
+
+    def prepare_replay(self, resident, *, k):
+        raise NotImplementedError
+
+    def captured_step(self, queries, token, resident, *, k):
+        raise NotImplementedError

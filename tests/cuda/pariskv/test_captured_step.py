@@ -47,7 +47,7 @@ class Replayed:
         self.device, self.sequence = device, Sequence.of(case, 400, pads)
         store = "host" if device == "cuda" else "device"
         sizes = {name: options.pop(name, value) for name, value in SIZES.items()}
-        sizes["update_phase"] = options.pop("update_phase", None)
+        sizes |= {name: options.pop(name, None) for name in ("update_phase", "error")}
         made = dict(backend="cuda", device=device, store=store) | options
         self.layers = [AttentionLayer(case.index("pariskv", **made), **sizes) for _ in range(2)]
         self.sinks = None if sinks is None else sinks.to(device)
