@@ -170,7 +170,7 @@ def attach(
         for made in probed:
             check_shards(model, made)
         if by_kernels is not None:
-            check_fused_indexes(probed)
+            check_fused_indexes(probed, options)
         with private_configurations(model, NAME) as copies:
             model.set_attn_implementation(attention_request(model, NAME))
             copies.substitute(NAME)

@@ -71,6 +71,11 @@ class Options:
     cached_rows: int = 4096
 
     def __post_init__(self) -> None:
+        if isinstance(self.k, str):
+            raise ValueError(
+                f"k: got {self.k!r}, allowed is a number, because in vLLM all KV heads retrieve as "
+                "many rows"
+            )
         check.wanted_rows(self.k)
         check.at_least("sink", self.sink, 0)
         check.at_least("local_window", self.local_window, 0)

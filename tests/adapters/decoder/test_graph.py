@@ -59,6 +59,16 @@ def test_tokens_and_report_are_those_of_steps(device, graphs):
     assert (graphs.made, graphs.replays) == (1, 19 - EAGER)
 
 
+def test_as_many_rows_as_the_error_asks_for(device, graphs):
+    options = given(device, 12, regions=dict(error=0.5)) | dict(k="auto")
+    mine, theirs = both(decoder_of(device, layers=2), ids_of(200), **options)
+    assert torch.equal(mine.answer_ids, theirs.answer_ids)
+    assert mine.report == theirs.report
+    found = mine.report.rows_found
+    assert 16 <= min(found.by_layer) <= found.mean <= found.p99 < 180
+    assert (graphs.made, graphs.replays) == (1, 11 - EAGER)
+
+
 @pytest.mark.slow
 def test_a_run_says_whether_its_next_token_is_a_graph(device, graphs):
     run = decoder_of(device, layers=2).start(ids_of(60), **given(device, 8))

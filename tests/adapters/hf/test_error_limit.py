@@ -73,8 +73,6 @@ def test_generate_and_the_decoder(model):
     ("attach", "options", "message"),
     [
         ("attach_batch", dict(k="auto"), "k: got 'auto', allowed with attach_batch is a number"),
-        ("attach", dict(k="auto", fused=True), "k: got 'auto', allowed with fused=True"),
-        ("attach", dict(error=0.1, fused=True), r"error: got 0\.1, allowed with fused=True"),
         ("attach", dict(k="auto", index="quest"), "k: got 'auto', but Quest"),
     ],
 )

@@ -18,7 +18,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from kvindex.core.protocol import CapturesStep, KVIndex
+from kvindex.core.capability import capability
+from kvindex.core.protocol import CapturesStep, KVIndex, LimitsSteps
 from kvindex.core.transaction import in_plain_torch
 from kvindex.layer import AttentionLayer
 from kvindex.wrappers import Wrapper
@@ -213,11 +214,8 @@ def check_fused(model: PreTrainedModel, given: LayerOptions, *, token_graph: boo
     `attach`."""
     if token_graph is False:
         raise UnsupportedError("token_graph: got False, allowed with fused=True is True or None")
-    if isinstance(given.k, str):
-        raise UnsupportedError(f"k: got {given.k!r}, allowed with fused=True is a number")
-    for name, got in {"coverage": given.coverage, "error": given.error}.items():
-        if got is not None:
-            raise UnsupportedError(f"{name}: got {got}, allowed with fused=True is None")
+    if given.coverage is not None:
+        raise UnsupportedError(f"coverage: got {given.coverage}, allowed with fused=True is None")
     if len(given.dense_layers):
         raise UnsupportedError(
             f"dense_layers: got {given.dense_layers}, allowed with fused=True is ()"
@@ -227,13 +225,22 @@ def check_fused(model: PreTrainedModel, given: LayerOptions, *, token_graph: boo
         raise UnsupportedError(f"fused: got True, but the kernels do not support this model: {why}")
 
 
-def check_fused_indexes(indexes: Iterable[KVIndex]) -> None:
-    """Raise UnsupportedError for an index whose search cannot be part of a CUDA graph."""
+def check_fused_indexes(indexes: Iterable[KVIndex], given: LayerOptions) -> None:
+    """Raise UnsupportedError for an index whose search cannot be part of a CUDA graph, or whose
+    kernels cannot choose the number of rows if the options `k` and `error` ask for it."""
+    limited = f"k: got {given.k!r}" if isinstance(given.k, str) else ""
+    if not limited and given.error is not None:
+        limited = f"error: got {given.error}"
     for index in indexes:
         if isinstance(index, Wrapper) or not isinstance(index, CapturesStep):
             raise UnsupportedError(
                 f"index: got {type(index).__name__}, whose decode steps cannot be captured in a "
                 "CUDA graph; fused=True needs an index that supports this, such as pariskv"
+            )
+        if limited and capability(index, LimitsSteps) is None:
+            raise UnsupportedError(
+                f"{limited}, allowed with fused=True is a number for k and no error, because the "
+                f"kernels for this {type(index).__name__} do not choose the number of rows"
             )
 
 

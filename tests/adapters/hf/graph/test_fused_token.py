@@ -5,6 +5,7 @@ On a CPU, the kernels are reference implementations in torch, and graphs are rec
 """
 
 import gc
+import re
 import weakref
 from dataclasses import replace
 
@@ -14,12 +15,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import kvindex_adapters.hf as kvhf
+from kvindex.pariskv.index import ParisKV
 from kvindex_adapters.hf.graph import fused_token
 from kvindex_adapters.llama.weights import are_joined, join_in_memory, products
 from tests.adapters.decoder.families import FAMILIES
 from tests.adapters.decoder.families import model_of as family_of
 from tests.adapters.hf.generation.test_generation import Words
 from tests.adapters.tiny import build, prompt
+from tests.cuda import emulator
 from tests.cuda.graphs import WholeGraph, recorded
 from tests.support.captured import Captured
 from tests.support.fused import on_a_cpu
@@ -29,6 +32,15 @@ pytest.importorskip("triton")
 
 SIZES = dict(sink=4, local_window=8, update_every=24, dense_below=0)
 REGIONS = dict(index=Captured, k=500, **SIZES)
+
+
+class Predicts(Captured):
+    """An index that chooses the number of rows, but not in a graph."""
+
+    def search_within(self, queries, *, k, limit):
+        return self.search(queries, k=k)
+
+
 FULL = dict(layer_types=["full_attention"] * 2)
 EAGER = 2
 """Steps without a replay: the first one ends the prompt, the next one runs without a graph."""
@@ -373,6 +385,16 @@ def in_training():
         (model_of, dict(coverage=0.9), r"coverage: got 0\.9, allowed with fused=True is None"),
         (model_of, dict(dense_layers=(1,)), r"dense_layers: got \(1,\), allowed with fused"),
         (model_of, dict(index="exact"), "index: got Exact, whose decode steps cannot"),
+        (
+            model_of,
+            dict(k="auto", index=Predicts),
+            "k: got 'auto', allowed with fused=True is a number for k and no error, because the",
+        ),
+        (
+            model_of,
+            dict(k=50, error=0.1, index=Predicts),
+            r"error: got 0\.1, allowed with fused=True is a number for k and no error",
+        ),
         (model_of, dict(fused=1), "fused: got 1, allowed is True or False"),
     ],
 )
@@ -387,6 +409,27 @@ def test_what_no_kernels_compute_is_refused_before_anything_changes(make, attach
         assert not any(are_joined(*modules) for modules in products(model.model))
     with kvhf.attach(model, **REGIONS):  # the model is no longer attached
         pass
+
+
+@pytest.mark.slow  # emulated kernels
+@pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
+def test_as_many_rows_as_the_error_asks_for(monkeypatch):
+    """The kernels choose the number of rows in a graph as outside of one."""
+    monkeypatch.setattr(ParisKV, "_defers", True)  # checks wait for the next call, as on a GPU
+    monkeypatch.setattr("kvindex.core.check.finite", lambda *_: None)
+    options = dict(index="pariskv", index_options=dict(backend="cuda"), k="auto", error=0.5)
+    made = []
+    with emulator.emulated():
+        for how in (dict(fused=True), dict(token_graph=True), dict(token_graph=False)):
+            attach = {**SIZES, **options, **how}
+            made.append(generated(model_of(head_dim=64), prompt(1, 200), 12, attach=attach))
+    (mine, report), (others, traced), (theirs, plain) = made
+    assert torch.equal(mine, theirs)
+    assert torch.equal(others, theirs)
+    assert report.graph == said(11 - EAGER, 11)
+    assert re.match(r"[1-9] of 11 tokens were replays", traced.graph)
+    assert report.rows_found == traced.rows_found == plain.rows_found
+    assert min(report.rows_found.by_layer) >= 16
 
 
 def test_another_device_is_refused(monkeypatch):
