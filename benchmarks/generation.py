@@ -11,8 +11,8 @@ number of rounds that were therefore not run.
         [--context N] [--steps S] [--seconds S] [--index SPEC] [--model … --gguf-file … --lora …]
         [--dtype …] [--device …] [--without-graphs] --json OUT
     python -m benchmarks.generation --decoder SHAPE [--context N] [--index SPEC] [--written T]
-        [--turn T] [--batch B] [--hit-rate R] [--weights fp8] [--torch-products] [--device …]
-        --json OUT
+        [--turn T] [--batch B] [--hit-rate R] [--rows N…] [--weights fp8] [--torch-products]
+        [--device …] --json OUT
     python -m benchmarks.generation --decoder SHAPE --through transformers [--context N] …
         --json OUT
     python -m benchmarks.generation --decoder SHAPE --prefill N [--sparse SELECTOR=F…]
@@ -44,6 +44,9 @@ tokens for each of B sequences. (Matrix products in Triton support at most 16 se
   device cache contains a fraction `--hit-rate` of the retrieved keys and values, which are then not
   read from host memory.
 - `uncached`: the index. The device cache is emptied before each token.
+- `auto`: only with `--rows`: the index with `k="auto"`. The allowed error of each layer is chosen
+  so that searches find the given mean number of rows per KV head. (In these synthetic layers, all
+  KV heads of a layer need about as many rows. `rows` contains the numbers that were found.)
 
 Results of each plan:
 
@@ -51,7 +54,8 @@ Results of each plan:
 - `token_ms`: time between two tokens as the host receives them, as a mean over each round.
 - `between_ms`: the single times between two tokens as the host receives them.
 - `tokens_per_s`: number of tokens per second, of all sequences together.
-- `ratio`: ratio to the time of `dense`, or of `weights` if `dense` does not fit.
+- `ratio`: ratio to the time of `dense`, or of `weights` if `dense` does not fit. With `--rows`, it
+  is the ratio to the time of `cached`, which retrieves 100 rows.
 
 `floor_ms` is the time to read the weights from memory. A time per token below it is not possible,
 and ends the run with an error. Before anything is timed, a model of two layers must generate the
@@ -100,6 +104,8 @@ from benchmarks.common.shapes import SHAPES
 from benchmarks.common.timing import Figures, drained, in_turns
 from benchmarks.common.workload import D, G, H
 from kvindex.core.geometry import Geometry
+from kvindex.layer.arguments import AUTO_ROWS
+from kvindex.pariskv.row_budget import LEAST
 from kvindex_adapters.decoder.quantized import PLAIN, WEIGHTS
 from kvindex_adapters.evaluate.machine import describe
 from kvindex_adapters.hf.attach import attach
@@ -175,6 +181,14 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         default=0.93,
         help="Fraction of the retrieved keys and values that are already in the cache in GPU "
         "memory (the benchmark simulates this rate)",
+    )
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help='With --decoder, also measure k="auto". N is the mean number of tokens that a search '
+        "retrieves per KV head. Several numbers are those of successive layers, in turn",
     )
     parser.add_argument(
         "--tokens",
@@ -253,6 +267,12 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
             f"batch: got {found.batch}, but several sequences need --decoder without --through "
             "and --prefill; pass --batch 1"
         )
+    if found.rows and (part or not found.decoder):
+        parser.error(
+            f"rows: got {found.rows}, allowed with --decoder, without --through and --prefill"
+        )
+    if found.rows and not all(LEAST <= rows <= AUTO_ROWS for rows in found.rows):
+        parser.error(f"rows: got {found.rows}, allowed are {LEAST} to {AUTO_ROWS}")
     if found.through and found.weights != PLAIN:
         parser.error(
             f"weights: got {found.weights} with --through transformers, allowed is {PLAIN}"

@@ -9,11 +9,15 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.common import token, workload
 from benchmarks.common.shapes import SHAPES, bytes_read, weights_of
 from benchmarks.common.timing import Figures, check_floor, in_turns
 from kvindex_adapters.llama.fused import refusal
+
+MOST_ADAPTED = 14 * 8 + 2 * token.WARM
+"""Number of tokens that `token.allow_errors` generates, and the tokens to warm up."""
 
 
 def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
@@ -21,7 +25,8 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     shape, device = SHAPES[given.decoder], given.device
     g = shape.geometry(getattr(torch, given.dtype), device)
     how: dict[str, Any] = dict(batch=given.batch, fused=not given.torch_products)
-    token.check(shape, g, given.index, kind=given.weights, **how)
+    automatic = "auto" if given.rows else None
+    token.check(shape, g, given.index, kind=given.weights, k=automatic, **how)
     rate = token.read_rate(g.device)
     weights = weights_of(shape, g, given.weights)
     read = bytes_read(weights)
@@ -37,8 +42,17 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     room = (
         2 * (rounds + 1) * (given.turn + token.REFILLED) + token.MOST_SHARPENED + 2 * token.UPDATE
     )
-    layers = token.indexed(g, given.index, given.context, shape.layers, room, given.batch)
-    through = plan(layers)
+    room += MOST_ADAPTED if given.rows else 0
+    sizes = given.context, shape.layers, room, given.batch
+    layers = token.indexed(g, given.index, *sizes, k=automatic)
+    through, errors, most = plan(layers), [0.0] * shape.layers, layers[0].k
+
+    def use(name: str) -> None:
+        """Let the layers retrieve `K` rows, or for the plan "auto" as many as are allowed."""
+        for layer, error in zip(layers, errors, strict=True):
+            layer.k, layer.error = (most, error) if name == "auto" else (token.K, None)
+
+    use("cached")
     through.turn(token.WARM)
     about["sharpness"] = token.sharpen_for(weights, through, given.hit_rate)
     hits, caches = token.Hits(), token.caches()
@@ -53,13 +67,23 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
         return found
 
     def turn(name: str, before: Callable[[], None] | None) -> Figures:
+        use(name)
         through.turn(token.WARM if before else token.REFILLED)
         hits.rate()
+        earlier = token.rows_found(layers) if name == "auto" else None
         found = through.turn(given.turn, before)
         about["hit_rates"][name].append(hits.rate())
+        if earlier is not None:
+            about["rows"].append(described(token.rows_found(layers) - earlier))
         return found
 
-    befores = {"cached": None, "uncached": emptied}
+    befores: dict[str, Any] = {"cached": None, "uncached": emptied}
+    if given.rows:
+        befores["auto"] = None
+        wanted = [given.rows[i % len(given.rows)] for i in range(shape.layers)]
+        use("auto")
+        errors[:] = token.allow_errors(layers, through, wanted)
+        about["errors"], about["rows"] = list(errors), []
     about["hit_rates"] = {name: [] for name in befores}
     turns: dict[str, Any] = {name: partial(turn, name, before) for name, before in befores.items()}
     turns["weights"] = partial(plan([token.Nothing()] * shape.layers).turn, given.turn)
@@ -74,11 +98,13 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     workload.free()
     for name in befores:
         about["hit_rates"][name] = []
+    about |= {"rows": []} if given.rows else {}
+    use("cached")
     written: dict[str, list[float]] = {name: [] for name in turns}
     if (more := 2 * token.UPDATE - given.written) > 0:  # let each layer update its index twice
         noted("cached", partial(through.turn, more))
     turns = {name: partial(noted, name, run) for name, run in turns.items()}
-    over = "dense" if "dense" in turns else "weights"
+    over = "cached" if given.rows else "dense" if "dense" in turns else "weights"
     for found in in_turns(turns, rounds, end, over):
         worst = {name: max(ms) / statistics.median(ms) for name, ms in written.items() if ms}
         found |= {"over": over, "worst_over_median": worst}
@@ -90,13 +116,24 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
         yield about | found
 
 
+def described(found: Tensor) -> dict[str, Any]:
+    """Return the number of rows per KV head: mean, 99th percentile, and means of the layers.
+
+    found: How often each number was found in each layer, int64 `[L, 1025]`.
+    """
+    together = found.sum(0).cumsum(0)
+    p99 = int((together < 0.99 * together[-1]).sum())
+    means = token.mean_rows(found)
+    return dict(mean=float(token.mean_rows(found.sum(0))), p99=p99, by_layer=means.tolist())
+
+
 def shown(found: dict[str, Any]) -> Iterator[str]:
     """Yield a line of text for each kind of attention that was measured."""
     if not found["rounds"]:
         return
     floor, rates = found["floor_ms"], found["hit_rates"]
     yield f"floor {floor:.2f} ms: {found['weights_bytes'] / 1e9:.2f} GB of weights"
-    for plan in ("weights", "dense", "growing", "cached", "uncached"):
+    for plan in ("weights", "dense", "growing", "cached", "uncached", "auto"):
         if plan not in found:
             continue
         ms, low, high = (found[plan][f"device_ms{part}"] for part in ("", "_low", "_high"))
@@ -107,6 +144,9 @@ def shown(found: dict[str, Any]) -> Iterator[str]:
             line += f", {found['ratio'][plan]['device_ms']:.3f} of {found['over']}"
         if plan in rates:
             line += f", hits {statistics.median(rates[plan]):.2f}"
+        if plan == "auto" and found["rows"]:
+            last = found["rows"][-1]
+            line += f", {last['mean']:.0f} rows (99th percentile {last['p99']})"
         of, worst = found["worst_of"][plan], found["worst_over_median"][plan]
         line += f", worst of {of} {worst:.2f} of the median"
         yield line

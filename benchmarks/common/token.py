@@ -127,7 +127,7 @@ def indexed(
     room: int,
     batch: int = 1,
     *,
-    k: int | None = None,
+    k: int | str | None = None,
     draw: Draw = workload.tokens_of,
 ) -> list[AttentionLayer]:
     """Return attention layers with an index, filled with synthetic tokens.
@@ -139,7 +139,8 @@ def indexed(
         layers: Number of layers.
         room: Number of further tokens for which memory is reserved.
         batch: Number of sequences.
-        k: Number of tokens that a step retrieves per KV head; None for the default `K`.
+        k: Number of tokens that a step retrieves per KV head, or "auto" for as many as the allowed
+            error asks for; None for the default `K`.
         draw: Function that generates the keys and values.
     """
     made = []
@@ -312,6 +313,7 @@ def check(
     fused: bool = True,
     kind: str = PLAIN,
     batch: int = 1,
+    k: int | str | None = None,
 ) -> None:
     """Check that CUDA graphs do not change the tokens that a model of two layers generates.
 
@@ -321,7 +323,7 @@ def check(
     weights = weights_of(few, g, kind)
     made = []
     for graphs in (True, False):
-        layers = indexed(g, spec, tokens, few.layers, count, batch)
+        layers = indexed(g, spec, tokens, few.layers, count, batch, k=k)
         how = dict(batch=batch, graphs=graphs, fused=fused)
         made.append(Plan(few, g, weights, layers, **how).tokens(count))
     if made[0] != made[1]:
@@ -355,6 +357,54 @@ class Hits:
     def _counts(self) -> Tensor:
         counts = [cache.counts.sum(0).cpu() for cache in caches()]
         return torch.stack(counts).sum(0) if counts else torch.zeros(2, dtype=torch.int64)
+
+
+def rows_found(layers: Sequence[AttentionLayer]) -> Tensor:
+    """Return how often searches have found each number of rows, int64 `[L, 1025]`, on the CPU.
+
+    The layers were created with `k="auto"`.
+    """
+    found = [layer.traffic.found for layer in layers]
+    return torch.stack([one.cpu() for one in found if one is not None])
+
+
+def mean_rows(found: Tensor) -> Tensor:
+    """Return the mean number of rows of a histogram of such numbers, float64 `[...]`.
+
+    found: int64 `[..., 1025]`.
+    """
+    numbers = torch.arange(found.shape[-1], dtype=torch.float64)
+    return (found * numbers).sum(-1) / found.sum(-1).clamp_min(1)
+
+
+def allow_errors(
+    layers: Sequence[AttentionLayer], plan: Plan, wanted: Sequence[int], count: int = 8
+) -> list[float]:
+    """Set the allowed error of each layer so that searches find a given number of rows on average.
+
+    A bisection finds the errors. All layers are measured in the same decode steps.
+
+    Args:
+        layers: The layers, with `k="auto"`.
+        plan: Runs decode steps of these layers.
+        wanted: Mean number of rows per KV head for each layer.
+        count: Number of decode steps after which the errors change.
+
+    Returns:
+        The allowed error of each layer.
+    """
+    low, high = [1e-4] * len(layers), [10.0] * len(layers)
+    plan.turn(WARM)
+    for _ in range(14):
+        before = rows_found(layers)
+        for layer, few, many in zip(layers, low, high, strict=True):
+            layer.error = math.sqrt(few * many)
+        plan.turn(count)
+        means = mean_rows(rows_found(layers) - before).tolist()
+        for i, (mean, layer) in enumerate(zip(means, layers, strict=True)):
+            assert layer.error is not None
+            (low if mean > wanted[i] else high)[i] = layer.error
+    return [layer.error or 0.0 for layer in layers]
 
 
 MOST_SHARPENED = 640

@@ -79,6 +79,11 @@ def test_a_prefill_is_timed_with_an_index_and_without(tiny_decoder, monkeypatch)
             ["--decoder", "qwen3-8b", "--through", "transformers", "--weights", "fp8"],
             "weights: got fp8 with --through transformers, allowed is plain",
         ),
+        (["--decoder", "qwen3-8b", "--rows", "50", "8"], "rows: got [50, 8], allowed are 16 to"),
+        (
+            ["--decoder", "qwen3-8b", "--prefill", "9", "--rows", "50"],
+            "rows: got [50], allowed with --decoder, without --through and --prefill",
+        ),
     ],
 )
 def test_parts_of_a_decoder_that_do_not_fit_are_refused(given, message, tmp_path, capsys):
@@ -130,6 +135,26 @@ def test_a_decoders_tokens_are_timed_in_turns_and_wrong_ones_are_not(tiny_decode
         pytest.raises(SystemExit, match="a small model generates different tokens"),
     ):
         generation.main()
+
+
+@pytest.mark.slow
+def test_tokens_are_timed_at_given_numbers_of_rows(tiny_decoder, monkeypatch):
+    """The graph of a plan is captured anew in each turn, and not for another limit."""
+    with recorded(WholeGraph) as graphs:
+        found = ran(generation.main, ["--rows", 40, *tiny_decoder], monkeypatch)["decoder"]
+    assert found["over"] == "cached"
+    assert found["ratio"].keys() == {"weights", "dense", "growing", "uncached", "auto"}
+    assert len(found["rows"]) == found["rounds"] == 2
+    (error,) = found["errors"]
+    for rows in found["rows"]:
+        assert 30 < rows["mean"] < 50
+        assert rows["by_layer"] == [rows["mean"]]
+        assert 16 <= rows["p99"] <= 260
+    assert 1e-4 < error < 10
+    lines = [*decoder.shown(found)]
+    assert len(lines) == 7
+    assert f"{found['rows'][-1]['mean']:.0f} rows (99th percentile" in lines[-1]
+    assert graphs.made < 20
 
 
 @pytest.mark.slow
