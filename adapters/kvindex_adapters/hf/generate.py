@@ -41,6 +41,7 @@ from kvindex_adapters.hf.generation.prefill import default_chunk, prefill, vocab
 from kvindex_adapters.hf.generation.tokenizer import punctuated
 from kvindex_adapters.hf.graph.run_ahead import decoding_options
 from kvindex_adapters.hf.model.cache_argument import CACHE, OLD
+from kvindex_adapters.hf.model.info import check_follows_none
 from kvindex_adapters.hf.model.reread import prefilled, unread
 from kvindex_adapters.hf.model.wrapped import unwrapped
 from kvindex_adapters.hf.unsupported import assisted
@@ -186,6 +187,7 @@ def generate(
         past = past_ids(holder)
         whole = _check_past(model, options, past_length, past)
         new = unread(model, holder, past, ids, more=max_new_tokens)
+        check_follows_none(model, past_length, len(new))
         # model.generate() reads the last chunk of the prompt. This chunk has several tokens, so
         # the model uses full attention for it, and the first token of the answer is exact.
         stop = 0 if whole else prefilled(model, holder, len(new), chunk)

@@ -25,19 +25,19 @@ def decoder():
 
 @pytest.mark.parametrize("index", mostly_slow([None, "pariskv"], None))
 def test_a_seed_gives_the_same_tokens(decoder, index):
-    ids = [ids_of(60), ids_of(40)]
+    ids, few = [ids_of(60), ids_of(40)], FEW if index else {**FEW, "attach_options": None}
     made = [
         [answer.answer_ids.tolist() for answer in decoder.generate(ids, index=index, **given)]
         for given in (
-            dict(sampling=WARM, **FEW),
-            dict(sampling=WARM, **FEW),
-            dict(sampling=Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=4), **FEW),
-            FEW,
+            dict(sampling=WARM, **few),
+            dict(sampling=WARM, **few),
+            dict(sampling=Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=4), **few),
+            few,
         )
     ]
     assert made[0] == made[1]
     assert made[0] not in made[2:]
-    alone = decoder.generate(ids[0], index=index, sampling=WARM, **FEW)
+    alone = decoder.generate(ids[0], index=index, sampling=WARM, **few)
     assert len(alone.answer_ids) == 30
 
 

@@ -159,7 +159,8 @@ def test_resident_rows_have_a_part_of_the_attention_weight(device, shape, fewer)
             attended = mine.attend(queries, resident, k=200, limit=ErrorLimit(limits, more))
             assert torch.equal(attended.found, (hits.ids >= 0).sum(-1).int())
             expected = mine.attend_hits(queries, hits, resident)
-            loose = dict(atol=2e-2, rtol=2e-2) if g.dtype != torch.float32 else {}
+            small = 5e-4 if g.dtype == torch.float32 else 2e-2  # estimates are rounded differently
+            loose = dict(atol=small, rtol=small)
             torch.testing.assert_close(attended.output, expected.output, **loose)
             torch.testing.assert_close(attended.lse, expected.lse, atol=1e-4, rtol=1e-4)
             every |= {*attended.found.flatten().tolist()}

@@ -30,7 +30,7 @@ from kvindex_adapters.hf.generation.conversation import (
     remember,
 )
 from kvindex_adapters.hf.model.cache_argument import CACHE
-from kvindex_adapters.hf.model.info import reads_chunks, text_positions
+from kvindex_adapters.hf.model.info import check_follows_none, reads_chunks, text_positions
 from kvindex_adapters.hf.model.reread import unread
 from kvindex_adapters.hf.model.rotary import counting_ahead, length_dependent
 from kvindex_adapters.hf.model.wrapped import unwrapped
@@ -135,6 +135,7 @@ def prefill(
             number.
     """
     embeddings, before = length_dependent(model), cache.get_seq_length()
+    check_follows_none(model, before, stop)
     unit = 1
     if isinstance(cache, IndexCache):
         cache.expect_prompt(before + (len(ids) if prompt is None else prompt))

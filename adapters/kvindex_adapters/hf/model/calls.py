@@ -19,7 +19,6 @@ from kvindex_adapters.hf.cache.cache import IndexCache
 from kvindex_adapters.hf.graph.token_graph import TokenGraph
 from kvindex_adapters.hf.model.attachment import Attachment, attached
 from kvindex_adapters.hf.model.cache_argument import CACHE, renamed
-from kvindex_adapters.hf.model.info import one_call_error, reads_chunks
 from kvindex_adapters.hf.unsupported import check_generate
 
 CLOSE = 2**-5
@@ -151,7 +150,6 @@ def _undone_if_failed(
     """Run one forward pass without a graph. After an error, restore the cache."""
     attachment, before = cache.attachment, cache.checkpoint()
     ids = args[0] if args else kwargs.get("input_ids")
-    _check_one_call(cache, ids if isinstance(ids, Tensor) else kwargs.get("inputs_embeds"))
     cache.steps += 1
     cache.ids, past_ids = None, cache.ids  # `read` and `generate` set the ids afterwards
     cache.tokens = ids if isinstance(ids, Tensor) and ids.dtype == torch.int64 else None
@@ -167,21 +165,6 @@ def _undone_if_failed(
         cache.padding.forget()
     attachment.add_undo(cache, partial(cache.undo, before, past_ids))
     return output
-
-
-def _check_one_call(cache: IndexCache, inputs: object) -> None:
-    """Raise UnsupportedError if the model would forget the state of the tokens in the cache.
-
-    `inputs` are ids `[B, T]` or embeddings `[B, T, hidden]`.
-    """
-    if not isinstance(inputs, Tensor) or inputs.shape[1] < 2 or reads_chunks(cache.decoder):
-        return
-    if stored := cache.get_seq_length():
-        raise one_call_error(
-            cache.decoder,
-            f"but {inputs.shape[1]} tokens follow {stored} tokens in the cache; pass all tokens to "
-            "an empty cache, or the new tokens one by one",
-        )
 
 
 def _by_name(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

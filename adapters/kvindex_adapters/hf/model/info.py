@@ -21,12 +21,12 @@ PREPARES_POSITIONS = "_prepare_position_ids_for_generation"
 """Name of the method with which transformers' `generate` makes `position_ids`."""
 
 
-def reads_chunks(model: Any) -> bool:
+def reads_chunks(model: PreTrainedModel) -> bool:
     """Return True if chunked prefill has the same result as prefill in one call."""
     return model.config.get_text_config(decoder=True).model_type not in ONE_CALL
 
 
-def one_call_error(model: nn.Module, why: str) -> UnsupportedError:
+def one_call_error(model: PreTrainedModel, why: str) -> UnsupportedError:
     """Return the error for tokens that follow others in a model of `ONE_CALL`.
 
     `why` says what the caller tried, and what to do instead.
@@ -35,6 +35,23 @@ def one_call_error(model: nn.Module, why: str) -> UnsupportedError:
         f"model: got {type(model).__name__}, which must process a prompt in one call (its linear "
         f"attention starts from an empty state in each call with several tokens), {why}"
     )
+
+
+def check_follows_none(model: PreTrainedModel, stored: int, count: int) -> None:
+    """Raise UnsupportedError if the model would forget the tokens in its cache.
+
+    Args:
+        model: The model.
+        stored: Number of tokens in the cache.
+        count: Number of tokens that it is to process in the next call. A single token continues
+            the state of the others.
+    """
+    if stored and count > 1 and not reads_chunks(model):
+        raise one_call_error(
+            model,
+            f"but {count} tokens follow {stored} tokens in the cache; pass all tokens to an empty "
+            "cache",
+        )
 
 
 def text_positions(model: PreTrainedModel, start: int, end: int) -> Tensor | None:

@@ -153,7 +153,6 @@ def test_states_that_begin_anew_in_each_call_cannot_be_continued():
         for call in (
             lambda: kvhf.read(model, Words(), ids[0, :9], cache=cache, used="continue"),
             lambda: kvhf.generate(model, Words(), ids[0, :9], cache=cache, used="continue"),
-            lambda: model(ids[:, :9], past_key_values=cache),
         ):
             with refused:
                 call()
