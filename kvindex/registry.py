@@ -217,6 +217,11 @@ def _unknown_index(name: str, known: list[str]) -> str:
     It lists the known names. If none of them is similar, it says how to write the name of a class
     that is not registered under a name.
     """
+    if name in ("none", "full", "dense"):
+        return (
+            f"index: got {name!r}, but full attention has no index; pass index=None to a function "
+            "that generates text, or --index none to a command"
+        )
     message, module = unknown("index", name, known), name.replace("-", "_")
     if "did you mean" in message or not all(part.isidentifier() for part in module.split(".")):
         return message

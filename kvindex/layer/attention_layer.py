@@ -269,6 +269,12 @@ class AttentionLayer(Transactional):
         """
         return self._sparse.fraction
 
+    @property
+    def measuring(self) -> bool:
+        """True if decode steps do not search yet, because `error` or `k="auto"` needs the values
+        and outputs of more tokens."""
+        return self.error is not None and not self._scale.known
+
     def expect_prompt(self, length: int) -> None:
         """Announce the length of the sequence at the end of the prompt.
 

@@ -101,6 +101,7 @@ def test_wrappers_follow_after_a_plus():
 @pytest.mark.parametrize(
     ("spec", "match"),
     [
+        ("none", "index: got 'none', but full attention has no index; pass index=None"),
         ("exact+smaple", "wrapper: got 'smaple'.*did you mean 'sample'"),
         ("exact+", "wrapper: got ''"),
         ("exact+base", "wrapper: got 'base'"),

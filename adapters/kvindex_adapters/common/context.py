@@ -119,8 +119,11 @@ def check_not_of_index(called: str, name: str, value: object, index: object) -> 
     if name not in option_names(split_spec(first)[0]):
         return
     line = f'index="{first}:{name}={value}{plus}{wrappers}" or '
+    option = f"index_options={{{name!r}: {value!r}}}"
+    if not called.startswith("attach"):
+        option = f"attach_options={{'index_options': {{{name!r}: {value!r}}}}}"
     raise TypeError(
         f"{called}: got the argument {name!r}, which is an option of the index; pass "
         + (line if isinstance(value, str | int | float) else "")
-        + f"index_options={{{name!r}: {value!r}}}"
+        + option
     )

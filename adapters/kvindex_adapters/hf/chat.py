@@ -78,7 +78,8 @@ SET_BY_CHAT = {
     "prompt": "a chat makes the prompt from its messages; pass the message as the first argument "
     "of send()",
     "model": "a chat has one model; make another chat for another model",
-    "tokenizer": "a chat has one tokenizer; make another chat for another tokenizer",
+    "tokenizer": "a chat has one tokenizer, with which it also finds stop_strings; leave "
+    "tokenizer out",
     "index": "the index belongs to the cache of the chat; pass index to Chat",
     "k": "k belongs to the cache of the chat; pass k to Chat",
     "attach_options": "they belong to the cache of the chat; pass attach_options to Chat",

@@ -4,6 +4,7 @@ import copy
 import itertools
 import pickle
 import warnings
+from ast import literal_eval
 
 import pytest
 import torch
@@ -443,6 +444,17 @@ def test_full_attention_with_layers_that_cannot_remove_tokens(name, kind, thinks
         assert stored_ids(chat) == [*asked, *generation.answer_ids.tolist()]
         assert generation.answer_ids.tolist() == expected(model, asked)
         assert (chat.reused > 0) == (turn > 0 and not thinks)
+
+
+def test_an_option_of_the_index_is_told_with_a_call_that_works(model):
+    tokenizer = Tokenizer()
+    line = r'pass index="exact:row_codec=int8" or attach_options='
+    with pytest.raises(TypeError, match=line) as raised:
+        kvhf.Chat(model, tokenizer, index="exact", row_codec="int8")
+    given = literal_eval(str(raised.value).partition("attach_options=")[2])
+    assert given == {"index_options": {"row_codec": "int8"}}
+    with kvhf.Chat(model, tokenizer, index="exact", attach_options=given):
+        pass
 
 
 def test_what_full_attention_refuses(model, monkeypatch):

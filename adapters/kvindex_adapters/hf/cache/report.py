@@ -15,6 +15,7 @@ from kvindex.core.capability import capability
 from kvindex.core.protocol import KVIndex, Placement, PlacesRows
 from kvindex.core.ranks import Ranks
 from kvindex.layer import AttentionLayer
+from kvindex.layer.output_scale import FEWEST
 from kvindex.layer.stats import Traffic
 from kvindex_adapters.common.parallel import is_sharded, rank
 
@@ -71,6 +72,8 @@ class Report:
             rows have. Mean over layers, heads and steps. None if `attach` was called without
             `coverage`.
         dense_below: Sequences with fewer tokens use full attention.
+        measuring: Whether decode steps use full attention because `k="auto"` or `error=…` needs the
+            outputs of more tokens.
         k: Number of rows that a step retrieves per KV head, or the largest number with `k="auto"`.
         rows_found: How many rows searches have returned with `k="auto"` or `error=…`, otherwise
             None. From one process, if there are several.
@@ -96,6 +99,7 @@ class Report:
     indexed: int | None = None
     coverage: float | None = None
     dense_below: int = 0
+    measuring: bool = False
     k: int = 0
     rows_found: RowsFound | None = None
     placement: Placement | None = None
@@ -162,11 +166,17 @@ class Report:
                 "the indexes are still empty, because all tokens are in sink, local_window or "
                 "waiting for update_every: attention was dense"
             )
-        elsewhere = (
-            " (Generation.report of an answer has the steps of an undone branch, and of the time "
-            "before the cache was saved)"
+        if self.measuring:
+            return (
+                f"k='auto' or error= needs the outputs of {FEWEST} tokens before a step searches, "
+                "and the cache was read or saved without: attention was dense"
+            )
+        if not self.indexed:
+            return "no step has searched"
+        return (
+            "no step has searched: the cache contains a prompt, or answers whose steps this report "
+            "does not count (of a branch that was undone, or before the cache was saved)"
         )
-        return "no step has searched" + (elsewhere if self.indexed else "")
 
     @property
     def _limit(self) -> str:
@@ -214,6 +224,7 @@ def sum_up(layers: Sequence[AttentionLayer], indexed: int, other: int | None = N
         tokens=max((layer.tokens for layer in layers), default=0),
         layers=indexed,
         dense_below=max((layer.dense_below for layer in layers), default=0),
+        measuring=any(layer.measuring for layer in layers),
         steps=max((part.steps for part in traffic), default=0),
         rows_read=float(sum(float(part.rows_read) for part in traffic)) / max(steps, 1),
         rows_full=float(sum(float(part.rows_full) for part in traffic)) / max(steps, 1),

@@ -81,10 +81,10 @@ def check_identity(
     worst = difference(computed.parts, parts(), max(computed.eps, about["eps"]))
     if worst.size > worst.tolerance:
         raise ValueError(
-            f"model: got a cache of a model with other weights or another adapter ({name!r}): for "
-            f"the same tokens, the {worst.name} of layer {worst.layer} have a relative difference "
-            f"of {worst.size:.2g}, but rounding in {computed.dtype} explains at most "
-            f"{worst.tolerance:.2g}; load the cache with the model that saved it"
+            "model: got a cache of a model with other weights, another quantization or another "
+            f"adapter ({name!r}): for the same tokens, the {worst.name} of layer {worst.layer} "
+            f"have a relative difference of {worst.size:.2g}, but rounding in {computed.dtype} "
+            f"explains at most {worst.tolerance:.2g}; load the cache with the model that saved it"
         )
 
 

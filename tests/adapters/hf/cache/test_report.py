@@ -9,7 +9,7 @@ from tests.adapters.hf.generation.test_generation import Words
 from tests.adapters.tiny import build, prompt, steps
 
 REGIONS = dict(index="exact", k=5, sink=4, local_window=8, update_every=8, dense_below=0)
-ELSEWHERE = "no step has searched (Generation.report of an answer has the steps of an undone branch"
+ELSEWHERE = "no step has searched: the cache contains a prompt, or answers whose steps this report"
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +29,27 @@ def test_after_branches_and_after_a_load_it_says_where_the_figures_are(model, tm
     with kvhf.attach(model, **REGIONS) as cache:
         cache.load(tmp_path / "saved")
         assert ELSEWHERE in str(cache.report())
+
+
+def test_while_outputs_are_measured_it_says_so(model, tmp_path):
+    """A cache that was saved without a limit of the error has no measured outputs."""
+    with kvhf.attach(model, **{**REGIONS, "index": "pariskv"}) as cache:
+        kvhf.read(model, Words(), prompt(1, 40)["input_ids"][0], cache=cache)
+        cache.save(tmp_path / "saved")
+    with kvhf.attach(model, **{**REGIONS, "index": "pariskv", "k": "auto"}) as cache:
+        cache.load(tmp_path / "saved")
+        text = "k='auto' or error= needs the outputs of 32 tokens before a step searches"
+        assert text in str(cache.report())
+        answer = kvhf.generate(
+            model,
+            Words(),
+            prompt(1, 3)["input_ids"][0],
+            cache=cache,
+            used="continue",
+            max_new_tokens=40,
+        )
+        assert answer.report.steps > 0
+        assert text not in str(cache.report())
 
 
 def test_while_the_indexes_are_empty_it_says_so(model):

@@ -17,7 +17,7 @@ from tests.adapters.tiny import FAMILIES, build, prompt, steps
 from tests.support.helpers import mostly_slow, sampled
 
 REGIONS = dict(index="exact", k=500, sink=4, local_window=8, update_every=8, dense_below=0)
-OTHER = "model: got a cache of a model with other weights or another adapter"
+OTHER = "model: got a cache of a model with other weights, another quantization or another"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
