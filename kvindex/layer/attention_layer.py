@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
 
@@ -199,6 +200,8 @@ class AttentionLayer(Transactional):
         self._captured = CapturedSteps(self._contents, self._updates, *counting)
         self._joined = JoinedSteps(self._contents, *counting)
         self._searched = 0  # tokens of the last call of `step` if it searched the index, else 0
+        self._speculated = 0  # inside `speculating`, its number of tokens
+        self._full = False  # whether decoded tokens attend to all tokens (`attending_fully`)
         self._usual: object = None  # shapes and dtypes of the last tensors that passed the checks
 
     def _unit(self, index: KVIndex) -> int:
@@ -296,7 +299,7 @@ class AttentionLayer(Transactional):
 
         Otherwise, the call reads a part of a prompt.
         """
-        return len(self) > 0 and tokens <= self.search_up_to
+        return len(self) > 0 and tokens <= max(self.search_up_to, self._speculated)
 
     def step(
         self,
@@ -373,7 +376,7 @@ class AttentionLayer(Transactional):
 
         # 2. Append the keys and values of the new tokens to the window, and compute the attention
         # output of the new tokens.
-        long_enough = before + 1 >= self.dense_below and len(self.index) > 0
+        long_enough = before + 1 >= self.dense_below and len(self.index) > 0 and not self._full
         measured = self.error is None or self._scale.known
         searches = decoded and long_enough and ids is None and measured
         wanted = self._wanted()
@@ -505,6 +508,50 @@ class AttentionLayer(Transactional):
         self._measure(values, output, valid)
         self._updates.update_chunk()
         return output
+
+    # Speculation: steps whose tokens may be rejected
+
+    @contextmanager
+    def speculating(self, tokens: int) -> Iterator[None]:
+        """Context manager for steps whose tokens the caller may remove with `truncate`.
+
+        Inside, a step of up to `tokens` tokens is a decode step, as with `search_up_to`. No token
+        moves into the index, so all tokens that were appended inside can be removed. A move that
+        is due when the context ends happens then. If the `with` block raises an exception, the
+        move waits for the next step.
+
+        Args:
+            tokens: Largest number of tokens of a step, at least 1.
+
+        Raises:
+            ValueError: `tokens` is below 1, or the layer is already in such a context.
+        """
+        check.at_least("tokens", tokens, 1)
+        if self._speculated:
+            raise ValueError("tokens: got a call inside another speculating() of the same layer")
+        self._hold_updates()
+        self._speculated = tokens
+        try:
+            yield
+        finally:
+            self._speculated = 0
+            self._updates.release()
+        self._catch_up()
+
+    @contextmanager
+    def attending_fully(self) -> Iterator[None]:
+        """Context manager in which decoded tokens attend to all tokens instead of searching."""
+        before, self._full = self._full, True
+        try:
+            yield
+        finally:
+            self._full = before
+
+    def _hold_updates(self) -> None:
+        self._updates.hold()  # a method of its own, so that it is a transaction
+
+    def _catch_up(self) -> None:
+        self._updates.catch_up()  # a method of its own, so that it is a transaction
 
     # Parts of a step
 
@@ -666,6 +713,8 @@ class AttentionLayer(Transactional):
         """
         if type(self).step is not AttentionLayer.step:
             return f"layer: got {type(self).__name__}, which overrides AttentionLayer.step"
+        if self._full:
+            return "layer: got a call inside attending_fully(), where no step searches"
         options = self.coverage, self.error
         refusal = self._captured.refusal(*options, dense_below=self.dense_below)
         if refusal is None and self.error is not None and not self._scale.known:
@@ -789,7 +838,8 @@ class AttentionLayer(Transactional):
         """
         if not self.decodes(tokens) or self.coverage is not None or self.error is not None:
             return False
-        return self._joined.possible(searches=len(self) + 1 >= self.dense_below)
+        searches = len(self) + 1 >= self.dense_below and not self._full
+        return self._joined.possible(searches=searches)
 
     def resident_room(self, tokens: int) -> int:
         """Return how many rows the buffer of sink and window must be able to store.

@@ -150,6 +150,7 @@ class Updates(Restorable):
         self.prompt_ended = False
         """True once `end_prompt` of the index has been called."""
         self._deferred_from: int | None = None
+        self._held = False  # whether updates are postponed until `release`
 
     @property
     def deferred(self) -> bool:
@@ -162,7 +163,10 @@ class Updates(Restorable):
         """Run the update (move of tokens into the index) that `defer` has postponed.
 
         The update may no longer be due, because the caller has truncated some of the tokens.
+        Between `hold` and `release`, this does nothing.
         """
+        if self._held:
+            return
         start, self._deferred_from = self._deferred_from, None
         if start is not None and len(self._contents) > start:
             self.update(len(self._contents) - start)
@@ -197,7 +201,17 @@ class Updates(Restorable):
 
         `catch_up` moves the tokens before the next tokens are appended.
         """
-        self._deferred_from = start
+        if not self._held:
+            self._deferred_from = start
+
+    def hold(self) -> None:
+        """Postpone all updates until `release`, because tokens from here on may be rejected."""
+        self.catch_up()
+        self._deferred_from, self._held = len(self._contents), True
+
+    def release(self) -> None:
+        """Allow updates again. Call `catch_up` to run one that `hold` has postponed."""
+        self._held = False
 
     def update(self, decoded: int = 0) -> None:
         """Move all but the newest `local_window` tokens into the index, if the window is full.
@@ -235,6 +249,8 @@ class Updates(Restorable):
         This is a fast check: if it returns False, the caller needs no transaction, which would
         record a checkpoint.
         """
+        if self._held:
+            return False
         return self._may_begin(decoded) if self.pending is None else self._may_end(decoded)
 
     def due_from(self) -> int:
@@ -327,7 +343,7 @@ class Updates(Restorable):
     def reset(self) -> None:
         """Cancel the append that has begun, and expect a new prompt."""
         self._cancel()
-        self.prompt_ended, self._deferred_from = False, None
+        self.prompt_ended, self._deferred_from, self._held = False, None, False
 
     def checkpoint(self) -> Any:
         """Return the state for `rollback`, without the contents of index and window."""

@@ -1,0 +1,94 @@
+"""Inside `speculating`, tokens can be removed again, and none moves into the index."""
+
+import random
+from copy import deepcopy
+
+import pytest
+import torch
+
+from kvindex.layer import AttentionLayer
+from tests.support.helpers import Case
+from tests.support.sequences import Sequence
+
+PROMPT = 60
+SIZES = dict(sink=3, local_window=0, update_every=4, dense_below=0)
+
+
+def layer_with(case, name="exact", **options):
+    return AttentionLayer(case.index(name), k=9, **{**SIZES, **options})
+
+
+@pytest.mark.parametrize("name", ["exact", "pariskv", "quest"])
+@pytest.mark.parametrize("phase", [None, 0.5])
+def test_no_token_moves_until_the_end(name, phase):
+    case, draw, kept = Case(batch=2), random.Random(0), PROMPT
+    sequence, other = Sequence.of(case, 150), Sequence.of(case, 150, seed=1)
+    layer = layer_with(case, name, update_phase=phase)
+    sequence.feed(layer, 0, PROMPT)
+    while kept < 120:
+        drafted, right = draw.randint(1, 6), draw.randint(1, 6)
+        right = min(right, drafted)
+        speculated = sequence.then(kept + right, other)
+        indexed = len(layer.index)
+        with layer.speculating(drafted):
+            for place in range(kept, kept + drafted):  # one by one, then at once
+                speculated.feed(layer, place, place + 1)
+            layer.truncate(kept)
+            speculated.feed(layer, kept, kept + drafted)
+            layer.truncate(kept + right)
+            assert len(layer.index) <= max(indexed, kept)
+        kept += right
+        assert len(layer) == kept
+    layer.settle()
+    assert len(layer.index) > PROMPT
+    with layer.attending_fully():
+        got = sequence.feed(layer, kept, kept + 1)
+    sequence.assert_equals(got, sequence.dense(), kept)
+
+
+@pytest.mark.parametrize("options", [{}, {"search_up_to": 5}])
+def test_steps_that_attend_fully(options):
+    case = Case()
+    sequence, layer = Sequence.of(case, 80), layer_with(case, **options)
+    sequence.feed(layer, 0, PROMPT)
+    with layer.speculating(5):
+        with layer.attending_fully():
+            assert layer.capture_refusal() is not None
+            got = sequence.feed(layer, PROMPT, PROMPT + 5)
+        assert layer.traffic.steps == 0
+        layer.truncate(PROMPT)
+        searched = sequence.feed(layer, PROMPT, PROMPT + 5)
+        assert layer.traffic.steps == 5
+    sequence.assert_equals(got, sequence.dense(), PROMPT)
+    assert not torch.allclose(got, searched, atol=1e-3)
+    sequence.feed(layer, PROMPT + 5, PROMPT + 7)  # now a chunk of a prompt again
+    assert layer.decodes(5) == ("search_up_to" in options)
+
+
+def test_an_exception_postpones_the_move():
+    case = Case()
+    sequence, layer = Sequence.of(case, 80), layer_with(case)
+    sequence.feed(layer, 0, PROMPT)
+    want = deepcopy(layer)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(layer, sequence)
+    for place in range(PROMPT, 80):
+        got = sequence.feed(layer, place, place + 1)
+        assert torch.equal(got, sequence.feed(want, place, place + 1))
+        assert len(layer.index) == len(want.index)
+
+
+def interrupted(layer, sequence):
+    with layer.speculating(6):
+        sequence.feed(layer, PROMPT, PROMPT + 6)
+        layer.truncate(PROMPT)
+        raise KeyboardInterrupt
+
+
+def test_refusals():
+    layer = layer_with(Case())
+    with pytest.raises(ValueError, match="tokens: got 0"), layer.speculating(0):
+        pass
+    with layer.speculating(2), pytest.raises(ValueError, match="inside another"):
+        layer.speculating(2).__enter__()
+    assert not layer.decodes(2)
