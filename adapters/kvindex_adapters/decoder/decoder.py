@@ -23,6 +23,7 @@ from kvindex_adapters.common.layer_options import IndexFactory, LayerOptions
 from kvindex_adapters.common.parallel import BOTH_SHARDED, is_sharded
 from kvindex_adapters.common.prompt import Prompt
 from kvindex_adapters.common.prompt_chunks import Progress, check_prompt
+from kvindex_adapters.common.speculation import Acceptance, speculation_of
 from kvindex_adapters.common.token_timer import TokenTimer
 from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.decoder.attentions import make_attentions
@@ -250,6 +251,7 @@ class Decoder:
             turn = self._turn(prompts[0], session)
             rows = [turn.ids]
         run = self._begin(rows, session, **options)
+        before = run.session.acceptance
         timer = TokenTimer(streamer, on_progress, run.ids[0], run.max_new_tokens)
         with nullcontext() if session is None or turn is None else session.undone(turn.keep):
             timer.put(run.ids[:1])
@@ -261,9 +263,15 @@ class Decoder:
             answers = run.cut(tokens)
             if session is not None and turn is not None:
                 messages = turn.answered(self._text(answers[0]))
-                session.complete(turn.keep, torch.cat([run.ids[0], answers[0]]), messages)
+                ids, full = torch.cat([run.ids[0], answers[0]]), run.verifies_fully
+                session.complete(turn.keep, ids, messages, full=full)
         pairs = zip(rows, answers, strict=True)
-        made = [self._generation(ids, answer, timer, run.session) for ids, answer in pairs]
+        accepted = None
+        if run.speculation is not None:
+            accepted = run.session.acceptance.since(before)
+        made = [
+            self._generation(ids, answer, timer, run.session, accepted) for ids, answer in pairs
+        ]
         return made[0] if is_one(prompt) else made
 
     def session(
@@ -411,6 +419,8 @@ class Decoder:
         chunk: int | None = None,
         graphs: bool = True,
         fused: bool = True,
+        speculative_tokens: int | str | None = None,
+        verify: str = "index",
     ) -> Run:
         """Make a `Run` (one generation) for encoded prompts.
 
@@ -420,6 +430,7 @@ class Decoder:
         check.at_least("max_new_tokens", max_new_tokens, 1)
         check.flag("graphs", graphs)
         check.flag("fused", fused)
+        speculation = speculation_of(speculative_tokens, verify)
         ids, padding = left_padded(rows, self.device)
         if session is not None:
             session.check_reading(self._reading)
@@ -437,6 +448,8 @@ class Decoder:
             padding,
             self._fused_for(len(ids), fused),
         )
+        if speculation is not None and speculation.full:
+            given.check_verifiable()
         return Run(
             given,
             self._reading,
@@ -446,6 +459,8 @@ class Decoder:
             chunk=chunk,
             stops=self.ends if stop is None else frozenset(stop),
             graphs=graphs,
+            speculation=speculation,
+            known=None if session is None else session.ids,
         )
 
     def _chunk(self, chunk: int | None, *, batch: int) -> int:
@@ -493,7 +508,12 @@ class Decoder:
             self._reading = self._reading.read_again()
 
     def _generation(
-        self, ids: Tensor, answer: Tensor, timer: TokenTimer, session: Session
+        self,
+        ids: Tensor,
+        answer: Tensor,
+        timer: TokenTimer,
+        session: Session,
+        acceptance: Acceptance | None,
     ) -> Generation:
         made = next(iter(session.indexes()), None)
         runs = None if made is None else capability(made, RunsOps)
@@ -506,4 +526,5 @@ class Decoder:
             report=None if made is None else session.report(),
             config=None if made is None else made.config,
             backend=None if runs is None else runs.backend,
+            acceptance=acceptance,
         )

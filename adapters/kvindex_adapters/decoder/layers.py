@@ -37,6 +37,8 @@ def forward(
     attentions: Sequence[Attention],
     head_dim: int,
     valid: Tensor | None = None,
+    *,
+    every: bool = False,
 ) -> Tensor:
     """Append tokens to every layer, and compute the logits for the next token.
 
@@ -47,14 +49,17 @@ def forward(
         attentions: The attention object of each layer.
         head_dim: Dimension of a head, `D`.
         valid: Bool `[B, T]`, False for padding. None means no padding.
+        every: Compute logits for each of the `T` positions, not only for the last one.
 
     Returns:
-        Logits `[B, V]`.
+        Logits `[B, V]`, or `[B, T, V]` with `every`.
     """
     hidden = functional.embedding(ids, weights.embedding)
     angles = weights.rotary.at(positions, hidden.dtype)
     for layer, attention in zip(weights.layers, attentions, strict=True):
         add_block(hidden, layer, attention, angles, head_dim, valid)
+    if every:
+        return logits(hidden.flatten(0, 1), weights).view(*ids.shape, -1)
     return logits(hidden[:, -1], weights)
 
 

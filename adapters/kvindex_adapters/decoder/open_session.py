@@ -102,13 +102,12 @@ class OpenSession(Session):
         with self.exclusive():
             if length >= self.length:
                 return
-            for layer in self._attentions:
-                layer.truncate(length)
-            self._position -= self.length - length
-            self.length = length
+            self.keep(length)
             self.ids = None if self.ids is None else self.ids[:length]
 
-    def complete(self, start: int, ids: Tensor, messages: Messages | None = None) -> None:
+    def complete(
+        self, start: int, ids: Tensor, messages: Messages | None = None, *, full: bool = False
+    ) -> None:
         """Finish a call of the decoder, so that the session contains `ids` after position `start`.
 
         If the last id has not been processed yet, this runs one more step. If decode steps ran past
@@ -118,12 +117,13 @@ class OpenSession(Session):
             start: Number of tokens before `ids`.
             ids: Int64 `[N]`, the ids of the prompt and the answer.
             messages: All messages of the chat, or None if the tokens are not a chat.
+            full: If one more step runs, attend to all tokens in it.
         """
         known = None if self.ids is None else torch.cat([self.ids, ids.cpu()])
         end = start + len(ids)
         self.truncate(end)
         if self.length < end:
-            self.step(ids[-1:])
+            self.step(ids[-1:], full=full)
         self.ids = known
         if known is None or messages is None:
             self.conversation = None
@@ -143,6 +143,7 @@ class OpenSession(Session):
         with self.exclusive():
             position, length, ids = self._position.clone(), self.length, self.ids
             conversation, attentions = self.conversation, self._attentions
+            acceptance = self.acceptance
             restores: list[Callable[[], Layer]]
             if keep is None or keep >= length:
                 restores = [partial(_roll_back, layer, layer.checkpoint()) for layer in attentions]
@@ -156,6 +157,7 @@ class OpenSession(Session):
                 self._attentions = [restore() for restore in restores]
                 self._position.copy_(position)
                 self.length, self.ids, self.conversation = length, ids, conversation
+                self.acceptance = acceptance
                 raise
 
     def save(self, folder: str | os.PathLike[str]) -> None:

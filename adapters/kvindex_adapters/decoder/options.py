@@ -38,3 +38,10 @@ class Options(TypedDict, total=False):
     fused: bool
     """Whether Triton kernels compute the matrix products of a decode step on a GPU (default
     True)."""
+    speculative_tokens: int | str | None
+    """Number of tokens to draft before each verification, "auto" for a number by the acceptance
+    seen, or None for one token at a time (default None). See docs/speculation.md."""
+    verify: str
+    """What verifies the drafts. "index" (default): drafts are copied from the text so far, and
+    verified by attention with the index. "full": drafts are written with the index, and verified by
+    full attention, whose tokens the answer then has."""

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from kvindex_adapters.common.prompt_chunks import Progress
+from kvindex_adapters.common.speculation import Speculation
 from kvindex_adapters.common.token_ring import TokenRing
 from kvindex_adapters.decoder.graph import TokenGraph
 from kvindex_adapters.decoder.reading import Reading
 from kvindex_adapters.decoder.sampling import Sampler, Sampling
 from kvindex_adapters.decoder.session import Session
+from kvindex_adapters.decoder.speculation import Speculator
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,9 @@ class Run:
         chunk: Number of tokens of each prompt that a layer computes at a time.
         stops: Stop tokens.
         graphs: Whether a decode step may run as one CUDA graph.
+        speculation: Options of speculation, or None for one token at a time.
+        known: The ids of the tokens in the session, int64 `[N]`, where prompt lookup also searches.
+            None if they are unknown.
     """
 
     session: Session
@@ -39,6 +44,13 @@ class Run:
     chunk: int
     stops: Collection[int]
     graphs: bool = True
+    speculation: Speculation | None = None
+    known: Tensor | None = None
+
+    @property
+    def verifies_fully(self) -> bool:
+        """True if full attention verifies drafted tokens."""
+        return self.speculation is not None and self.speculation.full
 
     def tokens(self, on_progress: Progress | None = None) -> Iterator[Tensor]:
         """Yield tokens until every sequence has produced a stop token, or `max_new_tokens` is
@@ -58,13 +70,17 @@ class Run:
         sampler = Sampler(self.sampling, self.ids.device, self.session.fused)
         running = set(range(len(self.ids)))
         room = self.session.length + self.ids.shape[1] + self.max_new_tokens
-        logits = self.session.read_prompt(self.ids, self.chunk, room, on_progress)
+        full = self.verifies_fully
+        logits = self.session.read_prompt(self.ids, self.chunk, room, on_progress, full=full)
         token, ranks = self.session.token, self.session.ranks
         waits = {} if ranks is None else {"wait": ranks.wait_for}
         ring = TokenRing(len(self.ids), self.ids.device, **waits)
         token.copy_(self.session.agreed(sampler.choose(logits))[:, None])
         ring.put(token[:, 0])
         graph, left = TokenGraph(self.session, sampler, graphs=self.graphs), self.max_new_tokens - 1
+        if self.speculation is not None:
+            yield from self._speculated(self.speculation, sampler, graph, ring, running)
+            return
         try:
             while running and len(ring):
                 made = ring.take()
@@ -78,13 +94,51 @@ class Run:
         finally:
             ring.wait()
 
+    def _speculated(
+        self,
+        speculation: Speculation,
+        sampler: Sampler,
+        graph: TokenGraph,
+        ring: TokenRing,
+        running: set[int],
+    ) -> Iterator[Tensor]:
+        """Yield the tokens of `tokens`, several of which one step may compute.
+
+        `ring` contains the first token of the answer.
+        """
+
+        def read(tokens: Tensor) -> Tensor:
+            ring.put(tokens)
+            return ring.take()
+
+        first = ring.take()
+        rows = zip(self.ids, self.session.padding, strict=True)
+        known = [row[padding:].tolist() for row, padding in rows]
+        if self.known is not None:
+            known[0] = [*self.known.tolist(), *known[0]]
+        ids = [[*row, one] for row, one in zip(known, first.tolist(), strict=True)]
+        speculator = Speculator(self.session, sampler, speculation, ids, step=graph.step, read=read)
+        made, left = [first], self.max_new_tokens - 1
+        while True:
+            for token in made:
+                yield token
+                seen = token.tolist()
+                running -= {row for row in running if seen[row] in self.stops}
+            if not running or not left:
+                return
+            made = speculator.next(left, running, self.stops)
+            left -= len(made)
+
     def explain(self) -> str:
         """Describe how the next decode step will run: dtype, kernels, CUDA graph and index.
 
         Returns:
             Text of several lines.
         """
-        return self.session.explain(graphs=self.graphs)
+        text = self.session.explain(graphs=self.graphs)
+        if self.speculation is None:
+            return text
+        return f"{text}\nspeculation: {self.speculation}; steps of several tokens run op by op"
 
     def cut(self, tokens: list[Tensor]) -> list[Tensor]:
         """Truncate each answer after its first stop token.

@@ -141,18 +141,37 @@ class Sampler:
 
     def choose(self, logits: Tensor) -> Tensor:
         """Choose the next token, int64 `[B]`, from logits `[B, V]`."""
-        if not self._sampling.temperature:
+        if not self.samples:
             return self._most_likely(logits)
+        return self.draw(self.probabilities(logits))
+
+    @property
+    def samples(self) -> bool:
+        """True if tokens are sampled, False if the most likely token is always chosen."""
+        return self._sampling.temperature > 0
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Return the probabilities from which tokens are sampled, float32 `[B, V]`.
+
+        They include temperature, `top_k` and `top_p`. Tokens must be sampled (`samples`).
+        """
         scores = logits.float() / self._sampling.temperature
         scores = keep_top_k(scores, self._sampling.top_k)
-        scores = keep_top_p(scores, self._sampling.top_p)
+        return keep_top_p(scores, self._sampling.top_p).softmax(-1)
+
+    def draw(self, weights: Tensor) -> Tensor:
+        """Sample tokens int64 `[B]` with probabilities proportional to `weights` `[B, V]`."""
         # Choose token `i` with probability `p[i]`, without waiting for the device. `times[i]` is a
         # random number from the exponential distribution with rate 1, so `times[i] / p[i]` has the
         # exponential distribution with rate `p[i]`. Therefore token `i` has the smallest quotient
         # `times[i] / p[i]` of all tokens with probability `p[i]`. The code below finds it as the
         # token with the largest `p[i] / times[i]`.
-        times = torch.empty_like(scores).exponential_(generator=self.generator)
-        return (scores.softmax(-1) / times.clamp_min(torch.finfo(torch.float32).tiny)).argmax(-1)
+        times = torch.empty_like(weights).exponential_(generator=self.generator)
+        return (weights / times.clamp_min(torch.finfo(torch.float32).tiny)).argmax(-1)
+
+    def uniform(self, count: int, device: torch.device) -> Tensor:
+        """Return `count` random numbers in [0, 1), float32."""
+        return torch.rand(count, generator=self.generator, device=device)
 
 
 def keep_top_k(scores: Tensor, top_k: int | None) -> Tensor:

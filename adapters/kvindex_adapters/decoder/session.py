@@ -5,7 +5,9 @@ It reads prompts and runs decode steps, which append tokens to the sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from kvindex.core.capability import capability
 from kvindex.core.graphs import GRAPHS
-from kvindex.core.protocol import Explains, KVIndex
+from kvindex.core.protocol import Explains, KVIndex, ReportsRowBytes
 from kvindex.core.transaction import in_plain_torch
 from kvindex.layer import AttentionLayer
 from kvindex.ops.block_sparse import BLOCK
@@ -22,6 +24,7 @@ from kvindex_adapters.common.exclusive import Exclusive
 from kvindex_adapters.common.parallel import sharded
 from kvindex_adapters.common.placement import expect, make_room
 from kvindex_adapters.common.prompt_chunks import Progress, aligned, chunks
+from kvindex_adapters.common.speculation import Acceptance
 from kvindex_adapters.decoder import layers
 from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.decoder.dense import DenseAttention
@@ -54,6 +57,10 @@ class Attention(layers.Attention, Protocol):
 
         A CUDA graph can capture this, because the device counts the tokens.
         """
+        ...
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens, and remove the rest."""
         ...
 
     def count_replay(self) -> None:
@@ -104,14 +111,24 @@ class Session:
         self.exclusive = Exclusive("session", "the same session")
         self._weights, self._config, self._attentions = weights, config, attentions
         device = weights.embedding.device
+        self.padding = tuple(padding)
+        """Number of padding tokens on the left of each sequence."""
         self._longest = max(padding)
         # position of the next token, [B, 1]
         self._position = -torch.tensor(padding, device=device)[:, None]
         self.token = torch.zeros_like(self._position)
         self.length = 0
+        self.acceptance = Acceptance()
+        """Counts of drafted and accepted tokens, if calls have speculated."""
 
     def read_prompt(
-        self, ids: Tensor, chunk: int, room: int, report: Progress | None = None
+        self,
+        ids: Tensor,
+        chunk: int,
+        room: int,
+        report: Progress | None = None,
+        *,
+        full: bool = False,
     ) -> Tensor:
         """Prefill a prompt in chunks, with full attention.
 
@@ -124,11 +141,12 @@ class Session:
             room: Reserve memory for this number of tokens per sequence while the prompt is read.
                 The number includes the tokens that will follow the prompt.
             report: Called with the phase, the number of tokens done, and the total number.
+            full: Attend fully even if a later prompt has only one token, which otherwise searches.
 
         Returns:
             Logits `[B, V]` for the token after the prompt.
         """
-        with self.exclusive():
+        with self.exclusive(), self._fully(full):
             return self._read_prompt(ids, chunk, room, report)
 
     def _read_prompt(self, ids: Tensor, chunk: int, room: int, report: Progress | None) -> Tensor:
@@ -170,8 +188,71 @@ class Session:
         self._observe(ids[:, stop:])
         return logits
 
-    def step(self, tokens: Tensor) -> Tensor:
+    def step(self, tokens: Tensor, *, full: bool = False) -> Tensor:
         """Run one decode step.
+
+        Args:
+            tokens: The next token of each sequence, int64 `[B]`.
+            full: Attend to all tokens instead of searching.
+
+        Returns:
+            Logits `[B, V]` for the token that follows `tokens`.
+        """
+        with self.exclusive(), self._fully(full):
+            self.token.copy_(tokens[:, None])
+            logits = self._read(self.token)
+            self._observe(tokens[:, None])
+            return logits
+
+    # Speculation: tokens that may be rejected
+
+    @contextmanager
+    def speculating(self, tokens: int) -> Iterator[None]:
+        """Context manager for tokens that may be removed again with `keep`.
+
+        Inside, no token moves from a window into an index. If the `with` block raises an exception,
+        the session has the tokens that it had at the beginning.
+
+        Args:
+            tokens: Largest number of tokens that one call of `score` appends.
+        """
+        with self.exclusive():
+            start = self.length
+            with ExitStack() as stack:
+                for layer in self._indexed():
+                    stack.enter_context(layer.speculating(tokens))
+                try:
+                    yield
+                except BaseException:
+                    self.keep(start)
+                    raise
+
+    @in_plain_torch
+    @torch.no_grad()
+    def score(self, ids: Tensor, *, full: bool = False) -> Tensor:
+        """Append several decoded tokens, each of which searches, and compute all their logits.
+
+        Call this inside `speculating`. Token ids are not passed to the indexes; call `observe` with
+        those that stay.
+
+        Args:
+            ids: Int64 `[B, T]`.
+            full: Attend to all tokens instead of searching.
+
+        Returns:
+            Logits `[B, T, V]` for the token after each of `ids`.
+        """
+        T = ids.shape[1]
+        positions = self._position + torch.arange(T, device=ids.device)
+        given = self._weights, ids, positions, self._attentions, self._config.head_dim
+        with self._fully(full):
+            logits = layers.forward(*given, every=True)
+        self._position += T
+        self.length += T
+        return logits
+
+    def draft(self, tokens: Tensor) -> Tensor:
+        """Run one decode step that may be undone with `keep`, inside `speculating`.
 
         Args:
             tokens: The next token of each sequence, int64 `[B]`.
@@ -179,11 +260,59 @@ class Session:
         Returns:
             Logits `[B, V]` for the token that follows `tokens`.
         """
-        with self.exclusive():
-            self.token.copy_(tokens[:, None])
-            logits = self._read(self.token)
-            self._observe(tokens[:, None])
-            return logits
+        self.token.copy_(tokens[:, None])
+        return self._read(self.token)
+
+    @in_plain_torch
+    def keep(self, length: int) -> None:
+        """Remove the tokens from position `length` on, wherever a failed step has left the layers.
+
+        Args:
+            length: Number of tokens to keep, at most the number of tokens in the session.
+        """
+        for layer in self._attentions:
+            layer.truncate(length)
+        self._position -= self.length - length
+        self.length = length
+
+    def observe(self, ids: Tensor) -> None:
+        """Pass the ids of the newest tokens, int64 `[B, T]`, to the indexes."""
+        self._observe(ids)
+
+    def count_drafts(self, drafted: int, accepted: int) -> None:
+        """Count a decode step with `drafted` tokens, of which `accepted` were accepted."""
+        self.acceptance = self.acceptance.counted(drafted, accepted)
+
+    def check_verifiable(self) -> None:
+        """Check that full attention can verify drafts that are written with the indexes.
+
+        Raises:
+            ValueError: No layer has an index, or an index stores rows in a codec that loses
+                precision, so that full attention cannot read the original keys and values.
+        """
+        indexed = self._indexed()
+        if not indexed:
+            raise ValueError(
+                "verify: got 'full' without an index, which writes the drafts; allowed with "
+                "index=None is 'index', whose drafts full attention then verifies"
+            )
+        for layer in indexed:
+            g, stored = layer.index.geometry, capability(layer.index, ReportsRowBytes)
+            plain = (g.head_dim + g.value_dim) * g.dtype.itemsize
+            if stored is not None and stored.row_bytes < plain:
+                raise ValueError(
+                    f"verify: got 'full' with rows of {stored.row_bytes} bytes instead of {plain}, "
+                    "so full attention cannot read the original keys and values; pass the index "
+                    "without row_codec, or verify='index'"
+                )
+
+    @contextmanager
+    def _fully(self, full: bool) -> Iterator[None]:
+        """Context manager in which decoded tokens attend to all tokens, if `full` is True."""
+        with ExitStack() as stack:
+            for layer in self._indexed() if full else ():
+                stack.enter_context(layer.attending_fully())
+            yield
 
     def agreed(self, tokens: Tensor) -> Tensor:
         """Broadcast the tokens that rank 0 has chosen. With one rank, return `tokens`.
@@ -283,6 +412,8 @@ class Session:
         other = sum(layer.nbytes for layer in dense) if dense else None
         indexed = self._indexed()
         report = sum_up([layer for layer in indexed if layer.tokens], len(indexed), other)
+        if self.acceptance.steps:
+            report = replace(report, acceptance=self.acceptance)
         return report.over_ranks() if all_ranks else report
 
     def explain(self, *, graphs: bool = True) -> str:

@@ -22,6 +22,7 @@ from kvindex_adapters.common.layer_options import IndexFactory
 from kvindex_adapters.common.placement import make_room
 from kvindex_adapters.common.prompt import Prompt, encode_prompt
 from kvindex_adapters.common.prompt_chunks import Progress, check_prompt
+from kvindex_adapters.common.speculation import Acceptance
 from kvindex_adapters.common.token_timer import TokenTimer
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.cache.report import Report
@@ -75,6 +76,8 @@ class Generation:
         config: The configuration of the index, or None for full attention.
         backend: Name of the backend that ran the index's operations. None for full attention, or if
             the index does not report its backend.
+        acceptance: How many drafted tokens this call has accepted. None without
+            `speculative_tokens`.
     """
 
     text: str
@@ -85,12 +88,16 @@ class Generation:
     report: Report | None
     config: Any = field(repr=False)
     backend: str | None = None
+    acceptance: Acceptance | None = None
 
     def __str__(self) -> str:
+        last = self.report or "Full attention."
+        if self.report is None and self.acceptance is not None:
+            last = f"Full attention; {self.acceptance}."
         return (
             f"{self.text}\n({len(self.prompt_ids)} tokens of the prompt in {self.prefill_s:.1f} s, "
             f"then {len(self.answer_ids)} tokens at {self.token_s * 1000:.0f} ms per token)\n"
-            f"{self.report or 'Full attention.'}"
+            f"{last}"
         )
 
 

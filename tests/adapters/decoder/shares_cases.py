@@ -16,7 +16,7 @@ import torch.distributed as dist
 from kvindex.core.graphs import GRAPHS
 from kvindex.core.ranks import RankError
 from kvindex_adapters.common.unsupported import UnsupportedError
-from kvindex_adapters.decoder import Decoder
+from kvindex_adapters.decoder import Decoder, Sampling
 from kvindex_adapters.llama.fused import Fused
 from kvindex_adapters.llama.heads import HeadRanks
 from tests.adapters.decoder.families import ids_of, model_of
@@ -175,6 +175,21 @@ def sessions_go_on():
     assert said[0] == said[1] == said[2]
 
 
+def drafts_are_verified_together():
+    """Ranks accept the same drafts, with heads or tokens distributed, greedy or sampled."""
+    one, shared = decoders(vocab_size=EVEN)
+    prompt = torch.cat([ids_of(20), ids_of(20)])
+    for verify, sampling in (("index", Sampling()), ("full", Sampling(temperature=0.7, seed=2))):
+        given = dict(speculative_tokens=3, verify=verify, sampling=sampling, max_new_tokens=12)
+        said = []
+        for decoder, index in ((one, EXACT), (shared, EXACT), (one, f"{EXACT}+sharded:block=8")):
+            options = dict(index=index, k=1000, attach_options=REGIONS, **given)
+            said.append(decoder.generate(prompt, **options))
+        assert said[0].acceptance.drafted
+        assert len({str(answer.answer_ids.tolist()) for answer in said}) == 1
+        assert len({answer.acceptance for answer in said}) == 1
+
+
 def cases(ranks, every):
     """Map names to cases."""
     return {
@@ -185,6 +200,7 @@ def cases(ranks, every):
         "bfloat16": partial(half_precision, torch.bfloat16),
         "kernels": products_of_kernels_are_summed,
         "sessions": sessions_go_on,
+        "drafts": drafts_are_verified_together,
         "uneven": what_is_uneven_is_refused,
         "device": another_device_than_the_current_one_is_refused,
         "gone": a_graph_that_does_not_end_names_who_is_gone,

@@ -13,6 +13,7 @@ import torch
 from kvindex.core import graphs as capturing
 from kvindex.layer import AttentionLayer
 from kvindex.layer.updates import Updates
+from kvindex_adapters.common.speculation import PromptLookup
 from kvindex_adapters.decoder import Decoder, Sampling, dense
 from kvindex_adapters.decoder import graph as graph_file
 from kvindex_adapters.decoder.session import Session
@@ -67,6 +68,30 @@ def test_as_many_rows_as_the_error_asks_for(device, graphs):
     found = mine.report.rows_found
     assert 16 <= min(found.by_layer) <= found.mean <= found.p99 < 180
     assert (graphs.made, graphs.replays) == (1, 11 - EAGER)
+
+
+@pytest.mark.parametrize("verify", mostly_slow(["index", "full"], "index"))
+def test_steps_without_a_draft_are_replays(device, graphs, monkeypatch, verify):
+    """Drafts are verified op by op; the graph stays valid for the steps in between."""
+    decoder, prompt = decoder_of(device), ids_of(60)
+    regions = dict(update_every=40)  # a window update may come a few tokens later with drafts
+    plain = given(device, 20, regions=regions)
+    want = decoder.generate(prompt, graphs=False, **plain).answer_ids.tolist()
+
+    def draft(lookup, count):
+        start = len(lookup) - 60
+        return want[start : start + count] if start in (6, 14) else []
+
+    monkeypatch.setattr(PromptLookup, "draft", draft)
+    got = decoder.generate(prompt, speculative_tokens=3, verify=verify, **plain)
+    if verify == "index":
+        assert got.answer_ids.tolist() == want
+        assert (got.acceptance.rounds, got.acceptance.accepted) == (2, 6)
+        searches = 2 * 4  # tokens of the two rounds, whose searches are graphs of their own
+        assert graphs.replays == 19 - 2 * 4 - EAGER + searches
+    else:
+        full = decoder.generate(prompt, index=None, max_new_tokens=20, graphs=False)
+        assert torch.equal(got.answer_ids, full.answer_ids)
 
 
 @pytest.mark.slow

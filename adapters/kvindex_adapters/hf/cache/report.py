@@ -18,6 +18,7 @@ from kvindex.layer import AttentionLayer
 from kvindex.layer.output_scale import FEWEST
 from kvindex.layer.stats import Traffic
 from kvindex_adapters.common.parallel import is_sharded, rank
+from kvindex_adapters.common.speculation import Acceptance
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class Report:
             of those that full attention reads. Mean over layers. None if no block was sparse.
         graph: How many decode steps were replays of a CUDA graph, and why others were not. None
             with `attach(token_graph=False)`.
+        acceptance: How many drafted tokens were accepted, or None if no call has speculated.
     """
 
     tokens: int
@@ -108,6 +110,7 @@ class Report:
     sharded: bool = False
     prefill_fraction: float | None = None
     graph: str | None = None
+    acceptance: Acceptance | None = None
 
     def over_ranks(self) -> Report:
         """Add up the reports of all ranks of the default process group.
@@ -199,6 +202,7 @@ class Report:
                 else f"; prompts read {self.prefill_fraction:.0%} of the blocks of keys"
             )
             + (f"; {self.graph}" if self.graph else "")
+            + (f"; {self.acceptance}" if self.acceptance else "")
         )
 
 

@@ -1,0 +1,232 @@
+"""Speculation: drafts of the next tokens, their length, and how many of them were accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvindex.core import check
+
+AUTO = "auto"
+"""Value of `speculative_tokens` that chooses the length of each draft by the acceptance seen."""
+
+VERIFIERS = ("index", "full")
+"""Values of `verify`: drafts are verified by attention with the index, or by full attention."""
+
+MOST = 16
+"""Longest draft with `speculative_tokens="auto"`."""
+
+LONGEST, SHORTEST = 4, 2
+"""Length of the n-grams that prompt lookup compares: the longest that matches is used."""
+
+COSTS = {"index": 0.1, "full": 0.25}
+"""Assumed time of one more drafted token, relative to a verification without drafts.
+
+With `verify="index"` a drafted token only makes the verification longer. With `verify="full"` it
+also takes a decode step with the index.
+"""
+
+MEMORY = 0.9
+"""Weight of the earlier drafts after each new one, when "auto" averages the acceptance."""
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How a generation speculates.
+
+    Args:
+        tokens: Number of drafted tokens per round, or "auto".
+        verify: "index" for drafts by prompt lookup, which attention with the index verifies, or
+            "full" for drafts that the model writes with the index and full attention verifies.
+    """
+
+    tokens: int | str
+    verify: str
+
+    @property
+    def full(self) -> bool:
+        """True if full attention verifies the drafts."""
+        return self.verify == "full"
+
+    def __str__(self) -> str:
+        count = "a number by the acceptance seen" if self.tokens == AUTO else f"up to {self.tokens}"
+        if self.full:
+            return f"{count} tokens drafted with the index, verified by full attention"
+        return f"{count} tokens drafted by prompt lookup, verified with the index"
+
+
+def speculation_of(speculative_tokens: int | str | None, verify: str) -> Speculation | None:
+    """Check the options of speculation.
+
+    Args:
+        speculative_tokens: Number of tokens to draft per round, at least 1, "auto", or None for
+            one token at a time.
+        verify: "index" or "full".
+
+    Returns:
+        The options, or None for one token at a time.
+
+    Raises:
+        ValueError: A value is not allowed, or `verify` is "full" without `speculative_tokens`.
+    """
+    check.one_of("verify", verify, VERIFIERS)
+    if speculative_tokens is None:
+        if verify == "full":
+            raise ValueError(
+                "verify: got 'full' without speculative_tokens; pass speculative_tokens, a number "
+                "of tokens to draft or 'auto', or pass index=None for full attention alone"
+            )
+        return None
+    if isinstance(speculative_tokens, str):
+        if speculative_tokens != AUTO:
+            raise ValueError(
+                f"speculative_tokens: got {speculative_tokens!r}, allowed is an integer from 1 on, "
+                "'auto', or None"
+            )
+    else:
+        check.at_least("speculative_tokens", speculative_tokens, 1)
+    return Speculation(speculative_tokens, verify)
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """How many drafted tokens were accepted.
+
+    In a batch, all sequences advance by the same number of tokens, so a drafted token counts as
+    accepted if it was accepted in every sequence that had not ended.
+
+    Args:
+        steps: Decode steps, each of one token without a draft or of a verified draft.
+        rounds: Steps that verified a draft.
+        drafted: Drafted tokens of all rounds.
+        accepted: Drafted tokens that became part of the answer.
+    """
+
+    steps: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def counted(self, drafted: int, accepted: int) -> Acceptance:
+        """Return these counts after one more step, with `drafted` tokens, 0 for no draft."""
+        return Acceptance(
+            self.steps + 1,
+            self.rounds + (drafted > 0),
+            self.drafted + drafted,
+            self.accepted + accepted,
+        )
+
+    def since(self, before: Acceptance) -> Acceptance:
+        """Return the counts of the steps after `before`, an earlier state of these counts."""
+        return Acceptance(
+            self.steps - before.steps,
+            self.rounds - before.rounds,
+            self.drafted - before.drafted,
+            self.accepted - before.accepted,
+        )
+
+    @property
+    def rate(self) -> float:
+        """Accepted tokens, divided by the drafted tokens. 0 before the first draft."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean number of new tokens of a decode step, 1 without accepted drafts."""
+        return 1 + self.accepted / self.steps if self.steps else 1.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rounds} of {self.steps} steps verified drafts: {self.accepted} of "
+            f"{self.drafted} drafted tokens accepted ({self.rate:.0%}), "
+            f"{self.tokens_per_step:.2f} tokens per step"
+        )
+
+
+class DraftLength:
+    """Chooses how many tokens to draft.
+
+    "auto" estimates the probability `a` that a drafted token is accepted after the ones before it,
+    and chooses the `n` that gives the most tokens per time: `(1 + a + … + a^n) / (1 + cost · n)`.
+
+    Args:
+        speculation: The options.
+
+    Source: Leviathan et al., Fast Inference from Transformers via Speculative Decoding (ICML 2023),
+    theorem 3.8.
+    """
+
+    def __init__(self, speculation: Speculation) -> None:
+        self._tokens, self._cost = speculation.tokens, COSTS[speculation.verify]
+        self._accepted, self._tried = 2.0, 3.0  # so that "auto" begins with a few tokens
+
+    def next(self) -> int:
+        """Return the number of tokens of the next draft, at least 1."""
+        if isinstance(self._tokens, int):
+            return self._tokens
+        rate = self._accepted / self._tried
+        gains = np.cumsum(rate ** np.arange(MOST + 1)) / (1 + self._cost * np.arange(MOST + 1))
+        return 1 + int(gains[1:].argmax())
+
+    def saw(self, drafted: int, accepted: int) -> None:
+        """Count a draft of `drafted` tokens, of which the first `accepted` were accepted."""
+        if drafted:
+            self._accepted = MEMORY * self._accepted + accepted
+            self._tried = MEMORY * self._tried + accepted + (accepted < drafted)
+
+
+class PromptLookup:
+    """Drafts tokens of one sequence by copying what followed its last tokens earlier.
+
+    The longest n-gram (of `SHORTEST` to `LONGEST` tokens) at the end of the sequence that also
+    occurs earlier is looked up. If it occurs several times, the newest occurrence is used.
+
+    Args:
+        ids: The token ids of the sequence so far.
+
+    Source: Saxena, Prompt Lookup Decoding (2023), https://github.com/apoorvumang/prompt-lookup-decoding.
+    """
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._ids = np.array(ids, dtype=np.int64)
+        self._length = len(self._ids)
+
+    def __len__(self) -> int:
+        """Return the number of tokens of the sequence."""
+        return self._length
+
+    def append(self, token: int) -> None:
+        """Append one token to the sequence."""
+        if self._length == len(self._ids):
+            grown = np.empty(2 * self._length + 256, dtype=np.int64)
+            grown[: self._length] = self._ids
+            self._ids = grown
+        self._ids[self._length] = token
+        self._length += 1
+
+    def draft(self, count: int) -> list[int]:
+        """Return the next `count` tokens as they followed earlier, or [] if nothing matches.
+
+        A copy that reaches the end of the sequence continues in the draft itself, so a repeated
+        phrase is drafted at any length.
+        """
+        ids, last = self._ids[: self._length], self._length - 1
+        if last < SHORTEST:
+            return []
+        ends = np.flatnonzero(ids[:last] == ids[last])  # positions of the n-grams' last token
+        matched = 1
+        while len(ends) and matched < LONGEST and matched <= last:
+            earlier = ends[ends >= matched]
+            earlier = earlier[ids[earlier - matched] == ids[last - matched]]
+            if not len(earlier):
+                break
+            ends, matched = earlier, matched + 1
+        if not len(ends) or matched < SHORTEST:
+            return []
+        first = int(ends[-1]) + 1
+        copied = [int(token) for token in ids[first : first + count]]
+        while len(copied) < count:
+            copied.append(copied[len(copied) - (self._length - first)])
+        return copied
