@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from kvindex.core import check
+from kvindex.core.capability import capability
+from kvindex.core.protocol import ReportsRowBytes
+from kvindex.layer import AttentionLayer
 
 AUTO = "auto"
 """Value of `speculative_tokens` that chooses the length of each draft by the acceptance seen."""
@@ -230,3 +235,63 @@ class PromptLookup:
         while len(copied) < count:
             copied.append(copied[len(copied) - (self._length - first)])
         return copied
+
+
+def rejection_sample(
+    wanted: Tensor,
+    drafted: Tensor,
+    tokens: Tensor,
+    chance: Tensor,
+    *,
+    draw: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Sample from one distribution, given samples of another one.
+
+    Args:
+        wanted: Probabilities of the tokens to sample, float32 `[B, V]`.
+        drafted: Probabilities from which `tokens` were sampled, float32 `[B, V]`.
+        tokens: Int64 `[B]`.
+        chance: Random numbers in [0, 1), float32 `[B]`.
+        draw: Function that samples tokens int64 `[B]` with probabilities proportional to weights
+            `[B, V]`.
+
+    Returns:
+        Samples of `wanted`, int64 `[B]`, and bool `[B]`, whether each is that of `tokens`.
+
+    Source: Leviathan et al., Fast Inference from Transformers via Speculative Decoding (ICML 2023),
+    section 2.3.
+    """
+    mine = wanted.gather(-1, tokens[:, None])[:, 0]
+    theirs = drafted.gather(-1, tokens[:, None])[:, 0]
+    accepted = chance * theirs < mine
+    rest = (wanted - drafted).clamp_min(0)
+    # equal distributions leave no rest, and then a rejection is only a rounding error
+    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, wanted)
+    return torch.where(accepted, tokens, draw(rest)), accepted
+
+
+def check_verifiable(layers: Iterable[AttentionLayer]) -> None:
+    """Check that full attention can verify drafts that are written with an index.
+
+    Args:
+        layers: The layers with an index.
+
+    Raises:
+        ValueError: There is no such layer, or an index stores rows in a codec that loses precision,
+            so that full attention cannot read the original keys and values.
+    """
+    indexed = list(layers)
+    if not indexed:
+        raise ValueError(
+            "verify: got 'full' without an index, which writes the drafts; allowed with "
+            "index=None is 'index', whose drafts full attention then verifies"
+        )
+    for layer in indexed:
+        g, stored = layer.index.geometry, capability(layer.index, ReportsRowBytes)
+        plain = (g.head_dim + g.value_dim) * g.dtype.itemsize
+        if stored is not None and stored.row_bytes < plain and not g.value_in_key:
+            raise ValueError(
+                f"verify: got 'full' with rows of {stored.row_bytes} bytes instead of {plain}, so "
+                "full attention cannot read the original keys and values; pass the index without "
+                "row_codec, or verify='index'"
+            )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvindex.core.capability import capability
 from kvindex.core.graphs import GRAPHS
-from kvindex.core.protocol import Explains, KVIndex, ReportsRowBytes
+from kvindex.core.protocol import Explains, KVIndex
 from kvindex.core.transaction import in_plain_torch
 from kvindex.layer import AttentionLayer
 from kvindex.ops.block_sparse import BLOCK
@@ -24,7 +24,7 @@ from kvindex_adapters.common.exclusive import Exclusive
 from kvindex_adapters.common.parallel import sharded
 from kvindex_adapters.common.placement import expect, make_room
 from kvindex_adapters.common.prompt_chunks import Progress, aligned, chunks
-from kvindex_adapters.common.speculation import Acceptance
+from kvindex_adapters.common.speculation import Acceptance, check_verifiable
 from kvindex_adapters.decoder import layers
 from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.decoder.dense import DenseAttention
@@ -287,24 +287,9 @@ class Session:
         """Check that full attention can verify drafts that are written with the indexes.
 
         Raises:
-            ValueError: No layer has an index, or an index stores rows in a codec that loses
-                precision, so that full attention cannot read the original keys and values.
+            ValueError: No layer has an index, or an index stores rows in a lossy codec.
         """
-        indexed = self._indexed()
-        if not indexed:
-            raise ValueError(
-                "verify: got 'full' without an index, which writes the drafts; allowed with "
-                "index=None is 'index', whose drafts full attention then verifies"
-            )
-        for layer in indexed:
-            g, stored = layer.index.geometry, capability(layer.index, ReportsRowBytes)
-            plain = (g.head_dim + g.value_dim) * g.dtype.itemsize
-            if stored is not None and stored.row_bytes < plain:
-                raise ValueError(
-                    f"verify: got 'full' with rows of {stored.row_bytes} bytes instead of {plain}, "
-                    "so full attention cannot read the original keys and values; pass the index "
-                    "without row_codec, or verify='index'"
-                )
+        check_verifiable(self._indexed())
 
     @contextmanager
     def _fully(self, full: bool) -> Iterator[None]:

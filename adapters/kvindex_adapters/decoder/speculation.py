@@ -16,7 +16,12 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from kvindex_adapters.common.speculation import DraftLength, PromptLookup, Speculation
+from kvindex_adapters.common.speculation import (
+    DraftLength,
+    PromptLookup,
+    Speculation,
+    rejection_sample,
+)
 from kvindex_adapters.decoder.sampling import Sampler
 from kvindex_adapters.decoder.session import Session
 
@@ -156,7 +161,9 @@ class Speculator:
                     token = session.agreed(sampler.choose(logits))
                     return token, _same(token, drafts, place)
                 wanted, drafted = sampler.probabilities(logits), distributions[place]
-                token, accepted = rejection_sample(sampler, wanted, drafted, drafts[:, place])
+                chance = sampler.uniform(len(first), first.device)
+                given = wanted, drafted, drafts[:, place], chance
+                token, accepted = rejection_sample(*given, draw=sampler.draw)
                 return session.agreed(token), session.agreed(accepted.long()).bool()
 
             return self._accept(drafts, judge, running, stops, full=True)
@@ -197,32 +204,6 @@ class Speculator:
         session.observe(inputs[:, : len(made)])
         session.token.copy_(made[-1][:, None])
         return made, kept
-
-
-def rejection_sample(
-    sampler: Sampler, wanted: Tensor, drafted: Tensor, tokens: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Sample from one distribution, given samples of another one.
-
-    Args:
-        sampler: Source of random numbers.
-        wanted: Probabilities of the tokens to sample, float32 `[B, V]`.
-        drafted: Probabilities from which `tokens` were sampled, float32 `[B, V]`.
-        tokens: Int64 `[B]`.
-
-    Returns:
-        Samples of `wanted`, int64 `[B]`, and bool `[B]`, whether each is that of `tokens`.
-
-    Source: Leviathan et al., Fast Inference from Transformers via Speculative Decoding (ICML 2023),
-    section 2.3.
-    """
-    mine = wanted.gather(-1, tokens[:, None])[:, 0]
-    theirs = drafted.gather(-1, tokens[:, None])[:, 0]
-    accepted = sampler.uniform(len(tokens), tokens.device) * theirs < mine
-    rest = (wanted - drafted).clamp_min(0)
-    # equal distributions leave no rest, and then a rejection is only a rounding error
-    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, wanted)
-    return torch.where(accepted, tokens, sampler.draw(rest)), accepted
 
 
 def _same(token: Tensor, drafts: Tensor, place: int) -> Tensor:

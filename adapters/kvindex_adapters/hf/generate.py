@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -22,7 +22,7 @@ from kvindex_adapters.common.layer_options import IndexFactory
 from kvindex_adapters.common.placement import make_room
 from kvindex_adapters.common.prompt import Prompt, encode_prompt
 from kvindex_adapters.common.prompt_chunks import Progress, check_prompt
-from kvindex_adapters.common.speculation import Acceptance
+from kvindex_adapters.common.speculation import Acceptance, check_verifiable, speculation_of
 from kvindex_adapters.common.token_timer import TokenTimer
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.cache.report import Report
@@ -39,6 +39,7 @@ from kvindex_adapters.hf.generation.conversation import (
 )
 from kvindex_adapters.hf.generation.plain_cache import PlainCache
 from kvindex_adapters.hf.generation.prefill import default_chunk, prefill, vocabulary_of
+from kvindex_adapters.hf.generation.speculate import speculating_options
 from kvindex_adapters.hf.generation.tokenizer import punctuated
 from kvindex_adapters.hf.graph.run_ahead import decoding_options
 from kvindex_adapters.hf.model.cache_argument import CACHE, OLD
@@ -90,14 +91,18 @@ class Generation:
     backend: str | None = None
     acceptance: Acceptance | None = None
 
+    @property
+    def summary(self) -> str:
+        """The report in one line, or that attention was full."""
+        if self.report is not None:
+            return str(self.report)
+        return "Full attention" + (f"; {self.acceptance}." if self.acceptance else ".")
+
     def __str__(self) -> str:
-        last = self.report or "Full attention."
-        if self.report is None and self.acceptance is not None:
-            last = f"Full attention; {self.acceptance}."
         return (
             f"{self.text}\n({len(self.prompt_ids)} tokens of the prompt in {self.prefill_s:.1f} s, "
             f"then {len(self.answer_ids)} tokens at {self.token_s * 1000:.0f} ms per token)\n"
-            f"{last}"
+            f"{self.summary}"
         )
 
 
@@ -115,6 +120,8 @@ def generate(
     streamer: BaseStreamer | None = None,
     on_progress: Progress | None = None,
     attach_options: dict[str, Any] | None = None,
+    speculative_tokens: int | str | None = None,
+    verify: str = "index",
     **generate_options: Any,
 ) -> Generation:
     """Generate an answer to one prompt.
@@ -146,6 +153,11 @@ def generate(
         on_progress: Function that is called with the phase ("prefill" or "decode"), the number of
             tokens done, and the number of tokens in total.
         attach_options: Further keyword arguments of `attach`.
+        speculative_tokens: Number of tokens to draft before each verification, "auto" for a number
+            by the acceptance seen, or None for one token at a time (docs/speculation.md).
+        verify: What verifies the drafts. "index": drafts are copied from the text so far, and
+            verified by attention with the index. "full": drafts are written with the index, and
+            verified by full attention, whose tokens the answer then has.
         **generate_options: Further keyword arguments of `model.generate`. Decoding is greedy
             unless they contain `do_sample=True`.
 
@@ -156,7 +168,8 @@ def generate(
         ValueError: The prompt is empty, an id or an option is out of range, options contradict each
             other, the cache contains tokens and `used` is "refuse", or `attach` rejects the model
             or its options.
-        UnsupportedError: The cache belongs to another model. (UnsupportedError is a ValueError.)
+        UnsupportedError: The cache belongs to another model, or `speculative_tokens` is given and
+            the model's cache cannot remove tokens. (UnsupportedError is a ValueError.)
         TypeError: The prompt is neither text, messages nor ids. Or an option of `attach` or of the
             index was passed as an option of `model.generate`.
 
@@ -173,6 +186,7 @@ def generate(
     chunk = default_chunk(model) if chunk is None else check.at_least("chunk", chunk, 2)
     check.at_least("max_new_tokens", max_new_tokens, 1)
     check_cache(cache, used, index, k, attach_options)
+    speculation = speculation_of(speculative_tokens, verify)
     check_model(cache, model)
     index = None if isinstance(cache, PlainCache) else index
     if cache is None:
@@ -193,6 +207,13 @@ def generate(
     with context as holder, torch.no_grad():
         past = past_ids(holder)
         whole = _check_past(model, options, past_length, past)
+        if speculation is None:
+            loop, decoding = None, decoding_options(model, tokenizer, holder, timer, options)
+        else:
+            if speculation.full and index is None:
+                check_verifiable([])
+            given = model, tokenizer, holder, timer, options, speculation
+            decoding, loop = speculating_options(*given)
         new = unread(model, holder, past, ids, more=max_new_tokens)
         check_follows_none(model, past_length, len(new))
         # model.generate() reads the last chunk of the prompt. This chunk has several tokens, so
@@ -212,7 +233,7 @@ def generate(
             max_new_tokens=max_new_tokens,
             streamer=timer,
             **{CACHE: holder},
-            **decoding_options(model, tokenizer, holder, timer, options),
+            **decoding,
         )
         if cache is not None:
             cache.stop_recording()
@@ -220,9 +241,13 @@ def generate(
         text = tokenizer.decode(answer, skip_special_tokens=True)
         if cache is not None and used != "branch":
             new_ids = torch.cat([ids, answer])
-            _append_answer(model, cache, past, new_ids, past_length + len(new_ids), chunk)
+            with nullcontext() if loop is None else loop.fully(verify == "full"):
+                _append_answer(model, cache, past, new_ids, past_length + len(new_ids), chunk)
             remember(cache, past, new_ids, turn.answered(text))
         report = None if index is None else holder.report()
+        acceptance = None if loop is None else loop.acceptance
+        if report is not None:
+            report = replace(report, acceptance=acceptance)
         made = None if index is None else holder.indexes()[0]
         runs = None if made is None else capability(made, RunsOps)
     return Generation(
@@ -234,6 +259,7 @@ def generate(
         report=report,
         config=None if made is None else made.config,
         backend=None if runs is None else runs.backend,
+        acceptance=acceptance,
     )
 
 

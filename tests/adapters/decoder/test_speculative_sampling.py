@@ -8,10 +8,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from kvindex_adapters.common.speculation import Speculation
+from kvindex_adapters.common.speculation import Speculation, rejection_sample
 from kvindex_adapters.decoder import Decoder, Sampling
 from kvindex_adapters.decoder.sampling import Sampler
-from kvindex_adapters.decoder.speculation import Speculator, rejection_sample
+from kvindex_adapters.decoder.speculation import Speculator
 from tests.adapters.decoder.families import model_of
 
 FAILURE = 1e-4
@@ -128,7 +128,8 @@ def test_one_token_of_many_sequences():
     wanted, drafted = torch.randn(2, 30, generator=generator).mul(2).softmax(-1)
     both = wanted.expand(DRAWS, -1), drafted.expand(DRAWS, -1)
     tokens = sampler.draw(both[1])
-    made, accepted = rejection_sample(sampler, *both, tokens)
+    chance = sampler.uniform(DRAWS, tokens.device)
+    made, accepted = rejection_sample(*both, tokens, chance, draw=sampler.draw)
     assert_distributed(Counter(made.tolist()), dict(enumerate(wanted.tolist())))
     assert torch.equal(made[accepted], tokens[accepted])
     overlap = float(torch.minimum(wanted, drafted).sum())

@@ -8,6 +8,7 @@ waits. In this loop the host launches further steps first, and reads tokens from
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def decoding_options(
     Returns:
         The caller's options and the added options.
     """
-    strings = _option(model, options, "stop_strings")
+    strings = option_of(model, options, "stop_strings")
     if not _runs_ahead(model, cache, options):
         return options if strings is None else {**options, "tokenizer": tokenizer}
     more: dict[str, Any] = {"custom_generate": RunAhead(cache, streamer).decode}
@@ -76,11 +77,11 @@ def _runs_ahead(model: PreTrainedModel, cache: Any, options: dict[str, Any]) -> 
         return False
     if keeps_longest(model):  # rotary frequencies would depend on tokens that are removed later
         return False
-    others = any(_option(model, options, name) not in (None, False) for name in OTHER_LOOPS)
-    return not others and _option(model, options, "use_cache") is not False
+    others = any(option_of(model, options, name) not in (None, False) for name in OTHER_LOOPS)
+    return not others and option_of(model, options, "use_cache") is not False
 
 
-def _option(model: PreTrainedModel, options: dict[str, Any], name: str) -> Any:
+def option_of(model: PreTrainedModel, options: Mapping[str, Any], name: str) -> Any:
     """Look up an option as `model.generate` does: in the options, then in the generation
     configurations."""
     configs = options.get("generation_config"), model.generation_config

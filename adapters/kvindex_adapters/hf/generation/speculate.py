@@ -1,0 +1,311 @@
+"""`Speculated`: a decoding loop for `model.generate` whose steps verify several drafted tokens.
+
+transformers has assisted decoding of its own, which reads a prompt in one forward pass and needs an
+empty cache. This loop works with prompts in chunks and with caches that contain tokens, and its
+drafts can be written with the index and verified by full attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.stopping_criteria import StopStringCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from kvindex.layer import AttentionLayer
+from kvindex_adapters.common.speculation import (
+    Acceptance,
+    DraftLength,
+    PromptLookup,
+    Speculation,
+    check_verifiable,
+    rejection_sample,
+)
+from kvindex_adapters.common.unsupported import UnsupportedError
+from kvindex_adapters.hf.cache.cache import IndexCache
+from kvindex_adapters.hf.cache.recording import linear_states
+from kvindex_adapters.hf.graph.run_ahead import OTHER_LOOPS, option_of
+from kvindex_adapters.hf.model.info import text_positions
+from kvindex_adapters.hf.model.rotary import length_dependent
+
+FUNCTIONS = {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"}
+"""Options of `model.generate` that this loop supports, although `RunAhead` does not. It calls the
+functions with drafted tokens, some of which are rejected later."""
+
+
+def speculating_options(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    cache: Any,
+    streamer: BaseStreamer,
+    options: Mapping[str, Any],
+    speculation: Speculation,
+) -> tuple[dict[str, Any], Speculated]:
+    """Extend options of `model.generate` so that it speculates.
+
+    Args:
+        model: The model.
+        tokenizer: The model's tokenizer, for stop strings.
+        cache: The cache to be passed as `past_key_values`.
+        streamer: The streamer, which must also be passed to `model.generate`.
+        options: The caller's options of `model.generate`.
+        speculation: How to speculate.
+
+    Returns:
+        The caller's options and the added options, and the loop, which counts accepted tokens.
+
+    Raises:
+        ValueError: An option needs another decoding loop.
+        UnsupportedError: Tokens cannot be removed from the cache of this model.
+    """
+    for name in (*OTHER_LOOPS, "use_cache"):
+        value = option_of(model, options, name)
+        neutral = (None, True) if name == "use_cache" else (None, False)
+        if name not in FUNCTIONS and value not in neutral:
+            raise ValueError(
+                f"speculative_tokens: got a value together with {name}={value!r}; allowed is only "
+                "one of them"
+            )
+    check_removable(model, cache)
+    loop = Speculated(cache, streamer, speculation)
+    made: dict[str, Any] = {**options, "custom_generate": loop.decode}
+    strings = option_of(model, options, "stop_strings")
+    if strings is not None:  # transformers does not pass the tokenizer to a custom decoding loop
+        made["stop_strings"] = None
+        criteria = list(options.get("stopping_criteria") or [])
+        made["stopping_criteria"] = [*criteria, StopStringCriteria(tokenizer, strings)]
+    return made, loop
+
+
+def check_removable(model: PreTrainedModel, cache: Any) -> None:
+    """Raise UnsupportedError if rejected tokens cannot be removed from a cache."""
+    why = None
+    if any(linear_states(layer) or hasattr(layer, "recurrent_states") for layer in cache.layers):
+        why = "layers with linear attention, which overwrite their state"
+    elif any(getattr(layer, "is_sliding", False) for layer in cache.layers):
+        why = "sliding-window layers, which discard older tokens"
+    elif length_dependent(model):
+        why = "rotary frequencies that depend on the length of the sequence"
+    if why is not None:
+        raise UnsupportedError(
+            f"speculative_tokens: got a {type(model).__name__} with {why}; allowed is None"
+        )
+
+
+class Speculated:
+    """A custom decoding loop for one answer. Pass its method `decode` as `custom_generate`.
+
+    Args:
+        cache: The cache.
+        streamer: A transformers streamer, which gets each token of the answer once.
+        speculation: How to speculate.
+    """
+
+    def __init__(self, cache: Any, streamer: BaseStreamer, speculation: Speculation) -> None:
+        self._cache, self._streamer, self._full = cache, streamer, speculation.full
+        self._length = DraftLength(speculation)
+        self.acceptance = Acceptance()
+        """How many drafted tokens were accepted so far."""
+
+    def decode(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **given: Any,
+    ) -> Tensor:
+        """Generate an answer. `model.generate` calls this with the arguments of its own loop.
+
+        Args:
+            model: The model.
+            input_ids: Int64 `[1, N]`, the ids of the prompt.
+            logits_processor: Transformers' logits processors, which are applied along the drafts.
+            stopping_criteria: Transformers' stopping criteria, which must include the maximum
+                length. They get no scores.
+            generation_config: Transformers' generation configuration.
+            **given: Keyword arguments for the model's forward pass over the prompt.
+
+        Returns:
+            Int64 `[1, M]`, the ids of prompt and answer.
+
+        Raises:
+            ValueError: Full attention cannot verify drafts of this cache.
+        """
+        with self.fully(self._full):
+            outputs = model._prefill(input_ids, generation_config, given)
+        if self._full:
+            check_verifiable(self._layers())
+        judge = _Judge(logits_processor, stopping_criteria, sampled=generation_config.do_sample)
+        token = judge.choose(input_ids, outputs.logits[:, -1])
+        del outputs
+        ids, made = torch.cat([input_ids, token], dim=1), [token]
+        lookup = PromptLookup(ids[0].tolist())
+        while True:
+            for token in made:
+                self._streamer.put(token[0].cpu())
+            if judge.ends(ids):
+                break
+            count = min(self._length.next(), stopping_criteria.max_length - ids.shape[1] - 1)
+            made = self._round(model, ids, judge, lookup, count)
+            ids = torch.cat([ids, *made], dim=1)
+            for token in made:
+                lookup.append(int(token))
+        self._streamer.end()
+        return ids
+
+    def _round(
+        self, model: Any, ids: Tensor, judge: _Judge, lookup: PromptLookup, count: int
+    ) -> list[Tensor]:
+        """Draft up to `count` tokens and verify them. Return the next tokens, int64 `[1, 1]` each.
+
+        If this raises an exception, the cache has the tokens that it had before.
+        """
+        start, distributions = self._cache.get_seq_length(), list[Tensor]()
+        drafts = [] if self._full or count < 1 else lookup.draft(count)
+        with self._speculating(max(count, 0) + 1):
+            try:
+                drafted = torch.tensor([drafts], dtype=ids.dtype, device=ids.device)
+                if self._full:
+                    drafted, distributions = self._write(model, ids, judge, count)
+                    self._keep(start)
+                with self.fully(self._full):
+                    logits = forward(model, self._cache, torch.cat([ids[:, -1:], drafted], dim=1))
+                made, accepted = judge.accept(ids, logits, drafted, distributions)
+                self._keep(start + len(made))
+            except BaseException:
+                self._keep(start)
+                raise
+        self.acceptance = self.acceptance.counted(drafted.shape[1], accepted)
+        self._length.saw(drafted.shape[1], accepted)
+        return made
+
+    def _write(
+        self, model: Any, ids: Tensor, judge: _Judge, count: int
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Write `count` tokens with the index, int64 `[1, count]`.
+
+        Also return the probabilities `[1, V]` from which each was sampled, or [] without sampling.
+        """
+        written, distributions = ids, list[Tensor]()
+        for _ in range(count):
+            logits = forward(model, self._cache, written[:, -1:])[:, -1]
+            if judge.sampled:
+                distributions.append(judge.probabilities(written, logits))
+                token = _draw(distributions[-1])[:, None]
+            else:
+                token = judge.choose(written, logits)
+            written = torch.cat([written, token], dim=1)
+        return written[:, ids.shape[1] :], distributions
+
+    def _keep(self, length: int) -> None:
+        """Remove the tokens of the cache from position `length` on."""
+        if (removed := self._cache.get_seq_length() - length) > 0:
+            self._cache.crop(-removed)
+
+    def _layers(self) -> list[AttentionLayer]:
+        return self._cache.attention_layers() if isinstance(self._cache, IndexCache) else []
+
+    @contextmanager
+    def _speculating(self, tokens: int) -> Iterator[None]:
+        """Context manager in which steps of up to `tokens` tokens search and can be removed."""
+        with ExitStack() as stack:
+            for layer in self._layers():
+                stack.enter_context(layer.speculating(tokens))
+            yield
+
+    @contextmanager
+    def fully(self, full: bool = True) -> Iterator[None]:
+        """Context manager in which decoded tokens attend to all tokens, if `full` is True."""
+        with ExitStack() as stack:
+            for layer in self._layers() if full else ():
+                stack.enter_context(layer.attending_fully())
+            yield
+
+
+class _Judge:
+    """Chooses tokens from logits, and decides which drafted tokens are accepted.
+
+    Args:
+        processors: Transformers' logits processors.
+        criteria: Transformers' stopping criteria.
+        sampled: Whether tokens are sampled.
+    """
+
+    def __init__(self, processors: Any, criteria: Any, *, sampled: bool) -> None:
+        self._processors, self._criteria, self.sampled = processors, criteria, bool(sampled)
+
+    def probabilities(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """Return the probabilities `[1, V]` of the token after `ids`, with all processors."""
+        scores: Tensor = self._scores(ids, logits).softmax(-1)
+        return scores
+
+    def choose(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """Return the token after `ids`, int64 `[1, 1]`, from logits `[1, V]`."""
+        if self.sampled:
+            return _draw(self.probabilities(ids, logits))[:, None]
+        return self._scores(ids, logits).argmax(-1, keepdim=True)
+
+    def ends(self, ids: Tensor) -> bool:
+        """Return True if the answer ends with the last token of `ids`, int64 `[1, N]`."""
+        return bool(self._criteria(ids, None))
+
+    def accept(
+        self, ids: Tensor, logits: Tensor, drafts: Tensor, distributions: list[Tensor]
+    ) -> tuple[list[Tensor], int]:
+        """Decide which drafts are accepted.
+
+        Args:
+            ids: Int64 `[1, N]`, the tokens before the drafts.
+            logits: `[1, n + 1, V]`, after the last token of `ids` and after each draft.
+            drafts: Int64 `[1, n]`.
+            distributions: Probabilities `[1, V]` from which each draft was sampled. [] if drafts
+                are no samples, and are accepted where the chosen token equals them.
+
+        Returns:
+            The next tokens, int64 `[1, 1]` each: the accepted drafts up to the first rejected one,
+            and the token in its place. And the number of accepted drafts.
+        """
+        made, accepted, count = list[Tensor](), 0, drafts.shape[1]
+        for place in range(count + 1):
+            if place == count or not distributions:
+                token = self.choose(ids, logits[:, place])
+                agrees = place < count and bool(token == drafts[:, place])
+            else:
+                wanted = self.probabilities(ids, logits[:, place])
+                chance = torch.rand(1, device=wanted.device)
+                given = wanted, distributions[place], drafts[:, place], chance
+                found, same = rejection_sample(*given, draw=_draw)
+                token, agrees = found[:, None], bool(same)
+            made.append(token)
+            accepted += agrees
+            ids = torch.cat([ids, token], dim=1)
+            if not agrees or self.ends(ids):
+                break
+        return made, accepted
+
+    def _scores(self, ids: Tensor, logits: Tensor) -> Tensor:
+        scores: Tensor = self._processors(ids, logits.to(ids.device, torch.float32, copy=True))
+        return scores
+
+
+def forward(model: Any, cache: Any, ids: Tensor) -> Tensor:
+    """Append tokens int64 `[1, T]` to a cache. Return their logits `[1, T, V]`."""
+    start = cache.get_seq_length()
+    positions = text_positions(model, start, start + ids.shape[1])
+    more = {} if positions is None else {"position_ids": positions}
+    output = model(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True, **more)
+    logits: Tensor = output.logits
+    return logits
+
+
+def _draw(weights: Tensor) -> Tensor:
+    """Sample a token int64 `[1]` with probabilities proportional to weights `[1, V]`, with the
+    random numbers of transformers' own loop."""
+    return torch.multinomial(weights, num_samples=1)[:, 0]

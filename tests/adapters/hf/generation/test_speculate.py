@@ -1,0 +1,242 @@
+"""Tokens of `kvhf.generate` with drafts are those of one token at a time, or of full attention."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+import kvindex_adapters.hf as kvhf
+from kvindex_adapters.common.speculation import PromptLookup
+from kvindex_adapters.common.unsupported import UnsupportedError
+from kvindex_adapters.decoder import Chat, Decoder
+from kvindex_adapters.hf.generation import speculate
+from tests.adapters.decoder.test_speculative_sampling import DRAWS, assert_distributed, joint
+from tests.adapters.hf.generation.test_generation import Words
+from tests.adapters.tiny import build, byte_pairs, prompt
+from tests.support.helpers import mostly_slow
+
+SIZES = dict(sink=4, local_window=8, update_every=8, dense_below=0)
+ALL = dict(index="exact", k=500, attach_options=SIZES)
+FEW = dict(index="exact", k=3, attach_options=SIZES)
+DENSE = dict(index=None)
+WARM = dict(do_sample=True, temperature=0.8, top_k=20, repetition_penalty=1.2)
+COUNT = 16
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama", num_hidden_layers=2, eos_token_id=None)
+
+
+def ids_of(length, seed=0):
+    return prompt(1, length + seed)["input_ids"][0, seed:]
+
+
+def generated(model, ids, seed=0, count=COUNT, **options):
+    torch.manual_seed(seed)
+    return kvhf.generate(model, Words(), ids, max_new_tokens=count, chunk=16, **options)
+
+
+def tokens(model, ids, **options):
+    return generated(model, ids, **options).answer_ids.tolist()
+
+
+def knowing(patch, ids, answer, wrong=None):
+    """Let prompt lookup draft the known answer, with a wrong token at place `wrong`."""
+    known = [*ids.tolist(), *answer]
+
+    def draft(lookup, count):
+        made = known[len(lookup) : len(lookup) + count]
+        if wrong is not None and wrong < len(made):
+            made[wrong] = (made[wrong] + 1) % 100
+        return made
+
+    patch.setattr(PromptLookup, "draft", draft)
+
+
+@pytest.mark.parametrize("wrong", mostly_slow([None, 0, 1, 2], None, 1))
+@pytest.mark.parametrize(
+    ("options", "how"),
+    mostly_slow(
+        [(options, how) for options in (ALL, DENSE) for how in ({}, WARM)], (ALL, WARM), (DENSE, {})
+    ),
+)
+def test_tokens_are_those_of_one_at_a_time(model, monkeypatch, options, how, wrong):
+    """Sampled tokens, too: each step uses the same random numbers, and penalties count drafts."""
+    ids = ids_of(60)
+    want = tokens(model, ids, **options, **how)
+    with monkeypatch.context() as patch:
+        knowing(patch, ids, want, wrong)
+        made = generated(model, ids, speculative_tokens=3, **options, **how)
+    assert made.answer_ids.tolist() == want
+    assert made.acceptance.accepted == COUNT - 1 - made.acceptance.steps
+    assert made.acceptance.steps == {None: 4, 0: 15, 1: 8, 2: 5}[wrong]
+    if options is not DENSE:
+        assert made.report.acceptance == made.acceptance
+        assert made.report.tokens == 60 + COUNT - 1
+
+
+@pytest.mark.parametrize("family", mostly_slow(["llama", "qwen3_moe", "olmo2", "gpt_oss"], "llama"))
+@pytest.mark.parametrize("count", mostly_slow([1, 5, "auto"], 5))
+def test_full_attention_verifies(family, count):
+    more = dict(layer_types=["full_attention"] * 4) if family == "gpt_oss" else {}
+    model = build(family, eos_token_id=None, **more)
+    ids, penalty = ids_of(60), dict(repetition_penalty=1.3)
+    want = tokens(model, ids, **DENSE, **penalty)
+    assert tokens(model, ids, **FEW, **penalty) != want
+    made = generated(model, ids, speculative_tokens=count, verify="full", **FEW, **penalty)
+    assert made.answer_ids.tolist() == want
+    assert made.acceptance.drafted > 0
+
+
+def test_turns_in_one_cache(model):
+    """Prompts follow in chunks, also a prompt of one token, and the cache stays that of full
+    attention."""
+    parts = [ids_of(60), ids_of(1, seed=7), ids_of(20, seed=3)]
+    before, options = torch.zeros(0, dtype=torch.int64), dict(speculative_tokens=4, verify="full")
+    with kvhf.attach(model, index="exact", k=3, **SIZES) as cache:
+        for part in parts:
+            got = tokens(model, part, cache=cache, used="continue", **options)
+            plain = build("llama", num_hidden_layers=2, eos_token_id=None)
+            before = torch.cat([before, part])
+            assert got == tokens(plain, before, **DENSE)
+            before = torch.cat([before, torch.tensor(got)])
+            assert cache.get_seq_length() == len(before)
+        lengths = [len(one) for one in cache.indexes()]
+        assert tokens(model, ids_of(9), cache=cache, used="branch", **options)
+        assert [len(one) for one in cache.indexes()] == lengths
+
+
+def test_a_stop_token_inside_a_draft(model, monkeypatch):
+    ids = ids_of(60)
+    want = tokens(model, ids, **ALL)
+    stop = want[5]
+    end = want.index(stop) + 1
+    with monkeypatch.context() as patch:
+        knowing(patch, ids, want)
+        for verify in ("index", "full"):
+            options = dict(ALL, speculative_tokens=4, verify=verify)
+            assert tokens(model, ids, eos_token_id=stop, **options) == want[:end]
+
+
+@pytest.mark.parametrize("verify", ["index", "full"])
+def test_a_call_that_fails_leaves_the_cache(model, monkeypatch, verify):
+    ids, options = ids_of(60), dict(speculative_tokens=3, verify=verify)
+    with kvhf.attach(model, index="exact", k=500, **SIZES) as cache:
+        kvhf.read(model, Words(), ids, cache=cache, chunk=16)
+        want = tokens(model, ids_of(9), cache=cache, used="branch")
+        report = cache.report()
+        real, calls = speculate.forward, []
+
+        def failing(*given):
+            calls.append(1)
+            if len(calls) == 6:
+                raise KeyboardInterrupt
+            return real(*given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(speculate, "forward", failing)
+            with pytest.raises(KeyboardInterrupt):
+                tokens(model, ids_of(9), cache=cache, used="continue", **options)
+        assert cache.get_seq_length() == 60
+        assert cache.report() == report
+        assert tokens(model, ids_of(9), cache=cache, used="branch", **options) == want
+
+
+def test_chats_that_full_attention_verifies():
+    """Both kinds of chats give the answers of full attention, turn by turn."""
+    model, tokenizer = build("llama", eos_token_id=None, vocab_size=2000), byte_pairs()
+    questions = ["Hello there, how are you doing today my friend?", "And now what?"]
+    few = dict(max_new_tokens=12, speculative_tokens=3, verify="full", **FEW)
+    plain = Chat(Decoder.of(model, tokenizer), index=None, max_new_tokens=12)
+    want = [plain.send(question).text for question in questions]
+    ours = Chat(Decoder.of(model, tokenizer), **few)
+    assert [ours.send(question).text for question in questions] == want
+    assert ours.report().acceptance.steps > 10
+    with kvhf.Chat(model, tokenizer, **few) as theirs:
+        assert [theirs.send(question).text for question in questions] == want
+
+
+class Puts:
+    """A streamer that records the number of ids of each call."""
+
+    def __init__(self):
+        self.sizes = []
+
+    def put(self, value):
+        self.sizes.append(value.numel())
+
+    def end(self):
+        self.sizes.append(0)
+
+
+def test_tokens_are_streamed_one_by_one(model, monkeypatch):
+    ids, streamer = ids_of(60), Puts()
+    want = tokens(model, ids, **ALL)
+    knowing(monkeypatch, ids, want)
+    assert tokens(model, ids, streamer=streamer, speculative_tokens=4, **ALL) == want
+    assert streamer.sizes == [60, *[1] * COUNT, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(DENSE, verify="full"), "verify: got 'full' without an index"),
+        (dict(ALL, penalty_alpha=0.6), "got a value together with penalty_alpha=0.6"),
+        (dict(ALL, prompt_lookup_num_tokens=2), "together with prompt_lookup_num_tokens=2"),
+        (dict(ALL, use_cache=False), "together with use_cache=False"),
+        (dict(ALL, verify="half"), "verify: got 'half'"),
+        (
+            dict(
+                ALL, verify="full", attach_options={**SIZES, "index_options": {"row_codec": "int8"}}
+            ),
+            "verify: got 'full' with rows of",
+        ),
+    ],
+)
+def test_refusals(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        generated(model, ids_of(20), speculative_tokens=2, **options)
+    with pytest.raises(ValueError, match="verify: got 'full' without speculative_tokens"):
+        generated(model, ids_of(20), verify="full", **ALL)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"), [("gemma3_text", "sliding-window layers"), ("falcon_h1", "linear")]
+)
+def test_caches_that_cannot_remove_tokens(family, message):
+    with pytest.raises(UnsupportedError, match=f"speculative_tokens: got a .* with .*{message}"):
+        generated(build(family), ids_of(20), speculative_tokens=2, **ALL)
+
+
+@pytest.mark.slow
+def test_sampled_answers_have_the_distribution_of_full_attention():
+    """Joint over three tokens, with a penalty that depends on the tokens before."""
+    sizes = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2, head_dim=8)
+    sizes |= dict(vocab_size=4, num_hidden_layers=1, num_key_value_heads=1)
+    model = build("llama", eos_token_id=None, **sizes)
+    ids = torch.randint(0, 4, (30,), generator=torch.Generator().manual_seed(0))
+    how = dict(do_sample=True, temperature=0.7, top_p=0.95, top_k=0, repetition_penalty=1.5)
+    regions = dict(sink=1, local_window=2, update_every=4, dense_below=0)
+    counts, options = Counter(), dict(speculative_tokens=2, verify="full")
+    with kvhf.attach(model, index="exact", k=1, **regions) as cache:
+        kvhf.read(model, Words(), ids[:-4], cache=cache)
+        for seed in range(DRAWS // 20):
+            given = dict(cache=cache, used="branch", seed=seed, count=3)
+            counts[tuple(tokens(model, ids[-4:], **given, **how, **options))] += 1
+
+    def following(past):
+        whole = torch.cat([ids, torch.tensor(past, dtype=torch.int64)])[None]
+        out = model.generate(
+            whole,
+            attention_mask=torch.ones_like(whole),
+            max_new_tokens=1,
+            output_scores=True,
+            return_dict_in_generate=True,
+            **how,
+        )
+        return out.scores[0][0].softmax(-1)
+
+    assert_distributed(counts, joint(following, (), 3))
