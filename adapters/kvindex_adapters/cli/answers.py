@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ class Request:
         load_cache: Folder with a saved KV cache. The model does not read its tokens again.
         token_graph: Whether to run each decode step as one CUDA graph. None decides by the device
             and the model.
+        speculation: The options `speculative_tokens` and `verify`, or {} for one token at a time.
     """
 
     index: str | None
@@ -51,6 +52,7 @@ class Request:
     save_cache: Path | None = None
     load_cache: Path | None = None
     token_graph: bool | None = None
+    speculation: dict[str, Any] = field(default_factory=dict)
 
     @property
     def keeps_cache(self) -> bool:
@@ -124,7 +126,7 @@ def to_json(
     """Make the dictionary that the option `--json` writes to a file."""
     result: dict[str, Any] = {"model": model, "index": request.index or "none", "k": request.k}
     result["engine"] = engine
-    result |= {"regions": request.regions, "options": request.options}
+    result |= {"regions": request.regions, "options": request.options, **request.speculation}
     entries = [_entry(question, generation) for question, generation in answers]
     if answers[0][0] is None:
         result |= entries[0]
@@ -142,6 +144,8 @@ def _entry(question: str | None, generation: Generation) -> dict[str, Any]:
     if generation.report:
         entry["rows_read_fraction"] = generation.report.rows_read_fraction
         entry["nbytes"] = generation.report.nbytes
+    if generation.acceptance:
+        entry["acceptance"] = vars(generation.acceptance)
     return entry
 
 
@@ -266,13 +270,14 @@ def _answer_one(
         max_new_tokens=request.max_new_tokens,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         on_progress=_callback(progress, name, heading),
+        **request.speculation,
         **options,
     )
     if generation.report:  # sum over all processes of torchrun; only the first process prints it
         generation = replace(generation, report=generation.report.over_ranks())
     console.print(
         f"{len(generation.prompt_ids)} tokens of {name} in {generation.prefill_s:.1f} s, then "
-        f"{generation.token_s * 1000:.0f} ms per token. {generation.report or 'Full attention.'}"
+        f"{generation.token_s * 1000:.0f} ms per token. {generation.summary}"
     )
     return generation
 

@@ -19,6 +19,7 @@ from kvindex.core.protocol import KVIndex, RunsOps, WarmsUp
 from kvindex.layer import AttentionLayer
 from kvindex.storage.saved import check_new
 from kvindex_adapters.common.layer_options import check_spec
+from kvindex_adapters.common.speculation import check_verifiable, speculation_of
 from kvindex_adapters.hf.generation.plain_cache import check_saved_index
 from kvindex_adapters.hf.model.load_model import DTYPES
 
@@ -153,6 +154,19 @@ def sampling(
     if repetition_penalty is not None:
         options["repetition_penalty"] = check.positive("repetition_penalty", repetition_penalty)
     return options
+
+
+def speculation(speculative_tokens: int | str | None, verify: str, index: str) -> dict[str, Any]:
+    """Return the options of speculation, as `kvhf.generate` and the decoder take them.
+
+    Raise ValueError if a value is not allowed, or if drafts of an index shall be verified without
+    an index.
+    """
+    if speculation_of(speculative_tokens, verify) is None:
+        return {}
+    if verify == "full" and index == "none":
+        check_verifiable([])
+    return {"speculative_tokens": speculative_tokens, "verify": verify}
 
 
 def check_alone(save_cache: Path | None, load_cache: Path | None) -> None:

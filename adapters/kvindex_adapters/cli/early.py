@@ -16,6 +16,9 @@ DTYPES = ("bfloat16", "float16", "float32", "int8")
 ENGINES = ("decoder", "transformers")
 """Values of `--engine`."""
 
+VERIFIERS = ("index", "full")
+"""Values of `--verify`."""
+
 
 def check_name(name: str, value: str | None, allowed: Collection[str]) -> None:
     """Raise ValueError if the value of an option is neither None nor one of the allowed names."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvindex_adapters.cli.early import (
     DTYPES,
     ENGINES,
+    VERIFIERS,
     check_lora,
     check_model,
     check_name,
@@ -35,6 +36,7 @@ from kvindex_adapters.cli.options import (
     UpdateEvery,
     announce_imports,
     check_stdout,
+    number_or_auto,
 )
 
 
@@ -117,6 +119,24 @@ def generate(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed for sampling tokens.")] = 0,
+    speculative_tokens: Annotated[
+        Any,
+        typer.Option(
+            parser=number_or_auto,
+            metavar="TOKENS",
+            help="Draft this number of tokens before each verification, or auto for a number by "
+            "the acceptance seen. One step then gives several tokens where drafts are right "
+            "(default: one token per step).",
+        ),
+    ] = None,
+    verify: Annotated[
+        str,
+        typer.Option(
+            help="With --speculative-tokens, what verifies the drafts: index (drafts are copied "
+            "from the text so far), or full (drafts are written with the index, and full attention "
+            "verifies them, so the answer is that of full attention)."
+        ),
+    ] = "index",
     engine: Engine = None,
     token_graph: Annotated[
         bool | None,
@@ -144,6 +164,7 @@ def generate(
     check_model(model)
     check_name("dtype", dtype, DTYPES)
     check_name("engine", engine, ENGINES)
+    check_name("verify", verify, VERIFIERS)
     check_lora(lora)
     questions, text = check_questions(ask), prompt_of(prompt, prompt_file)
     announce_imports()
@@ -185,6 +206,7 @@ def generate(
         save_cache=save_cache,
         load_cache=load_cache,
         token_graph=token_graph,
+        speculation=common.speculation(speculative_tokens, verify, index),
         options=common.sampling(
             sample,
             temperature=temperature,

@@ -19,8 +19,8 @@ INDEX = (
 )
 
 
-def _rows(text: str) -> int | str:
-    """Parse the option `-k`: a number, or "auto"."""
+def number_or_auto(text: str) -> int | str:
+    """Parse the option `-k` or `--speculative-tokens`: a number, or "auto"."""
     try:
         return text if text == "auto" else int(text)
     except ValueError:
@@ -31,7 +31,7 @@ K = Annotated[
     Any,
     typer.Option(
         "-k",
-        parser=_rows,
+        parser=number_or_auto,
         metavar="ROWS",
         help="Number of tokens that each KV head retrieves per decode step, or auto for as many "
         "as the expected error asks for.",

@@ -29,6 +29,44 @@ def test_both_engines_answer_alike(tiny, tmp_path, index, more):
     assert "50 tokens of the prompt in" in shown.stderr or "--chat" in more
 
 
+@pytest.mark.parametrize("engine", ["decoder", "transformers"])
+def test_several_tokens_per_step(tiny, tmp_path, engine):
+    given = ("--prompt", f"{words(25)} {words(25)}", "--engine", engine)
+    plain, _ = generated(tmp_path, *given, "--index", "none")
+    full = ("--speculative-tokens", 3, "--verify", "full", "--index", "exact", "-k", 2)
+    told, shown = generated(tmp_path, *given, *full, "--dense-below", 0)
+    assert told["answer"] == plain["answer"]
+    assert (told["speculative_tokens"], told["verify"]) == (3, "full")
+    assert told["acceptance"]["drafted"] > 0
+    assert "drafted tokens accepted" in shown.stderr
+    for index in ("exact", "none"):
+        told, shown = generated(tmp_path, *given, "--speculative-tokens", "auto", "--index", index)
+        assert told["answer"] == plain["answer"]
+        assert "steps verified drafts" in shown.stderr
+        asked = ("--ask", words(7, 2), "--speculative-tokens", 2, "--index", index)
+        told = generated(tmp_path, *given, *asked)[0]
+        assert told["answers"][0]["acceptance"]["steps"] > 0
+    assert "acceptance" not in plain
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--speculative-tokens", 0), "speculative_tokens: got 0"),
+        (("--verify", "full"), "verify: got 'full' without speculative_tokens"),
+        (("--speculative-tokens", 2, "--verify", "some"), "verify: got 'some'"),
+        (
+            ("--speculative-tokens", 2, "--verify", "full", "--index", "none"),
+            "verify: got 'full' without an index",
+        ),
+    ],
+)
+def test_wrong_options_of_speculation(given, message):
+    result = run("generate", "--model", "tiny", "--prompt", "Hello", *given)
+    assert result.exit_code != 0
+    assert message in str(result.exception or result.stderr)
+
+
 def test_weights_in_fp8_are_the_decoders(tiny, tmp_path):
     pytest.importorskip("triton")
     given = ("--prompt", words(50), "--index", "none")
