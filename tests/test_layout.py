@@ -360,6 +360,7 @@ LOOKUPS = {
     "adapters/kvindex_adapters/hf/cache/cache.py": OF_TRANSFORMERS,
     "adapters/kvindex_adapters/hf/cache/layer.py": "a size of the geometry, a function's name",
     "adapters/kvindex_adapters/hf/generation/conversation.py": OF_TRANSFORMERS,
+    "adapters/kvindex_adapters/hf/generation/speculate.py": OF_TRANSFORMERS,
     "adapters/kvindex_adapters/hf/model/load_model.py": OF_TRANSFORMERS,
     "adapters/kvindex_adapters/hf/model/info.py": OF_TRANSFORMERS,
     "adapters/kvindex_adapters/hf/model/rotary.py": OF_TRANSFORMERS,

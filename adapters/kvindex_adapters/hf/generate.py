@@ -219,6 +219,8 @@ def generate(
         # model.generate() reads the last chunk of the prompt. This chunk has several tokens, so
         # the model uses full attention for it, and the first token of the answer is exact.
         stop = 0 if whole else prefilled(model, holder, len(new), chunk)
+        if loop is not None:
+            loop.unread = len(new) - stop
         length = past_length + len(ids)
         room = length + max_new_tokens
         prefill(model, new, holder, stop=stop, chunk=chunk, room=room, report=on_progress)

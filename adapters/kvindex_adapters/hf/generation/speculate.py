@@ -109,6 +109,8 @@ class Speculated:
     def __init__(self, cache: Any, streamer: BaseStreamer, speculation: Speculation) -> None:
         self._cache, self._streamer, self._full = cache, streamer, speculation.full
         self._length = DraftLength(speculation)
+        self.unread = 0
+        """Number of tokens at the end of the prompt that are not in the cache yet."""
         self.acceptance = Acceptance()
         """How many drafted tokens were accepted so far."""
 
@@ -130,7 +132,7 @@ class Speculated:
             stopping_criteria: Transformers' stopping criteria, which must include the maximum
                 length. They get no scores.
             generation_config: Transformers' generation configuration.
-            **given: Keyword arguments for the model's forward pass over the prompt.
+            **given: Keyword arguments for the model's forward pass, which are not used.
 
         Returns:
             Int64 `[1, M]`, the ids of prompt and answer.
@@ -138,13 +140,13 @@ class Speculated:
         Raises:
             ValueError: Full attention cannot verify drafts of this cache.
         """
+        rest = input_ids[:, input_ids.shape[1] - self.unread :]
         with self.fully(self._full):
-            outputs = model._prefill(input_ids, generation_config, given)
+            logits = forward(model, self._cache, rest, logits_to_keep=1)
         if self._full:
             check_verifiable(self._layers())
         judge = _Judge(logits_processor, stopping_criteria, sampled=generation_config.do_sample)
-        token = judge.choose(input_ids, outputs.logits[:, -1])
-        del outputs
+        token = judge.choose(input_ids, logits[:, -1])
         ids, made = torch.cat([input_ids, token], dim=1), [token]
         lookup = PromptLookup(ids[0].tolist())
         while True:
@@ -295,11 +297,15 @@ class _Judge:
         return scores
 
 
-def forward(model: Any, cache: Any, ids: Tensor) -> Tensor:
-    """Append tokens int64 `[1, T]` to a cache. Return their logits `[1, T, V]`."""
+def forward(model: Any, cache: Any, ids: Tensor, **more: Any) -> Tensor:
+    """Append tokens int64 `[1, T]` to a cache. Return their logits `[1, T, V]`.
+
+    `more` are further keyword arguments for the model.
+    """
     start = cache.get_seq_length()
     positions = text_positions(model, start, start + ids.shape[1])
-    more = {} if positions is None else {"position_ids": positions}
+    if positions is not None:
+        more["position_ids"] = positions
     output = model(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True, **more)
     logits: Tensor = output.logits
     return logits

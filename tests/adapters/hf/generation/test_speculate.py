@@ -130,11 +130,11 @@ def test_a_call_that_fails_leaves_the_cache(model, monkeypatch, verify):
         report = cache.report()
         real, calls = speculate.forward, []
 
-        def failing(*given):
+        def failing(*given, **more):
             calls.append(1)
             if len(calls) == 6:
                 raise KeyboardInterrupt
-            return real(*given)
+            return real(*given, **more)
 
         with monkeypatch.context() as patch:
             patch.setattr(speculate, "forward", failing)
