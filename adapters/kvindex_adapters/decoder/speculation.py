@@ -71,7 +71,8 @@ class Speculator:
 
         Returns:
             The next tokens, int64 `[B]` each, on the CPU. If the call raises an exception, the
-            session has the tokens that it had before.
+            session ends with a verified token: the last one before the call, or, if tokens could
+            not move into an index, the last one of the round.
 
         Raises:
             RuntimeError: Another thread is using the session.
