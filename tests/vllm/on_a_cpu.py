@@ -43,7 +43,7 @@ class Attention(SearchingFlashAttention):
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
         slots = slot_mapping.long()
-        pages.write_rows(kv_cache, slots, key[: len(slots)], value[: len(slots)])
+        pages.write_rows(self._rows(kv_cache), slots, key[: len(slots)], value[: len(slots)])
 
     def forward(self, layer, query, key, value, kv_cache, metadata, output, **more):
         Attention.searched += metadata is not None and metadata.searching is not None

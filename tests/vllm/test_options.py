@@ -58,6 +58,7 @@ def engine(additional=None, backend="KVINDEX", **other):
         "prefill_context_parallel_size": 1,
         "attention_chunk_size": None,
         "is_hybrid": False,
+        "get_sliding_window": lambda: None,
         "use_mla": False,
         "disable_hybrid_kv_cache_manager": True,
         "speculative_config": None,
@@ -121,6 +122,13 @@ REFUSED = [
 ]
 
 
+@pytest.fixture
+def separate(monkeypatch):
+    """Codes have pages of their own, as with vLLM before 0.28."""
+    monkeypatch.setattr(unsupported, "can_pack", lambda: False)
+
+
+@pytest.mark.usefixtures("separate")
 @pytest.mark.parametrize(("setting", "said"), REFUSED)
 def test_engines_that_are_not_supported(setting, said):
     for fine in (engine(), engine(block_size=512), engine(cache_dtype="bfloat16")):
@@ -131,6 +139,7 @@ def test_engines_that_are_not_supported(setting, said):
         assert unsupported.engine_reasons(engine(backend=None, **setting)) == []
 
 
+@pytest.mark.usefixtures("separate")
 def test_all_reasons_are_in_one_error():
     everything = {}
     for setting, _ in REFUSED:
@@ -148,10 +157,32 @@ def test_all_reasons_are_in_one_error():
     unsupported.refuse()
 
 
-def test_sliding_layers_need_one_block_table():
-    assert unsupported.sliding_reasons(engine()) == []
-    (reason,) = unsupported.sliding_reasons(engine(disable_hybrid_kv_cache_manager=False))
-    assert reason.startswith("disable_hybrid_kv_cache_manager: got False")
+def test_codes_are_packed_where_vllm_needs_pages_of_one_size(monkeypatch):
+    monkeypatch.setattr(unsupported, "can_pack", lambda: True)
+    sliding = dict(get_sliding_window=lambda: 64, disable_hybrid_kv_cache_manager=False)
+    for setting, packed in (
+        ({}, False),
+        ({"disable_hybrid_kv_cache_manager": False}, False),
+        ({"is_hybrid": True}, True),
+        (sliding, True),
+        (sliding | {"disable_hybrid_kv_cache_manager": True}, False),
+    ):
+        assert unsupported.packs(engine(**setting), Options()) is packed
+        assert not unsupported.packs(engine(**setting), Options(rows="host"))
+    assert unsupported.engine_reasons(engine(is_hybrid=True)) == []
+    (reason,) = unsupported.engine_reasons(engine({"kvindex": {"rows": "host"}}, is_hybrid=True))
+    assert "with rows='host', allowed is rows='device'" in reason
+
+
+def test_sliding_layers_need_one_block_table_or_packed_codes(monkeypatch):
+    monkeypatch.setattr(unsupported, "can_pack", lambda: False)
+    assert unsupported.sliding_reasons(engine(), Options()) == []
+    manager = dict(disable_hybrid_kv_cache_manager=False)
+    for other in ({}, {"get_sliding_window": lambda: 64}):
+        (reason,) = unsupported.sliding_reasons(engine(**manager, **other), Options())
+        assert reason.startswith("disable_hybrid_kv_cache_manager: got False")
+    monkeypatch.setattr(unsupported, "can_pack", lambda: True)
+    assert unsupported.sliding_reasons(engine(**manager, **other), Options()) == []
 
 
 @pytest.mark.parametrize(

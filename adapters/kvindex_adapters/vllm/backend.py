@@ -19,7 +19,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from kvindex_adapters.vllm import pages
 from kvindex_adapters.vllm.attention import PagedAttention, Sequence
-from kvindex_adapters.vllm.engine import CodesLayer, PluginAttention, geometry_of, options_of
+from kvindex_adapters.vllm.engine import PluginAttention, geometry_of, options_of
+from kvindex_adapters.vllm.packed import codes_layer
 from kvindex_adapters.vllm.unsupported import check_causal, check_output, device_reasons
 
 
@@ -54,12 +55,19 @@ class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
         if geometry is None:
             return
         self.paged = PagedAttention.of(options, geometry)
-        self.codes = CodesLayer(config, geometry.kv_heads, self.paged.layout.head_bytes)
+        self.codes = codes_layer(config, geometry, self.paged.layout.head_bytes)
         self.codes.mixed = True
+        self.context = config.compilation_config.static_forward_context
 
     def explain(self) -> str:
         """Return a description of the layer: its index, and the sequences that use the index."""
         return self.paged.explain()
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Set the backend of the layer, before vLLM asks it for the size of a page."""
+        super().process_weights_after_loading(act_dtype)
+        if self.codes is not None:
+            self.codes.join(self, self.context)
 
     def do_kv_cache_update(
         self,
@@ -74,9 +82,9 @@ class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
         if self.codes is None:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
-        slots = slot_mapping.long()
-        pages.write_rows(kv_cache, slots, key[: len(slots)], value[: len(slots)])
-        self.paged.encode(kv_cache, self.codes.records, slots)
+        slots, rows = slot_mapping.long(), self.codes.rows(kv_cache)
+        pages.write_rows(rows, slots, key[: len(slots)], value[: len(slots)])
+        self.paged.encode(rows, self.codes.records, slots)
 
     def forward(
         self,
@@ -99,11 +107,11 @@ class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
         check_causal(attn_metadata.causal)
         starts: list[int] = attn_metadata.query_start_loc.tolist()
         lengths: list[int] = attn_metadata.seq_lens.tolist()
-        records = self.codes.records
+        rows, records = self.codes.rows(kv_cache), self.codes.records
         for number, length in enumerate(lengths):
             own = slice(starts[number], starts[number + 1])
             if own.start == own.stop:
                 continue
-            sequence = Sequence(kv_cache, records, attn_metadata.block_table[number], length)
+            sequence = Sequence(rows, records, attn_metadata.block_table[number], length)
             output[own] = self.paged.attend(query[own], sequence)
         return output

@@ -85,7 +85,9 @@ def geometry_of(
         ValueError: The layer is not supported. The message reports all reasons.
     """
     if sliding_window is not None:
-        refuse(*sliding_reasons(config), *more(None))
+        options = options_of(config)
+        assert options is not None  # an engine with an index has options
+        refuse(*sliding_reasons(config, options), *more(None))
         return None
     dtype = config.model_config.dtype
     reasons = layer_reasons(
@@ -157,7 +159,9 @@ class CodesLayer(AttentionLayerBase):
     def __init__(self, config: VllmConfig, kv_heads: int, record_bytes: int) -> None:
         layers = config.compilation_config.static_forward_context
         number = sum(isinstance(layer, CodesLayer) for layer in layers.values())
-        layers[self.name(first_layer(config) + number)] = self
+        self.counted_with = self.name(first_layer(config) + number)
+        """Name of the layer whose metadata builder counts decode steps (see `StepCounter`)."""
+        layers[self.counted_with] = self
         self.kv_heads, self.record_bytes = kv_heads, record_bytes
         self.token_bytes = -(-record_bytes // BLOCK)
         self.kv_cache = torch.empty(0)
@@ -187,11 +191,30 @@ class CodesLayer(AttentionLayerBase):
         records = self.kv_cache.view(blocks, heads, -1, BLOCK * token_bytes)
         return records[..., : self.record_bytes]
 
+    def rows(self, kv_cache: Tensor) -> Tensor:
+        """Return the part of an attention layer's pages that contains keys and values, `[blocks,
+        G, tokens, 2 D]`.
+
+        Args:
+            kv_cache: The pages of the attention layer.
+        """
+        return kv_cache
+
+    def join(self, impl: Any, context: dict[str, Any]) -> None:
+        """Tell vLLM how the pages of the attention layer with implementation `impl` look.
+
+        vLLM calls this through `process_weights_after_loading`, before it asks for their size.
+
+        Args:
+            impl: The attention implementation whose codes this object stores.
+            context: vLLM's layers of this engine, by name.
+        """
+
     def get_attn_backend(self) -> type[AttentionBackend]:
         """Return the class of the backend for this layer. vLLM calls this method."""
         return CodesBackend
 
-    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> FullAttentionSpec:
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> FullAttentionSpec | None:
         """Return vLLM's specification of the pages. Codes are declared as uint8 keys, with values
         of size 0."""
         return FullAttentionSpec(
@@ -235,10 +258,7 @@ def explain(config: VllmConfig) -> str:
     sliding = [name for name, impl in own.items() if impl.codes is None]
     text = f"{len(searching)} of {len(own)} attention layers search: {', '.join(searching)}"
     if sliding:
-        text += (
-            f" (not those with a sliding window, which store the rows of all tokens: "
-            f"{', '.join(sliding)})"
-        )
+        text += f" (not those with a sliding window: {', '.join(sliding)})"
     return f"{text}. {own[searching[0]].explain()}"
 
 
@@ -300,18 +320,7 @@ class CodesBuilder(AttentionMetadataBuilder[Any]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._counters: Counters | None = None
-        layers = vllm_config.compilation_config.static_forward_context
-        first = next(name for name, layer in layers.items() if isinstance(layer, CodesLayer))
-        if first not in layer_names or get_tensor_model_parallel_rank() != 0:
-            return  # another builder or process does the following, once for all
-        logger.info("kvindex: %s", explain(vllm_config))
-        if get_pp_group().is_first_rank:
-            self._options = options_of(vllm_config)
-            self._mixed = any(
-                isinstance(layer, CodesLayer) and layer.mixed for layer in layers.values()
-            )
-            self._counters = Counters.open(vllm_config.parallel_config.data_parallel_index)
+        self._counter = StepCounter.of(vllm_config, layer_names)
 
     def build(
         self,
@@ -320,8 +329,8 @@ class CodesBuilder(AttentionMetadataBuilder[Any]):
         fast_build: bool = False,
     ) -> CommonAttentionMetadata:
         """Count the decode steps of a batch, and return vLLM's metadata unchanged."""
-        if self._counters is not None:
-            self._count(self._counters, common_attn_metadata)
+        if self._counter is not None:
+            self._counter.count(common_attn_metadata)
         return common_attn_metadata
 
     def build_for_cudagraph_capture(
@@ -330,9 +339,45 @@ class CodesBuilder(AttentionMetadataBuilder[Any]):
         """Return vLLM's metadata unchanged."""
         return common_attn_metadata
 
-    def _count(self, counters: Counters, common: CommonAttentionMetadata) -> None:
-        """Count the sequences with one new token. Their lengths may be upper bounds, because the
-        host does not wait for the device."""
+
+class StepCounter:
+    """Counts the decode steps of the batches of an engine (see `metrics`).
+
+    Use `of` to create it.
+    """
+
+    def __init__(self, config: VllmConfig, counters: Counters) -> None:
+        self._options, self._counters = options_of(config), counters
+        layers = config.compilation_config.static_forward_context.values()
+        self._mixed = any(isinstance(layer, CodesLayer) and layer.mixed for layer in layers)
+
+    @staticmethod
+    def of(config: VllmConfig, layer_names: list[str]) -> StepCounter | None:
+        """Log which layers search, and return the counter of an engine.
+
+        vLLM has a metadata builder for each group of layers, in each worker process. Only one of
+        them gets a counter.
+
+        Args:
+            config: The configuration of an engine with an index in at least one layer.
+            layer_names: Names of the builder's layers.
+
+        Returns:
+            The counter, or None if another builder or process counts, or if nothing reads it.
+        """
+        layers = config.compilation_config.static_forward_context.values()
+        first = next(layer for layer in layers if isinstance(layer, CodesLayer))
+        if first.counted_with not in layer_names or get_tensor_model_parallel_rank() != 0:
+            return None
+        logger.info("kvindex: %s", explain(config))
+        if not get_pp_group().is_first_rank:
+            return None
+        counters = Counters.open(config.parallel_config.data_parallel_index)
+        return None if counters is None else StepCounter(config, counters)
+
+    def count(self, common: CommonAttentionMetadata) -> None:
+        """Count the sequences with one new token in a batch. Their lengths may be upper bounds,
+        because the host does not wait for the device."""
         lengths = common.seq_lens_cpu_upper_bound
         if lengths is None:
             lengths = common.seq_lens
@@ -343,4 +388,4 @@ class CodesBuilder(AttentionMetadataBuilder[Any]):
         steps = known[(new == 1) & (known > 0)]  # a length of 0 is padding
         assert self._options is not None  # an engine with an index has options
         search = self._mixed or common.max_query_len == 1
-        counters.add(Steps.of(steps, self._options, search=search))
+        self._counters.add(Steps.of(steps, self._options, search=search))

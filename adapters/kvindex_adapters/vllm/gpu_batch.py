@@ -211,7 +211,8 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         codes = [layer.impl.codes.records for layer in self._layers]
         if self._host is None:
             shared |= dict(tokens=config.model_config.max_model_len)
-            pages = Pages(codes, caches[: len(self._layers)])
+            rows = [layer.impl.codes.rows(layer.kv_cache) for layer in self._layers]
+            pages = Pages(codes, rows)
             self._steps = PagedSteps(geometries.pop(), options.config, pages, **shared)
         else:
             try:

@@ -21,6 +21,7 @@ from kvindex_adapters.vllm.engine import (
     options_of,
 )
 from kvindex_adapters.vllm.options import Options
+from kvindex_adapters.vllm.packed import codes_layer
 from kvindex_adapters.vllm.unsupported import (
     check_output,
     host_reasons,
@@ -64,7 +65,7 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         if self.geometry is None:
             return
         record_bytes = options.layout(self.geometry.head_dim).head_bytes
-        self.codes = CodesLayer(config, self.geometry.kv_heads, record_bytes)
+        self.codes = codes_layer(config, self.geometry, record_bytes)
         self.context = config.compilation_config.static_forward_context
         self.codes.mixed = options.rows == "host"
         if options.rows == "host":
@@ -95,12 +96,22 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """Compute the attention of queries `[T, H, D]` of all sequences into `output`."""
-        if attn_metadata is None or self.geometry is None or attn_metadata.searching is None:
-            given = layer, query, key, value, kv_cache, attn_metadata, output
+        if attn_metadata is None or self.codes is None or attn_metadata.searching is None:
+            rows = self._rows(kv_cache)
+            given = layer, query, key, value, rows, attn_metadata, output
             return self.attend_whole(*given, output_scale, output_block_scale)
         check_output(output_scale, output_block_scale)
         attn_metadata.searching.attend(self, layer, query, key, value, output)
         return output
+
+    def _rows(self, kv_cache: Tensor) -> Tensor:
+        """Return the part of the pages that contains keys and values.
+
+        While vLLM measures memory, there are no pages, and `kv_cache` is empty.
+        """
+        if self.codes is None or kv_cache is None or kv_cache.ndim != 4:
+            return kv_cache
+        return self.codes.rows(kv_cache)
 
     def attend_whole(self, *given: Any) -> Tensor:
         """Compute full causal attention with vLLM's own `forward`."""
@@ -116,7 +127,7 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
     ) -> None:
         """Write keys and values `[T, G, D]` of new tokens, to vLLM's pages or to host memory."""
         if self.host is None:
-            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            super().do_kv_cache_update(layer, key, value, self._rows(kv_cache), slot_mapping)
             return
         if not self.host.opened:  # vLLM's profiling run, before there are pages
             refuse_capture(key.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -125,11 +136,14 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         self.host.write(self.number, key[:count], value[:count], slot_mapping)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """If keys and values are in host memory, make the layer's pages small.
+        """Set the size of the layer's pages: small if keys and values are in host memory, larger if
+        codes are in the same pages.
 
         vLLM calls this before it asks for the size of a page.
         """
         super().process_weights_after_loading(act_dtype)
+        if self.codes is not None:
+            self.codes.join(self, self.context)
         if self.host is not None:
             mine = (part for part in self.context.values() if isinstance(part, Attention))
             keep_no_rows(next(layer for layer in mine if layer.impl is self))

@@ -36,6 +36,7 @@ from kvindex_adapters.vllm import metrics, reports
 from kvindex_adapters.vllm.engine import CodesLayer, PluginAttention, options_of
 from kvindex_adapters.vllm.options import is_named
 from kvindex_adapters.vllm.unsupported import (
+    can_pack,
     engine_reasons,
     refuse,
     refuse_dense_model,
@@ -60,7 +61,8 @@ def prepare(attention: Any, cache: Any, scheduler: Any) -> None:
     """Set what the plug-in needs in an engine that uses kvindex, where the user has set nothing.
 
     - Blocks have 256 tokens.
-    - Layers with full attention and sliding-window layers have one block table.
+    - If codes have pages of their own, layers with full attention and sliding-window layers have
+      one block table.
 
     Args:
         attention: The engine's `AttentionConfig`, or None.
@@ -72,7 +74,8 @@ def prepare(attention: Any, cache: Any, scheduler: Any) -> None:
     if cache is not None and not cache.user_specified_block_size:
         cache.block_size = BLOCK
         cache.user_specified_block_size = True  # so vLLM does not choose another size
-    if scheduler is not None and scheduler.disable_hybrid_kv_cache_manager is None:
+    unset = scheduler is not None and scheduler.disable_hybrid_kv_cache_manager is None
+    if unset and not can_pack():
         scheduler.disable_hybrid_kv_cache_manager = True
 
 
@@ -134,8 +137,10 @@ def check_builder(made: type, *given: Any, **named: Any) -> None:
 
 
 def check_layers(layers: dict[str, Any], *, index_required: bool = True) -> None:
-    """Check that every layer with a cache belongs to the plug-in, and that at least one has an
-    index.
+    """Check that every layer with a cache of keys and values belongs to the plug-in, and that at
+    least one has an index.
+
+    Layers of linear attention have a state of fixed size instead of such a cache.
 
     Subclasses of vLLM's `Attention` are not supported, because they change the mask, the cache or
     the block table.
@@ -147,12 +152,12 @@ def check_layers(layers: dict[str, Any], *, index_required: bool = True) -> None
     Raises:
         ValueError: A layer does not belong to the plug-in, or no layer has an index.
     """
-    from vllm.model_executor.layers.attention import (
-        Attention,
-    )  # cannot be imported while vLLM loads plug-ins
+    # these cannot be imported while vLLM loads plug-ins
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
 
     for name, layer in layers.items():
-        if isinstance(layer, CodesLayer) or not isinstance(layer, AttentionLayerBase):
+        if isinstance(layer, CodesLayer | MambaBase) or not isinstance(layer, AttentionLayerBase):
             continue
         if type(layer) is not Attention or not isinstance(layer.impl, PluginAttention):
             refuse_layer(name, type(layer).__name__)

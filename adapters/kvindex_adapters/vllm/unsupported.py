@@ -17,6 +17,29 @@ from kvindex_adapters.vllm import reports
 from kvindex_adapters.vllm.options import BACKEND, Options
 
 
+def can_pack() -> bool:
+    """Return True if this version of vLLM lets a backend add codes to the pages of keys and
+    values."""
+    from vllm.v1.attention.backend import AttentionBackend
+
+    return hasattr(AttentionBackend, "customize_spec")
+
+
+def packs(config: Any, options: Options) -> bool:
+    """Return True if the codes of an engine's layers are in the pages of their keys and values.
+
+    This is the case if vLLM needs pages of one size: for models with linear attention, and for
+    models with sliding windows, unless vLLM's hybrid KV cache manager is disabled.
+
+    Args:
+        config: The engine's `VllmConfig`.
+        options: Options of the plug-in.
+    """
+    model, disabled = config.model_config, config.scheduler_config.disable_hybrid_kv_cache_manager
+    kinds = model.is_hybrid or (not disabled and model.get_sliding_window() is not None)
+    return bool(kinds) and options.rows == "device" and can_pack()
+
+
 def refuse(*reasons: str) -> None:
     """Raise ValueError with all reasons why an engine or a layer is not supported.
 
@@ -42,8 +65,10 @@ def engine_reasons(config: Any) -> list[str]:
     """
     attention, model = config.attention_config, config.model_config
     reasons: list[str] = []
+    options: Options | None = Options()
     try:
-        if Options.of_engine(config) is None:
+        options = Options.of_engine(config)
+        if options is None:
             return []
     except ValueError as error:
         reasons += reports.split(str(error))
@@ -58,7 +83,8 @@ def engine_reasons(config: Any) -> list[str]:
     )
     if model is None:
         return reasons
-    return reasons + _setting_reasons(config) + _model_reasons(config)
+    assert options is not None
+    return reasons + _setting_reasons(config) + _model_reasons(config, options)
 
 
 def _setting_reasons(config: Any) -> list[str]:
@@ -97,7 +123,7 @@ def _setting_reasons(config: Any) -> list[str]:
     )
 
 
-def _model_reasons(config: Any) -> list[str]:
+def _model_reasons(config: Any, options: Options) -> list[str]:
     """Return the reasons that are properties of the model's architecture."""
     model, other = config.model_config, f"a model without it; use vLLM without {BACKEND}"
     chunk = model.attention_chunk_size
@@ -105,9 +131,9 @@ def _model_reasons(config: Any) -> list[str]:
         ("model", "multi-head latent attention", not model.use_mla, other),
         (
             "model",
-            "state of linear attention in addition to the KV cache",
-            not model.is_hybrid,
-            other,
+            f"state of linear attention in addition to the KV cache, with rows={options.rows!r}",
+            not model.is_hybrid or packs(config, options),
+            f"rows='device' and vLLM 0.28 or newer for such a model, or {other}",
         ),
         ("model", f"chunked attention (chunks of {chunk} tokens)", chunk is None, other),
     )
@@ -154,17 +180,18 @@ def layer_reasons(
     )
 
 
-def sliding_reasons(config: Any) -> list[str]:
-    """Return a reason if vLLM would use a separate block table for sliding-window layers."""
+def sliding_reasons(config: Any, options: Options) -> list[str]:
+    """Return a reason if vLLM would use a separate block table for sliding-window layers, although
+    codes have pages of their own."""
     disabled = config.scheduler_config.disable_hybrid_kv_cache_manager
     return _reasons(
         (
             "disable_hybrid_kv_cache_manager",
             disabled,
-            bool(disabled),
-            "True for a model with sliding-window layers, because vLLM's hybrid manager would make "
-            "the pages of keys and of codes equal in size; leave out the option "
-            "(--no-disable-hybrid-kv-cache-manager)",
+            bool(disabled) or packs(config, options),
+            "True for this model with sliding-window layers, because vLLM's hybrid manager would "
+            "make the pages of keys and of codes equal in size; set the option "
+            "(--disable-hybrid-kv-cache-manager)",
         )
     )
 

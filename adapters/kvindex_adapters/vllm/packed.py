@@ -1,0 +1,175 @@
+"""Pages of vLLM that contain the keys, the values and the codes (compressed keys) of a layer.
+
+In most engines, codes have pages of their own (`engine.CodesLayer`). But if a model has several
+kinds of state, for example linear attention or sliding windows in some of its layers, vLLM requires
+that the pages of all layers have the same size, and pages of codes are smaller than others. Then
+codes and rows share a page: each token of a KV head takes more bytes, and the additional bytes of
+all tokens of a page are at the end of each head's part of the page.
+
+```
+page: head 0: [ row 0 | row 1 | … | row n-1 | record 0 | … ] head 1: [ … ] …
+```
+
+A row is the key and the value of a token. A record contains the codes of 256 tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.v1 import kv_cache_interface
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+
+from kvindex.core.geometry import Geometry
+from kvindex.pariskv.block_layout import BLOCK
+from kvindex_adapters.vllm.engine import CodesLayer, StepCounter, options_of
+from kvindex_adapters.vllm.unsupported import packs
+
+
+def codes_layer(config: VllmConfig, geometry: Geometry, record_bytes: int) -> CodesLayer:
+    """Create the codes of one attention layer: in the pages of its keys and values if the engine
+    needs this, otherwise in pages of their own.
+
+    Args:
+        config: The engine's configuration.
+        geometry: Geometry of the attention layer.
+        record_bytes: Size of the codes of 256 tokens of one KV head.
+    """
+    options = options_of(config)
+    assert options is not None  # an engine with an index has options
+    if packs(config, options):
+        return PackedCodes(config, geometry, record_bytes)
+    return CodesLayer(config, geometry.kv_heads, record_bytes)
+
+
+class PackedCodes(CodesLayer):
+    """The codes of one attention layer, which are in the same pages as its keys and values.
+
+    vLLM gives this layer no pages of its own.
+    """
+
+    def __init__(self, config: VllmConfig, geometry: Geometry, record_bytes: int) -> None:
+        super().__init__(config, geometry.kv_heads, record_bytes)
+        size = torch.empty((), dtype=geometry.dtype).element_size()
+        # vLLM views a page as numbers of the model's dtype, so the bytes must be a multiple of it
+        self.token_bytes = -(-self.token_bytes // size) * size
+        self._row = geometry.head_dim + geometry.value_dim
+        self._layer: Any = None
+
+    @property
+    def records(self) -> Tensor:
+        """A view of the pages, uint8 `[blocks, G, tokens / 256, bytes]`."""
+        pages: Tensor = self._layer.kv_cache
+        parts = pages.flatten(2)[..., pages.shape[2] * self._row :].view(torch.uint8)
+        parts = parts.view(*pages.shape[:2], -1, BLOCK * self.token_bytes)
+        return parts[..., : self.record_bytes]
+
+    def rows(self, kv_cache: Tensor) -> Tensor:
+        """Return the part of an attention layer's pages that contains keys and values, `[blocks,
+        G, tokens, 2 D]`."""
+        tokens = kv_cache.shape[2]
+        rows = kv_cache.flatten(2)[..., : tokens * self._row]
+        return rows.view(*kv_cache.shape[:3], self._row)
+
+    def join(self, impl: Any, context: dict[str, Any]) -> None:
+        """Give the attention layer a backend whose pages also contain codes."""
+        found = (name for name, layer in context.items() if getattr(layer, "impl", None) is impl)
+        self.counted_with = next(found)
+        self._layer = context[self.counted_with]
+        if self._layer.attn_backend.__module__ != __name__:  # vLLM may load weights repeatedly
+            self._layer.attn_backend = packing(self._layer.attn_backend, self.token_bytes)
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        """Return the class of the attention layer's backend."""
+        backend: type[AttentionBackend] = self._layer.attn_backend
+        return backend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> None:
+        """Return None, because this layer has no pages of its own."""
+        return None
+
+
+@cache
+def packing(backend: Any, token_bytes: int) -> type[AttentionBackend]:
+    """Return an attention backend whose pages also contain codes.
+
+    vLLM asks the backend of a layer for the size of its pages. So layers with codes of different
+    sizes need different classes.
+
+    Args:
+        backend: The plug-in's backend class.
+        token_bytes: Number of bytes for the codes of each token of a KV head.
+    """
+
+    class Packing(backend):
+        """The backend of layers whose codes are in the same pages as their keys and values."""
+
+        @classmethod
+        def customize_spec(cls, spec: Any) -> Any:
+            """Return vLLM's specification of a page, with room for codes."""
+            found = super().customize_spec(spec)
+            return replace(found, state_content_bytes=found.state_content_size_bytes + token_bytes)
+
+        @staticmethod
+        def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+            """Return the supported block sizes: all multiples of 256 tokens."""
+            return [MultipleOf(BLOCK)]
+
+        @classmethod
+        def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+            """Return the orders of dimensions in which a head's part of a page is contiguous."""
+            layouts = kv_cache_interface.KVCacheLayout
+            return layouts.LBHNC, layouts.BLHNC
+
+        @staticmethod
+        def get_builder_cls() -> Any:
+            """Return the class that builds the metadata of a batch and counts its steps."""
+            return counting(backend.get_builder_cls())
+
+    Packing.__qualname__ = f"Packing{token_bytes}"  # vLLM compares backends by their names
+    return Packing
+
+
+@cache
+def counting(builder: Any) -> type[AttentionMetadataBuilder[Any]]:
+    """Return a subclass of a metadata builder that also counts decode steps."""
+
+    class Counting(builder):
+        """A metadata builder that counts the decode steps of each batch."""
+
+        def __init__(
+            self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
+        ) -> None:
+            super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+            self._counter = StepCounter.of(vllm_config, layer_names)
+
+        def build(
+            self,
+            common_prefix_len: int,
+            common_attn_metadata: CommonAttentionMetadata,
+            fast_build: bool = False,
+        ) -> Any:
+            """Count the steps of a batch, and build its metadata."""
+            if self._counter is not None:
+                self._counter.count(common_attn_metadata)
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+        def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
+            """Build the metadata of a batch for a capture, which is no step to count."""
+            counter, self._counter = self._counter, None
+            try:
+                return super().build_for_cudagraph_capture(common_attn_metadata)
+            finally:
+                self._counter = counter
+
+    return Counting
