@@ -59,5 +59,5 @@ class Attention(SearchingFlashAttention):
                 continue
             Attention.copied += self.host is not None
             sequence = Sequence(kv_cache, None, metadata.block_table[number], length)
-            output[own] = self.plain.attend_dense(query[own], sequence)
+            output[own] = self.plain.attend_dense(query[own], sequence, self.sinks)
         return output

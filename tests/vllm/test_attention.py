@@ -103,6 +103,22 @@ def test_as_many_rows_as_there_are_give_full_attention(spec, softcap):
         torch.testing.assert_close(paged.attend(queries(), sequence), expected)
 
 
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("count", [1, 300])
+def test_learned_sinks_are_one_more_term_of_the_softmax(softcap, count):
+    paged, sequence, keys, values = served(1100, k=2048, softcap=softcap)
+    asked, sinks = queries(count), torch.tensor([2.0, -1.0, 0.5, 8.0])
+    found = paged.attend(asked, sequence, sinks)
+    for place in {0, count - 1}:
+        end = 1100 - count + place + 1
+        scores = torch.einsum("hd,hnd->hn", asked[place], keys[0, :, :end].repeat_interleave(2, 0))
+        scores *= paged.geometry.scale
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        weights = torch.cat([scores, sinks[:, None]], 1).softmax(1)[:, :-1]
+        expected = torch.einsum("hn,hnd->hd", weights, values[0, :, :end].repeat_interleave(2, 0))
+        torch.testing.assert_close(found[place], expected)
+
+
 def test_few_rows_do_not():
     paged, sequence, keys, values = served(1100, k=1)
     expected = attend(queries(), keys, values, scale=paged.geometry.scale)

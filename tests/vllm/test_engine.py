@@ -29,7 +29,7 @@ def watched(monkeypatch):
     """
     seen, attend = SimpleNamespace(steps=[], computed=0), PagedAttention.attend
 
-    def watch(self, queries, sequence):
+    def watch(self, queries, sequence, sinks=None):
         seen.computed += len(queries)
         indexed = self.searched(sequence.length)
         if len(queries) == 1 and indexed:
@@ -39,7 +39,7 @@ def watched(monkeypatch):
             assert alone.keys() == codes.keys()
             assert all(torch.equal(alone[name], codes[name]) for name in codes)
             seen.steps.append(sequence)
-        return attend(self, queries, sequence)
+        return attend(self, queries, sequence, sinks)
 
     monkeypatch.setattr(PagedAttention, "attend", watch)
     return seen
@@ -129,6 +129,18 @@ def test_sliding_layers_keep_their_own_and_softcaps_are_served(engine, saved, wa
     expected = tokens(engine(folder, **options), prompts)
     assert tokens(engine(folder, EVERY, **options), prompts) == expected
     assert watched.steps
+
+
+@pytest.mark.skipif(VERSION < (0, 28), reason="the model also has sliding layers")
+def test_learned_sinks(engine, saved, watched):
+    """One of two layers has full attention, and both have sinks, as in gpt-oss."""
+    folder = saved("GraniteSWA", sliding_window=64)
+    prompts, options = [prompt(700), prompt(20)], dict(num_gpu_blocks_override=24)
+    expected = tokens(engine(folder, **options), prompts)
+    assert tokens(engine(folder, EVERY, **options), prompts) == expected
+    assert watched.steps
+    few = EVERY | {"k": 1, "sink": 0, "local_window": 1}
+    assert tokens(engine(folder, few, **options), prompts) != expected
 
 
 def test_registering_again_changes_nothing(stock):

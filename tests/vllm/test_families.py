@@ -19,7 +19,7 @@ def tool(monkeypatch):
 
 def test_a_family_that_was_equal_must_stay_so(tool):
     before = {name: {"outcome": tool.EQUAL, "words": ""} for name in "abcde"}
-    before["e"] = before["f"] = {"outcome": tool.REFUSED, "words": "sinks"}
+    before["e"] = before["f"] = {"outcome": tool.REFUSED, "words": "slopes"}
     outcomes = dict(zip("abcdef", [*tool.MEANING, tool.REFUSED], strict=True))
     now = {name: {"outcome": one, "words": "why"} for name, one in outcomes.items()}
     found = list(tool.faults(now, before))
@@ -37,10 +37,10 @@ def test_distances(tool):
 
 
 def test_a_family_is_equal_or_refused_with_the_reason(tool):
-    found = dict(tool.ask(["qwen3", "gpt_oss"]))
+    found = dict(tool.ask(["qwen3", "bloom"]))
     assert found["qwen3"] == {"outcome": tool.EQUAL, "words": "4 of 4 layers search"}
-    assert found["gpt_oss"]["outcome"] == tool.REFUSED
-    assert found["gpt_oss"]["words"].startswith("sinks: got learned sinks")
+    assert found["bloom"]["outcome"] == tool.REFUSED
+    assert found["bloom"]["words"].startswith("alibi_slopes: got slopes")
     text = tool.page(found, {"vllm": "1", "transformers": "2"})
     assert "| equal | 1 |" in text
     assert "| qwen3 | equal | 4 of 4 layers search |" in text

@@ -190,13 +190,12 @@ def test_sliding_layers_need_one_block_table_or_packed_codes(monkeypatch):
     [
         ("attn_type", "encoder_only", "attention: got encoder_only"),
         ("alibi_slopes", [0.5], "alibi_slopes: got "),
-        ("sinks", "a tensor", "sinks: got learned sinks"),
         ("kv_sharing_target_layer_name", "layers.0", "kv_sharing_target_layer_name: got layers.0"),
         ("kv_cache_dtype", "fp8", "kv_cache_dtype: got fp8, allowed is torch.bfloat16"),
     ],
 )
 def test_layers_that_need_more_are_refused(option, value, said):
-    plain = dict(attn_type="decoder", alibi_slopes=None, sinks=None)
+    plain = dict(attn_type="decoder", alibi_slopes=None)
     plain |= dict(kv_sharing_target_layer_name=None, kv_cache_dtype="auto", dtype=torch.bfloat16)
     assert unsupported.layer_reasons(**plain) == []
     assert unsupported.layer_reasons(**{**plain, "kv_cache_dtype": "bfloat16"}) == []

@@ -98,14 +98,9 @@ def test_layers(stock, configured, options, said):
 
 def test_all_reasons_of_a_layer_are_in_one_error(stock, configured):
     with configured({"rows": "host"}), pytest.raises(ValueError, match="3 settings") as caught:
-        layer(alibi_slopes=[0.5] * 4, sinks=torch.zeros(4))
-    for name in ("alibi_slopes", "sinks", "rows"):
+        layer(alibi_slopes=[0.5] * 4, attn_type="encoder_only")
+    for name in ("alibi_slopes", "attention", "rows"):
         assert f"\n- {name}: got " in str(caught.value)
-
-
-def test_learned_sinks(stock, configured):
-    with configured(), pytest.raises(ValueError, match="kvindex: sinks: got learned sinks"):
-        layer(sinks=torch.zeros(4))
 
 
 def test_attention_in_both_directions(stock, configured):

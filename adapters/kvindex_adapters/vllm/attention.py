@@ -17,7 +17,7 @@ from kvindex import ops
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import UNUSED, Codes, Hits, Rows
 from kvindex.layer.retrieval import bias_of
-from kvindex.ops.attention import attend, attend_blocks, attend_causal
+from kvindex.ops.attention import attend, attend_blocks, attend_causal, with_sink_logits
 from kvindex.pariskv import sampling, select_rows
 from kvindex.pariskv.block_layout import BLOCK, Layout
 from kvindex.pariskv.encoding import Encoding
@@ -26,8 +26,8 @@ from kvindex_adapters.vllm import pages
 from kvindex_adapters.vllm.options import Options
 
 ROWS = 1024
-"""Number of keys that attention with a soft cap processes at a time, to limit the memory for
-logits."""
+"""Number of keys that attention with a soft cap or with learned sinks processes at a time, to limit
+the memory for logits."""
 
 
 @dataclass(frozen=True)
@@ -92,15 +92,20 @@ class PagedAttention:
         packed = self.layout.pack(codes, codes.pop("centers", None))
         pages.write_records(records, segments, packed[:, 0])
 
-    def attend(self, queries: Tensor, sequence: Sequence) -> Tensor:
+    def attend(self, queries: Tensor, sequence: Sequence, sinks: Tensor | None = None) -> Tensor:
         """Return the attention output `[T, H, D]` of a sequence's newest queries `[T, H, D]`.
 
         A single query in a long sequence searches the index. Other queries use full causal
         attention.
+
+        Args:
+            queries: Queries of the newest tokens.
+            sequence: The sequence, whose pages already contain the rows of these tokens.
+            sinks: Logits of the learned sinks `[H]`, or None in a model without sinks.
         """
         if len(queries) == 1 and (indexed := self.searched(sequence.length)):
-            return self._search(queries, sequence, indexed)
-        return self.attend_dense(queries, sequence)
+            return self._search(queries, sequence, indexed, sinks)
+        return self.attend_dense(queries, sequence, sinks)
 
     def searched(self, length: int) -> int:
         """Return how many tokens a decode step searches in a sequence of this length. Only complete
@@ -129,7 +134,9 @@ class PagedAttention:
             codes["centers"] = self.layout.centers(records)
         return codes
 
-    def _search(self, queries: Tensor, sequence: Sequence, indexed: int) -> Tensor:
+    def _search(
+        self, queries: Tensor, sequence: Sequence, indexed: int, sinks: Tensor | None
+    ) -> Tensor:
         hits = self.hits(queries, sequence, indexed)
         sink = pages.read_rows(sequence.rows, sequence.table, 0, self.options.sink)
         newest = pages.read_rows(sequence.rows, sequence.table, indexed, sequence.length)
@@ -143,17 +150,26 @@ class PagedAttention:
         retrieved += bias_of(hits.ids != UNUSED).repeat_interleave(g.group_size, dim=1)
         if hits.log_weight is not None:
             retrieved += hits.log_weight
-        return attend(queries, keys, values, scale=g.scale, softcap=g.softcap, bias=bias)
+        output, lse = attend(
+            queries, keys, values, scale=g.scale, softcap=g.softcap, bias=bias, return_lse=True
+        )
+        return output if sinks is None else with_sink_logits(output, lse, sinks)
 
-    def attend_dense(self, queries: Tensor, sequence: Sequence) -> Tensor:
+    def attend_dense(
+        self, queries: Tensor, sequence: Sequence, sinks: Tensor | None = None
+    ) -> Tensor:
         """Return the full causal attention of queries `[T, H, D]`."""
         g, heads = self.geometry, queries.transpose(0, 1)[None]  # [1, H, T, D]
         rows = pages.read_rows(sequence.rows, sequence.table, 0, sequence.length)
-        if g.softcap is None:
+        if g.softcap is None and sinks is None:
             found = attend_causal(heads, rows.keys, rows.values, scale=g.scale)
         else:
             blocks = _causal_blocks(rows, len(queries))
-            found = attend_blocks(heads, blocks, scale=g.scale, softcap=g.softcap)
+            found, lse = attend_blocks(
+                heads, blocks, scale=g.scale, softcap=g.softcap, return_lse=True
+            )
+            if sinks is not None:
+                found = with_sink_logits(found, lse, sinks[:, None])
         return found[0].transpose(0, 1)
 
 

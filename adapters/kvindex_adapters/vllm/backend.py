@@ -113,5 +113,5 @@ class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
             if own.start == own.stop:
                 continue
             sequence = Sequence(rows, records, attn_metadata.block_table[number], length)
-            output[own] = self.paged.attend(query[own], sequence)
+            output[own] = self.paged.attend(query[own], sequence, self.sinks)
         return output

@@ -66,7 +66,6 @@ def geometry_of(
     logits_soft_cap: float | None = None,
     attn_type: str = "decoder",
     kv_sharing_target_layer_name: str | None = None,
-    sinks: Tensor | None = None,
     **others: Any,
 ) -> Geometry | None:
     """Return the geometry of a full-attention layer, or None for a sliding-window layer.
@@ -93,7 +92,6 @@ def geometry_of(
     reasons = layer_reasons(
         attn_type=attn_type,
         alibi_slopes=alibi_slopes,
-        sinks=sinks,
         kv_sharing_target_layer_name=kv_sharing_target_layer_name,
         kv_cache_dtype=kv_cache_dtype,
         dtype=dtype,

@@ -64,7 +64,8 @@ class Searching:
         some = slice(0, self._rows)
         if self._rows:
             assert impl.codes is not None  # true for every layer with an index
-            self._steps.attend(self._numbers[impl.codes], queries[some], output[some])
+            number = self._numbers[impl.codes]
+            self._steps.attend(number, queries[some], output[some], sinks=impl.sinks)
         for part, metadata in self._parts:
             assert (
                 impl.host is not None

@@ -143,7 +143,6 @@ def layer_reasons(
     *,
     attn_type: str,
     alibi_slopes: object,
-    sinks: object,
     kv_sharing_target_layer_name: str | None,
     kv_cache_dtype: str,
     dtype: torch.dtype,
@@ -154,7 +153,6 @@ def layer_reasons(
     Args:
         attn_type: vLLM's type of attention.
         alibi_slopes: Slopes of ALiBi, or None.
-        sinks: Learned attention sinks, or None.
         kv_sharing_target_layer_name: Name of the layer whose cache this layer uses, or None.
         kv_cache_dtype: vLLM's name of the dtype of the cache.
         dtype: Dtype of the model.
@@ -164,7 +162,6 @@ def layer_reasons(
     return _reasons(
         ("attention", attn_type, attn_type == "decoder", f"'decoder': {other}"),
         ("alibi_slopes", "slopes that change scores by position", alibi_slopes is None, other),
-        ("sinks", "learned sinks in the softmax", sinks is None, other),
         (
             "kv_sharing_target_layer_name",
             shared,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvindex import ops
 from kvindex.core.geometry import Geometry
+from kvindex.ops.attention import with_sink_logits
 from kvindex.pariskv.block_layout import words_of
 from kvindex.pariskv.config import ParisKVConfig
 from kvindex.pariskv.encoding import Encoding
@@ -220,9 +221,11 @@ class PagedSteps:
                 0, queries, torch.empty_like(queries)
             )  # compiles kernels now, as none can be compiled in a graph
 
-    def attend(self, layer: int, queries: Tensor, output: Tensor) -> None:
+    def attend(
+        self, layer: int, queries: Tensor, output: Tensor, *, sinks: Tensor | None = None
+    ) -> None:
         """Compute attention for queries `[R, H, D]`, one per sequence, and write the result to
-        `output` `[R, H, D]`.
+        `output` `[R, H, D]`. `sinks` `[H]` are the logits of learned sinks, if the layer has any.
 
         `R` must be the argument `rows` of the last call of `begin`. If a CUDA graph captures this
         method, `R` must be the argument `rows` of the last call of `begin` before the capture.
@@ -230,6 +233,8 @@ class PagedSteps:
         step, states = self._steps[len(queries)]
         step.output = output
         step(queries.contiguous(), states[layer])
+        if sinks is not None:
+            output.copy_(with_sink_logits(output, step.lse, sinks))
 
     def _encode_due(self) -> None:
         self._encoder.of_pages(

@@ -24,6 +24,9 @@ LENGTHS = 1100, 700, 300, 1024, 1, 0
 class Engine:
     """The caches of an engine, filled with old data, and sequences that get new tokens."""
 
+    sinks = None
+    """Logits of learned sinks, float32 `[H]`, or None."""
+
     def __init__(self, device, *, tokens=BLOCK, order="HND", dtype=torch.float32, **options):
         given = {"index": "pariskv:preset=fast", "k": 4096, "sink": 4, "local_window": 20}
         self.options = Options(**{**given, "dense_below": 400, **options})
@@ -38,6 +41,14 @@ class Engine:
         self.codes = [self.filled(shape, 0xA5, torch.uint8) for _ in range(LAYERS)]
         if order == "HND":
             rows = [self.filled((PAGES, G, tokens, 2 * D), 7, dtype) for _ in range(LAYERS)]
+        elif order == "packed":  # the records of a head are behind its rows, in the same page
+            size = tokens * 2 * D * torch.empty((), dtype=dtype).element_size()
+            shape = PAGES, G, size + tokens // BLOCK * record
+            places = [self.filled(shape, 0xA5, torch.uint8) for _ in range(LAYERS)]
+            parts = [place[..., :size].view(dtype) for place in places]
+            rows = [part.view(PAGES, G, tokens, 2 * D).fill_(7) for part in parts]
+            shape = PAGES, G, tokens // BLOCK, record
+            self.codes = [place[..., size:].view(shape) for place in places]
         else:
             rows = [self.filled((PAGES, tokens, G, 2 * D), 7, dtype) for _ in range(LAYERS)]
             rows = [part.transpose(1, 2) for part in rows]
@@ -105,7 +116,7 @@ class Engine:
             queries = self.normal(len(lengths), H, D)
             output = torch.full_like(queries, torch.nan)
             with on(self.device):
-                self.steps.attend(layer, queries, output)
+                self.steps.attend(layer, queries, output, sinks=self.sinks)
             yield output, self.expected(layer, queries, lengths)
 
     def expected(self, layer, queries, lengths):
@@ -115,7 +126,7 @@ class Engine:
         for b, length in enumerate(lengths):
             if length:
                 sequence = Sequence(self.rows[layer], records, self.tables[b], length)
-                found[b] = self.paged.attend(queries[b, None], sequence)[0]
+                found[b] = self.paged.attend(queries[b, None], sequence, self.sinks)[0]
         return found
 
 
@@ -127,7 +138,7 @@ def assert_close(pairs, **bounds):
 @on_devices_slowly
 @pytest.mark.parametrize(
     ("tokens", "order"),
-    mostly_slow([(256, "HND"), (512, "NHD")], (512, "NHD")),
+    mostly_slow([(256, "HND"), (512, "NHD"), (512, "packed")], (512, "NHD")),
 )
 def test_as_many_rows_as_there_are_give_full_attention(tokens, order, device):
     engine = Engine(device, tokens=tokens, order=order, index="pariskv:preset=fast")
@@ -136,6 +147,22 @@ def test_as_many_rows_as_there_are_give_full_attention(tokens, order, device):
     whole = Engine(device, tokens=tokens, order=order, dense_below=4096)
     whole.prefill()
     assert_close(whole.decode())
+
+
+@on_devices
+def test_learned_sinks_and_codes_in_the_pages_of_rows(device):
+    engine = Engine(device, tokens=512, order="packed", k=6)
+    engine.prefill()
+    plain = [found for found, _ in engine.decode()]
+    engine = Engine(device, tokens=512, order="packed", k=6)
+    engine.sinks = torch.tensor([3.0, -1.0, 0.5, 6.0], device=device)
+    engine.prefill()
+    pairs = list(engine.decode())
+    assert_close(pairs)
+    assert all(
+        (found - old).abs().max() > 0.1 for (found, _), old in zip(pairs, plain, strict=True)
+    )
+    assert not pairs[0][0][-1].any()  # an unused place
 
 
 @on_devices
