@@ -1,6 +1,7 @@
 """Which sequences of a batch are copied from the host together."""
 
 from itertools import accumulate
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -71,6 +72,11 @@ def test_what_the_host_does_not_serve_is_refused():
         ({**fine, "tensor_parallel_size": 2}, False, "tensor_parallel_size: got 2, allowed is 1"),
         ({**fine, "pipeline_parallel_size": 2}, False, "pipeline_parallel_size: got 2"),
         ({**fine, "enable_sleep_mode": True}, False, "enable_sleep_mode: got True"),
+        (
+            {**fine, "speculative_config": SimpleNamespace(method="ngram")},
+            False,
+            "speculative_config: got the method ngram, allowed is None",
+        ),
     ):
         (reason,) = host_reasons(engine(**other), sliding=sliding)
         assert reason.startswith(said)

@@ -107,7 +107,10 @@ REFUSED = [
         "decode_context_parallel_size: got 2, allowed is 1; leave out",
     ),
     ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size: got 2"),
-    ({"speculative_config": "ngram"}, "speculative_config: got ngram, allowed is None; leave out"),
+    (
+        {"speculative_config": SimpleNamespace(method="eagle3")},
+        "speculative_config: got the method eagle3, allowed is the method 'ngram'",
+    ),
     ({"kv_transfer_config": "a connector"}, "kv_transfer_config: got a connector"),
     ({"attention_chunk_size": 8192}, "model: got chunked attention (chunks of 8192 tokens)"),
     ({"is_hybrid": True}, "model: got state of linear attention"),
@@ -131,7 +134,9 @@ def separate(monkeypatch):
 @pytest.mark.usefixtures("separate")
 @pytest.mark.parametrize(("setting", "said"), REFUSED)
 def test_engines_that_are_not_supported(setting, said):
-    for fine in (engine(), engine(block_size=512), engine(cache_dtype="bfloat16")):
+    ngram = SimpleNamespace(method="ngram")
+    others = engine(cache_dtype="bfloat16"), engine(speculative_config=ngram)
+    for fine in (engine(), engine(block_size=512), *others):
         assert unsupported.engine_reasons(fine) == []
     (reason,) = unsupported.engine_reasons(engine(**setting))
     assert said in reason

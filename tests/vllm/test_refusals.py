@@ -57,10 +57,10 @@ def test_engines(engine, model, asked, options, said):
 
 def test_all_settings_of_an_engine_are_in_one_error(configured):
     """vLLM has made no layer and has started no process by then."""
-    draft = dict(method="ngram", num_speculative_tokens=2, prompt_lookup_max=2)
+    connector = dict(kv_connector="ExampleConnector", kv_role="kv_both")
     with pytest.raises(ValueError, match="kvindex: 4 settings are not supported:") as caught:
-        configured({"k": 0}, block_size=320, speculative_config=draft, kv_cache_dtype="fp8")
-    for name in ("k", "block_size", "speculative_config", "kv_cache_dtype"):
+        configured({"k": 0}, block_size=320, kv_transfer_config=connector, kv_cache_dtype="fp8")
+    for name in ("k", "block_size", "kv_transfer_config", "kv_cache_dtype"):
         assert f"\n- {name}: got " in str(caught.value)
 
 

@@ -8,7 +8,7 @@ kernels of the plug-in compute the same results from the same pages.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -52,23 +52,33 @@ class PagedAttention:
     """The attention of one layer. Keys, values and codes are in vLLM's pages.
 
     The object does not store the pages: each method receives them as arguments.
+
+    Args:
+        geometry: Sizes of the layer.
+        options: Options of the plug-in.
+        encoding: Encoding of keys.
+        layout: Layout of the codes in pages.
+        drafted: Largest number of drafted tokens that a step verifies (speculative decoding).
     """
 
     geometry: Geometry
     options: Options
     encoding: Encoding
     layout: Layout
+    drafted: int = 0
 
     @staticmethod
-    def of(options: Options, geometry: Geometry) -> PagedAttention:
+    def of(options: Options, geometry: Geometry, drafted: int = 0) -> PagedAttention:
         """Create the `PagedAttention` object of one attention layer.
 
         Args:
             options: Options of the plug-in.
             geometry: Sizes of the layer.
+            drafted: Largest number of drafted tokens that a step verifies.
         """
         encoding = Encoding.of(options.config, geometry, ops)
-        return PagedAttention(geometry, options, encoding, options.layout(geometry.head_dim))
+        layout = options.layout(geometry.head_dim)
+        return PagedAttention(geometry, options, encoding, layout, drafted)
 
     def explain(self) -> str:
         """Return a description of the layer: its index, and the sequences that use the index."""
@@ -95,15 +105,22 @@ class PagedAttention:
     def attend(self, queries: Tensor, sequence: Sequence, sinks: Tensor | None = None) -> Tensor:
         """Return the attention output `[T, H, D]` of a sequence's newest queries `[T, H, D]`.
 
-        A single query in a long sequence searches the index. Other queries use full causal
-        attention.
+        A single query in a long sequence searches the index. So does each query of a step that
+        verifies drafted tokens. Other queries use full causal attention.
 
         Args:
             queries: Queries of the newest tokens.
             sequence: The sequence, whose pages already contain the rows of these tokens.
             sinks: Logits of the learned sinks `[H]`, or None in a model without sinks.
         """
-        if len(queries) == 1 and (indexed := self.searched(sequence.length)):
+        count = len(queries)
+        if 1 < count <= 1 + self.drafted:  # as if the tokens were decoded one after another
+            parts = []
+            for place in range(count):
+                known = replace(sequence, length=sequence.length - count + 1 + place)
+                parts.append(self.attend(queries[place, None], known, sinks))
+            return torch.cat(parts)
+        if count == 1 and (indexed := self.searched(sequence.length)):
             return self._search(queries, sequence, indexed, sinks)
         return self.attend_dense(queries, sequence, sinks)
 

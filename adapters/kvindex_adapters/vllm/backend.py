@@ -19,7 +19,12 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from kvindex_adapters.vllm import pages
 from kvindex_adapters.vllm.attention import PagedAttention, Sequence
-from kvindex_adapters.vllm.engine import PluginAttention, geometry_of, options_of
+from kvindex_adapters.vllm.engine import (
+    PluginAttention,
+    drafted_tokens,
+    geometry_of,
+    options_of,
+)
 from kvindex_adapters.vllm.packed import codes_layer
 from kvindex_adapters.vllm.unsupported import check_causal, check_output, device_reasons
 
@@ -54,7 +59,7 @@ class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
         geometry = geometry_of(config, torch.device("cpu"), more, *given, **named)
         if geometry is None:
             return
-        self.paged = PagedAttention.of(options, geometry)
+        self.paged = PagedAttention.of(options, geometry, drafted_tokens(config))
         self.codes = codes_layer(config, geometry, self.paged.layout.head_bytes)
         self.codes.mixed = True
         self.context = config.compilation_config.static_forward_context

@@ -109,6 +109,17 @@ def geometry_of(
     return geometry
 
 
+def drafted_tokens(config: VllmConfig) -> int:
+    """Return the largest number of drafted tokens that a step verifies. Without speculative
+    decoding it is 0.
+
+    Args:
+        config: The engine's configuration.
+    """
+    speculative = config.speculative_config
+    return 0 if speculative is None else int(speculative.num_speculative_tokens)
+
+
 def first_layer(config: VllmConfig) -> int:
     """Return the number of the first layer in this process. Without pipeline parallelism it is 0.
 
@@ -346,6 +357,7 @@ class StepCounter:
 
     def __init__(self, config: VllmConfig, counters: Counters) -> None:
         self._options, self._counters = options_of(config), counters
+        self._drafted = drafted_tokens(config)
         layers = config.compilation_config.static_forward_context.values()
         self._mixed = any(isinstance(layer, CodesLayer) and layer.mixed for layer in layers)
 
@@ -374,8 +386,11 @@ class StepCounter:
         return None if counters is None else StepCounter(config, counters)
 
     def count(self, common: CommonAttentionMetadata) -> None:
-        """Count the sequences with one new token in a batch. Their lengths may be upper bounds,
-        because the host does not wait for the device."""
+        """Count the decode steps of a batch. Their lengths may be upper bounds, because the host
+        does not wait for the device.
+
+        A step that verifies drafted tokens is counted once for each of its tokens.
+        """
         lengths = common.seq_lens_cpu_upper_bound
         if lengths is None:
             lengths = common.seq_lens
@@ -383,7 +398,9 @@ class StepCounter:
             return
         new = np.diff(common.query_start_loc_cpu[: common.num_reqs + 1].numpy())
         known = lengths[: common.num_reqs].numpy()
-        steps = known[(new == 1) & (known > 0)]  # a length of 0 is padding
+        short = (new <= 1 + self._drafted) & (known > 0)  # a length of 0 is padding
+        places = range(1 + self._drafted)
+        steps = np.concatenate([known[short & (new > place)] - place for place in places])
         assert self._options is not None  # an engine with an index has options
-        search = self._mixed or common.max_query_len == 1
+        search = self._mixed or common.max_query_len <= 1 + self._drafted
         self._counters.add(Steps.of(steps, self._options, search=search))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
@@ -13,7 +14,13 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from kvindex.core.transaction import in_plain_torch
-from kvindex_adapters.vllm.engine import CodesLayer, logger, options_of, spec_of_rows
+from kvindex_adapters.vllm.engine import (
+    CodesLayer,
+    drafted_tokens,
+    logger,
+    options_of,
+    spec_of_rows,
+)
 from kvindex_adapters.vllm.gpu_layer import SearchingFlashAttention
 from kvindex_adapters.vllm.host import Part, single, split
 from kvindex_adapters.vllm.unsupported import check_causal, refuse, refuse_memory
@@ -32,7 +39,8 @@ class Searching:
     Args:
         steps: The fused decode steps of the layers.
         numbers: Maps the `CodesLayer` of each layer to the layer's number in `steps`.
-        rows: Number of sequences that run a decode step.
+        rows: Number of queries of decode steps: one for each sequence, or several if drafted
+            tokens are verified.
         parts: The sequences whose prompts are being read, in groups, and FlashAttention's metadata
             for each group. The keys and values of a group are copied from host memory to the device
             together. Empty if keys and values are on the device anyway.
@@ -91,6 +99,7 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
     ) -> None:
         self._options = options_of(vllm_config)
+        self._drafted = drafted_tokens(vllm_config)
         self._layers: list[Any] = []
         self._caches: list[Tensor] = []
         self._steps: PagedSteps | None = None
@@ -136,8 +145,12 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         """Build the metadata of a batch, and prepare the fused decode steps in it."""
         common = common_attn_metadata
         rows, starts = 0, []
+        tables, lengths = common.block_table_tensor, common.seq_lens
         if self._layers and common.max_query_len == 1:
             rows = common.num_reqs
+        elif self._layers and common.max_query_len <= 1 + self._drafted:
+            rows = common.num_actual_tokens
+            tables, lengths = one_by_one(common)
         elif self._host is not None:
             starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
             reading = common.is_prefilling
@@ -151,8 +164,7 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
             return metadata
         check_causal(common.causal)
         steps = self._opened()
-        tables, slots = common.block_table_tensor, common.slot_mapping
-        steps.begin(tables, common.seq_lens, slots, rows=rows)
+        steps.begin(tables, lengths, common.slot_mapping, rows=rows)
         if alone:
             numbers = {layer.impl.codes: i for i, layer in enumerate(self._layers)}
             parts = self._parts(common, starts, rows) if starts else []
@@ -195,6 +207,7 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         assert options is not None  # an engine with an index has options
         scheduler, compilation = config.scheduler_config, config.compilation_config
         most_rows = max(scheduler.max_num_seqs, compilation.max_cudagraph_capture_size or 0)
+        most_rows *= 1 + self._drafted
         geometries = {layer.impl.geometry for layer in self._layers}
         if len(geometries) > 1:
             refuse(
@@ -224,6 +237,25 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         self._caches = caches
         assert self._steps is not None
         return self._steps
+
+
+def one_by_one(common: CommonAttentionMetadata) -> tuple[Tensor, Tensor]:
+    """Treat each new token of a batch as a sequence that ends with this token.
+
+    Args:
+        common: vLLM's metadata of the batch, with `T` new tokens.
+
+    Returns:
+        Block tables int32 `[T, blocks]` and lengths int32 `[T]`. The host does not wait for the
+        device.
+    """
+    starts, count = common.query_start_loc, common.num_actual_tokens
+    tokens = torch.arange(count, dtype=starts.dtype, device=starts.device)
+    ends = starts[1 : common.num_reqs + 1]
+    owner = torch.searchsorted(ends, tokens, right=True).clamp_max(common.num_reqs - 1)
+    later = ends[owner] - 1 - tokens  # new tokens of the same sequence after this one
+    lengths = (common.seq_lens[owner] - later).masked_fill(later < 0, 0)  # below 0 for padding
+    return common.block_table_tensor[owner], lengths.to(common.seq_lens.dtype)
 
 
 def searches(impl: Any) -> bool:

@@ -16,6 +16,7 @@ from kvindex.core.transaction import in_plain_torch
 from kvindex_adapters.vllm.engine import (
     CodesLayer,
     PluginAttention,
+    drafted_tokens,
     geometry_of,
     keep_no_rows,
     options_of,
@@ -58,7 +59,7 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
                 # use torch's normal defaults here, because vLLM sets the default dtype and device
                 # to those of the model while it constructs layers
                 why = in_plain_torch(unserved)(options.config, geometry)
-                reasons += kernel_reasons(why, options.local_window)
+                reasons += kernel_reasons(why, options.local_window, drafted_tokens(config))
             return reasons
 
         self.geometry = geometry_of(config, device, more, *given, **named)

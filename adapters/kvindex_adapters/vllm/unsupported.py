@@ -107,12 +107,18 @@ def _setting_reasons(config: Any) -> list[str]:
                 ("prefill_context_parallel_size", parallel.prefill_context_parallel_size),
             )
         ),
-        *(
-            (name, _kind(value), value is None, f"None; leave out --{name.replace('_', '-')}")
-            for name, value in (
-                ("speculative_config", config.speculative_config),
-                ("kv_transfer_config", config.kv_transfer_config),
-            )
+        (
+            "speculative_config",
+            f"the method {_method(config)}",
+            _method(config) in (None, "ngram"),
+            "the method 'ngram', because the layers of a draft model are not supported; or leave "
+            "out --speculative-config",
+        ),
+        (
+            "kv_transfer_config",
+            _kind(config.kv_transfer_config),
+            config.kv_transfer_config is None,
+            "None; leave out --kv-transfer-config",
         ),
         (
             "kv_cache_dtype",
@@ -193,19 +199,21 @@ def sliding_reasons(config: Any, options: Options) -> list[str]:
     )
 
 
-def kernel_reasons(why: str | None, local_window: int) -> list[str]:
+def kernel_reasons(why: str | None, local_window: int, drafted: int = 0) -> list[str]:
     """Return the reasons why the GPU kernels cannot search.
 
     Args:
         why: The reason why the kernels do not support the index, or None.
         local_window: The option `local_window`.
+        drafted: Largest number of drafted tokens that a step verifies.
     """
     return _reasons(
         (
             "local_window",
             local_window,
-            local_window > 0,
-            "at least 1 on a GPU, because a block is encoded only after the step that fills it",
+            local_window > drafted,
+            f"at least {drafted + 1} on a GPU, because the blocks that a step of up to "
+            f"{drafted + 1} tokens fills are encoded after this step",
         )
     ) + ([] if why is None else [f"index: on a GPU: {why}"])
 
@@ -226,6 +234,12 @@ def host_reasons(config: Any, *, sliding: bool) -> list[str]:
         ("prefix_match_unit", unit, unit in (None, cache.block_size), one),
         ("use_ubatching", True, not parallel.use_ubatching, "False with rows='host'"),
         ("enable_sleep_mode", True, not sleeps, "False with rows='host'"),
+        (
+            "speculative_config",
+            f"the method {_method(config)}",
+            config.speculative_config is None,
+            "None with rows='host'; leave out --speculative-config",
+        ),
         *(
             (name, value, value == 1, "1 with rows='host', because processes share host memory")
             for name, value in (
@@ -339,6 +353,12 @@ def refuse_dense_model() -> None:
 def _plain(kv_cache_dtype: str, dtype: torch.dtype) -> bool:
     """Return True if the cache stores keys and values in the model's dtype."""
     return kv_cache_dtype in ("auto", str(dtype).removeprefix("torch."))
+
+
+def _method(config: Any) -> str | None:
+    """Return the name of an engine's method of speculative decoding, or None."""
+    speculative = config.speculative_config
+    return None if speculative is None else str(speculative.method)
 
 
 def _kind(value: object) -> object:

@@ -1,0 +1,141 @@
+"""Speculative decoding with n-gram drafts does not change tokens."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvindex_adapters.vllm.attention import PagedAttention
+from kvindex_adapters.vllm.options import Options
+from kvindex_adapters.vllm.unsupported import kernel_reasons
+from tests.cuda import emulator
+from tests.vllm.conftest import EVERY, prompt, settings, tokens
+from tests.vllm.processes import printed_tokens, run
+from tests.vllm.test_attention import queries, served
+
+DRAFTS = 3
+
+NGRAM = dict(
+    method="ngram", num_speculative_tokens=DRAFTS, prompt_lookup_min=1, prompt_lookup_max=3
+)
+
+SPECULATING = dict(speculative_config=NGRAM, disable_log_stats=False)
+
+PROMPTS = [prompt(length, seed) * 3 for seed, length in enumerate((240, 100, 7, 330))]
+"""Prompts that repeat themselves, so that there are drafts. Answers cross blocks of 256 tokens."""
+
+FEW = EVERY | {"k": 8}
+
+
+SCRIPT = """
+import contextlib, json, sys
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    engine, (emulate, count, *prompts) = json.loads(sys.argv[1])
+    with contextlib.ExitStack() as stack:
+        if emulate:
+            from vllm.plugins import load_general_plugins
+            from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+            from tests.cuda import emulator
+            load_general_plugins()
+            register_backend(AttentionBackendEnum.CPU_ATTN, "tests.vllm.on_a_cpu.Backend")
+            stack.enter_context(emulator.emulated())
+        llm = LLM(**engine)
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+        given = [{"prompt_token_ids": ids} for ids in prompts]
+        found = llm.generate(given, params, use_tqdm=False)
+        print("TOKENS", json.dumps([list(one.outputs[0].token_ids) for one in found]))
+    if emulate:
+        from tests.vllm.on_a_cpu import Attention
+        assert Attention.searched
+    found = {one.name: one.value for one in llm.get_metrics() if hasattr(one, "value")}
+    names = [f"vllm:spec_decode_num_{what}_tokens" for what in ("draft", "accepted")]
+    print("DRAFTS", json.dumps([found[name] for name in names]))
+"""
+"""Speculate in a process of its own: vLLM cannot start a second such engine in a process, because
+the package numba, which finds drafts, changes what it expects of modules."""
+
+
+def speculated(folder, model, asked, count, prompts=PROMPTS, emulate=False):
+    """Return tokens, and the numbers of drafted and of accepted tokens."""
+    given, env = settings(model, asked, **SPECULATING), {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    done = run(folder, given, [emulate, count, *prompts], SCRIPT, env)
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("DRAFTS "))
+    return printed_tokens(done), *json.loads(line.removeprefix("DRAFTS "))
+
+
+def test_a_step_of_several_tokens_is_several_steps():
+    paged, sequence, _, _ = served(1100, k=6, local_window=60)
+    several = PagedAttention.of(paged.options, paged.geometry, DRAFTS)
+    asked = queries(1 + DRAFTS)
+    found = several.attend(asked, sequence)
+    for place in range(1 + DRAFTS):  # the index ends one block earlier for the first tokens
+        known = SimpleNamespace(**vars(sequence) | {"length": 1100 - DRAFTS + place})
+        expected = paged.attend(asked[place, None], known)
+        torch.testing.assert_close(found[place, None], expected)
+    assert (several.attend(asked, sequence) - paged.attend(asked, sequence)).abs().max() > 0.01
+    longer = queries(2 + DRAFTS)  # a chunk of a prompt
+    assert torch.equal(several.attend(longer, sequence), paged.attend(longer, sequence))
+
+
+def test_on_a_gpu_the_window_covers_drafted_tokens():
+    assert kernel_reasons(None, 4, drafted=3) == []
+    (reason,) = kernel_reasons(None, 3, drafted=3)
+    assert reason.startswith("local_window: got 3, allowed is at least 4 on a GPU")
+
+
+def test_each_new_token_as_a_sequence():
+    pytest.importorskip("vllm")
+    from kvindex_adapters.vllm.gpu_batch import one_by_one
+
+    common = SimpleNamespace(
+        query_start_loc=torch.tensor([0, 3, 3, 4, 6]).int(),
+        num_actual_tokens=7,  # with one token of padding
+        num_reqs=4,
+        seq_lens=torch.tensor([10, 0, 257, 30]).int(),
+        block_table_tensor=torch.arange(8).int().view(4, 2),
+    )
+    tables, lengths = one_by_one(common)
+    assert lengths.tolist() == [8, 9, 10, 257, 29, 30, 0]
+    assert tables[:, 0].tolist() == [0, 0, 0, 4, 6, 6, 6]
+    assert tables.dtype == lengths.dtype == torch.int32
+
+
+@pytest.mark.parametrize("asked", [EVERY, FEW])
+def test_tokens_are_those_without_drafts(stock, engine, model, tmp_path, asked):
+    expected = tokens(engine(model, asked), PROMPTS, 40)
+    assert (expected == tokens(stock, PROMPTS, 40)) == (asked is EVERY)
+    found, drafted, accepted = speculated(tmp_path, model, asked, 40)
+    assert found == expected
+    assert drafted > accepted > 0
+
+
+@pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
+def test_the_kernels_verify_drafted_tokens(stock, model, tmp_path):
+    asked = EVERY | {"index": "pariskv:preset=fast"}
+    prompts = [prompt(length) * 3 for length in (100, 7)]  # few, because the emulator is slow
+    found, drafted, _ = speculated(tmp_path, model, asked, 8, prompts, emulate=True)
+    assert found == tokens(stock, prompts, 8)
+    assert drafted
+
+
+def test_steps_of_several_tokens_are_counted():
+    pytest.importorskip("vllm")
+    from kvindex_adapters.vllm.engine import StepCounter
+    from kvindex_adapters.vllm.metrics import Steps
+
+    counted = []
+    counter = StepCounter.__new__(StepCounter)
+    counter._options, counter._drafted, counter._mixed = Options(**EVERY), DRAFTS, False
+    counter._counters = SimpleNamespace(add=counted.append)
+    common = SimpleNamespace(
+        query_start_loc_cpu=torch.tensor([0, 4, 5, 5]),
+        seq_lens_cpu_upper_bound=torch.tensor([900, 40, 0]),
+        num_reqs=3,
+        max_query_len=4,
+    )
+    counter.count(common)
+    assert counted == [Steps.of([900, 899, 898, 897, 40], Options(**EVERY))]
