@@ -123,7 +123,7 @@ def answers(
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-    from kvindex_adapters.vllm.engine import CodesLayer, PluginAttention
+    from kvindex_adapters.vllm.engine import PluginAttention
 
     cleanup_dist_env_and_memory()  # the engine before may have had other process groups
     options: dict[str, Any] = {}
@@ -159,7 +159,7 @@ def answers(
     ]
     layers = get_layers_from_vllm_config(llm.llm_engine.vllm_config, AttentionLayerBase).values()
     own = [layer for layer in layers if isinstance(getattr(layer, "impl", None), PluginAttention)]
-    searching = sum(isinstance(layer, CodesLayer) for layer in layers)
+    searching = sum(layer.impl.codes is not None for layer in own)
     return result, f"{searching} of {len(own)} layers search"
 
 

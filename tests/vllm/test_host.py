@@ -80,6 +80,8 @@ def test_what_the_host_does_not_serve_is_refused():
     ):
         (reason,) = host_reasons(engine(**other), sliding=sliding)
         assert reason.startswith(said)
+    (reason,) = host_reasons(engine(**fine), sliding=False, shared=True)
+    assert reason.startswith("rows: got host in a model whose layers share keys and values")
     (reason,) = unsupported.device_reasons("host")
     assert reason.startswith("rows: got host, allowed is 'device' on a CPU")
     assert unsupported.device_reasons("device") == []

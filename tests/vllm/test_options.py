@@ -60,6 +60,7 @@ def engine(additional=None, backend="KVINDEX", **other):
         "is_hybrid": False,
         "get_sliding_window": lambda: None,
         "use_mla": False,
+        "kv_sharing_fast_prefill": False,
         "disable_hybrid_kv_cache_manager": True,
         "speculative_config": None,
         "kv_transfer_config": None,
@@ -114,6 +115,7 @@ REFUSED = [
     ({"kv_transfer_config": "a connector"}, "kv_transfer_config: got a connector"),
     ({"attention_chunk_size": 8192}, "model: got chunked attention (chunks of 8192 tokens)"),
     ({"is_hybrid": True}, "model: got state of linear attention"),
+    ({"kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill: got True, allowed is False"),
     ({"use_mla": True}, "model: got multi-head latent attention"),
     ({"cache_dtype": "fp8"}, "kv_cache_dtype: got fp8, allowed is torch.bfloat16"),
     (
@@ -151,10 +153,10 @@ def test_all_reasons_are_in_one_error():
         everything |= setting
     everything["additional"] = {"kvindx": {}, "kvindex": {"k": 0, "kk": 1}}
     reasons = unsupported.engine_reasons(engine(**everything))
-    assert len(reasons) == 12
+    assert len(reasons) == 13
     options = {"k": 0, "kk": 1, "rows": "disk"}
     assert len(unsupported.engine_reasons(engine({"kvindex": options}))) == 3
-    with pytest.raises(ValueError, match="kvindex: 12 settings are not supported:\n- ") as caught:
+    with pytest.raises(ValueError, match="kvindex: 13 settings are not supported:\n- ") as caught:
         unsupported.refuse(*reasons)
     assert reports.split(str(caught.value)) == reasons
     with pytest.raises(ValueError, match=r"^kvindex: one reason$"):
@@ -195,13 +197,12 @@ def test_sliding_layers_need_one_block_table_or_packed_codes(monkeypatch):
     [
         ("attn_type", "encoder_only", "attention: got encoder_only"),
         ("alibi_slopes", [0.5], "alibi_slopes: got "),
-        ("kv_sharing_target_layer_name", "layers.0", "kv_sharing_target_layer_name: got layers.0"),
         ("kv_cache_dtype", "fp8", "kv_cache_dtype: got fp8, allowed is torch.bfloat16"),
     ],
 )
 def test_layers_that_need_more_are_refused(option, value, said):
     plain = dict(attn_type="decoder", alibi_slopes=None)
-    plain |= dict(kv_sharing_target_layer_name=None, kv_cache_dtype="auto", dtype=torch.bfloat16)
+    plain |= dict(kv_cache_dtype="auto", dtype=torch.bfloat16)
     assert unsupported.layer_reasons(**plain) == []
     assert unsupported.layer_reasons(**{**plain, "kv_cache_dtype": "bfloat16"}) == []
     (reason,) = unsupported.layer_reasons(**{**plain, option: value})

@@ -29,10 +29,10 @@ def configured(model):
     return enter
 
 
-def layer(**options):
+def layer(prefix="layers.0", **options):
     from vllm.model_executor.layers.attention import Attention
 
-    return Attention(4, 32, 1.0, 2, prefix="layers.0", **options)
+    return Attention(4, 32, 1.0, 2, prefix=prefix, **options)
 
 
 def test_a_configuration_of_vllm_has_what_is_asked_of_it(configured):
@@ -83,7 +83,7 @@ def test_what_the_user_leaves_out_is_set(configured):
     ("options", "said"),
     [
         (dict(alibi_slopes=[0.5] * 4), "alibi_slopes: got "),
-        (dict(kv_sharing_target_layer_name="layers.1"), "kv_sharing_target_layer_name: got"),
+        (dict(kv_sharing_target_layer_name="layers.1"), "kv_sharing_target_layer_name: got layers"),
         (dict(attn_type="encoder_only"), "attention: got encoder_only"),
         (dict(per_layer_sliding_window=64), "disable_hybrid_kv_cache_manager: got False"),
     ],
@@ -251,3 +251,13 @@ def test_nobody_who_does_not_ask_meets_us(stock, configured):
         assert SearchingBackend.get_impl_cls() is CPUAttentionBackendImpl
     with configured():
         assert SearchingBackend.get_impl_cls() is SearchingAttention
+
+
+def test_a_layer_that_reads_the_rows_of_another_reads_its_codes(stock, configured):
+    with configured(EVERY, disable_hybrid_kv_cache_manager=True):
+        first, second = layer(), layer(prefix="layers.1", kv_sharing_target_layer_name="layers.0")
+        assert first.impl.codes is second.impl.codes is not None
+        layer(prefix="layers.2", per_layer_sliding_window=64)
+        name = "kv_sharing_target_layer_name: got layers.2, allowed is the name of an earlier layer"
+        with pytest.raises(ValueError, match=f"kvindex: {name} with full attention"):
+            layer(prefix="layers.3", kv_sharing_target_layer_name="layers.2")

@@ -60,7 +60,8 @@ class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
         if geometry is None:
             return
         self.paged = PagedAttention.of(options, geometry, drafted_tokens(config))
-        self.codes = codes_layer(config, geometry, self.paged.layout.head_bytes)
+        target = self.kv_sharing_target_layer_name
+        self.codes = codes_layer(config, geometry, self.paged.layout.head_bytes, target)
         self.codes.mixed = True
         self.context = config.compilation_config.static_forward_context
 

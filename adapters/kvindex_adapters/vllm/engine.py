@@ -78,6 +78,7 @@ def geometry_of(
         config: The engine's configuration.
         device: Device of the layer.
         more: Returns further reasons why a layer of this geometry is not supported.
+        kv_sharing_target_layer_name: Ignored.
         **others: Arguments that only some versions of vLLM pass. They are ignored.
 
     Raises:
@@ -92,7 +93,6 @@ def geometry_of(
     reasons = layer_reasons(
         attn_type=attn_type,
         alibi_slopes=alibi_slopes,
-        kv_sharing_target_layer_name=kv_sharing_target_layer_name,
         kv_cache_dtype=kv_cache_dtype,
         dtype=dtype,
     )

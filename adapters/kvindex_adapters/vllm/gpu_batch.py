@@ -13,6 +13,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
+from kvindex.core.geometry import Geometry
 from kvindex.core.transaction import in_plain_torch
 from kvindex_adapters.vllm.engine import (
     CodesLayer,
@@ -101,13 +102,17 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         self._options = options_of(vllm_config)
         self._drafted = drafted_tokens(vllm_config)
         self._layers: list[Any] = []
+        self._geometries: set[Geometry | None] = set()
         self._caches: list[Tensor] = []
         self._steps: PagedSteps | None = None
         self._host: HostRows | None = None
         context = vllm_config.compilation_config.static_forward_context
         if self._options is not None:
-            self._layers = [context[name] for name in layer_names]
-            self._layers = [layer for layer in self._layers if searches(layer.impl)]
+            found = [context[name] for name in layer_names]
+            self._geometries = {layer.impl.geometry for layer in found if searches(layer.impl)}
+            # a layer that reads the keys and values of an earlier layer has the same codes
+            own = {layer.impl.codes: layer for layer in reversed(found) if searches(layer.impl)}
+            self._layers = list(reversed(own.values()))
         if self._layers:
             impl = self._layers[0].impl
             self._host = impl.host
@@ -208,11 +213,10 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         scheduler, compilation = config.scheduler_config, config.compilation_config
         most_rows = max(scheduler.max_num_seqs, compilation.max_cudagraph_capture_size or 0)
         most_rows *= 1 + self._drafted
-        geometries = {layer.impl.geometry for layer in self._layers}
-        if len(geometries) > 1:
+        if len(self._geometries) > 1:
             refuse(
-                f"model: got full-attention layers of different shapes, {geometries}, allowed is a "
-                "model in which they have one shape"
+                f"model: got full-attention layers of different shapes, {self._geometries}, "
+                "allowed is a model in which they have one shape"
             )
         shared: dict[str, Any] = dict(
             k=options.k,
@@ -227,7 +231,7 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
             shared |= dict(tokens=config.model_config.max_model_len)
             rows = [layer.impl.codes.rows(layer.kv_cache) for layer in self._layers]
             pages = Pages(codes, rows)
-            self._steps = PagedSteps(geometries.pop(), options.config, pages, **shared)
+            self._steps = PagedSteps(self._layers[0].impl.geometry, options.config, pages, **shared)
         else:
             try:
                 self._steps = self._host.open(options.config, codes, **shared)

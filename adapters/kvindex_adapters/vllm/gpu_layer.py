@@ -50,7 +50,8 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         def more(geometry: Geometry | None) -> list[str]:
             reasons = []
             if options.rows == "host":
-                reasons += host_reasons(config, sliding=geometry is None)
+                shared = self.kv_sharing_target_layer_name is not None
+                reasons += host_reasons(config, sliding=geometry is None, shared=shared)
             if geometry is not None:
                 try:
                     kvindex_cuda.ready(geometry.device)
@@ -66,7 +67,8 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         if self.geometry is None:
             return
         record_bytes = options.layout(self.geometry.head_dim).head_bytes
-        self.codes = codes_layer(config, self.geometry, record_bytes)
+        target = self.kv_sharing_target_layer_name
+        self.codes = codes_layer(config, self.geometry, record_bytes, target)
         self.context = config.compilation_config.static_forward_context
         self.codes.mixed = options.rows == "host"
         if options.rows == "host":

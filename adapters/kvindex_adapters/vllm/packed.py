@@ -33,18 +33,37 @@ from vllm.v1.attention.backend import (
 from kvindex.core.geometry import Geometry
 from kvindex.pariskv.block_layout import BLOCK
 from kvindex_adapters.vllm.engine import CodesLayer, StepCounter, options_of
-from kvindex_adapters.vllm.unsupported import packs
+from kvindex_adapters.vllm.unsupported import packs, refuse
 
 
-def codes_layer(config: VllmConfig, geometry: Geometry, record_bytes: int) -> CodesLayer:
-    """Create the codes of one attention layer: in the pages of its keys and values if the engine
-    needs this, otherwise in pages of their own.
+def codes_layer(
+    config: VllmConfig, geometry: Geometry, record_bytes: int, target: str | None
+) -> CodesLayer:
+    """Return the codes of one attention layer.
+
+    A layer that reads the keys and values of an earlier layer also reads the codes of that layer.
+    For any other layer this function creates codes: in the pages of its keys and values if the
+    engine needs this, otherwise in pages of their own.
 
     Args:
         config: The engine's configuration.
         geometry: Geometry of the attention layer.
         record_bytes: Size of the codes of 256 tokens of one KV head.
+        target: Name of the layer whose keys and values this layer reads, or None.
+
+    Raises:
+        ValueError: There is no layer `target` with codes.
     """
+    if target is not None:
+        layer = config.compilation_config.static_forward_context.get(target)
+        codes: CodesLayer | None = getattr(getattr(layer, "impl", None), "codes", None)
+        if codes is None:
+            refuse(
+                f"kv_sharing_target_layer_name: got {target}, allowed is the name of an earlier "
+                "layer with full attention"
+            )
+        assert codes is not None  # refuse has raised an error otherwise
+        return codes
     options = options_of(config)
     assert options is not None  # an engine with an index has options
     if packs(config, options):
@@ -55,7 +74,8 @@ def codes_layer(config: VllmConfig, geometry: Geometry, record_bytes: int) -> Co
 class PackedCodes(CodesLayer):
     """The codes of one attention layer, which are in the same pages as its keys and values.
 
-    vLLM gives this layer no pages of its own.
+    Later layers that read these keys and values use the same object. vLLM gives it no pages of its
+    own.
     """
 
     def __init__(self, config: VllmConfig, geometry: Geometry, record_bytes: int) -> None:
@@ -84,10 +104,12 @@ class PackedCodes(CodesLayer):
     def join(self, impl: Any, context: dict[str, Any]) -> None:
         """Give the attention layer a backend whose pages also contain codes."""
         found = (name for name, layer in context.items() if getattr(layer, "impl", None) is impl)
-        self.counted_with = next(found)
-        self._layer = context[self.counted_with]
-        if self._layer.attn_backend.__module__ != __name__:  # vLLM may load weights repeatedly
-            self._layer.attn_backend = packing(self._layer.attn_backend, self.token_bytes)
+        name = next(found)
+        layer = context[name]
+        if impl.kv_sharing_target_layer_name is None:
+            self.counted_with, self._layer = name, layer
+        if layer.attn_backend.__module__ != __name__:  # vLLM may load weights repeatedly
+            layer.attn_backend = packing(layer.attn_backend, self.token_bytes)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         """Return the class of the attention layer's backend."""

@@ -121,6 +121,12 @@ def _setting_reasons(config: Any) -> list[str]:
             "None; leave out --kv-transfer-config",
         ),
         (
+            "kv_sharing_fast_prefill",
+            True,
+            not cache.kv_sharing_fast_prefill,
+            "False; leave out --kv-sharing-fast-prefill",
+        ),
+        (
             "kv_cache_dtype",
             cache.cache_dtype,
             _plain(cache.cache_dtype, dtype),
@@ -149,31 +155,22 @@ def layer_reasons(
     *,
     attn_type: str,
     alibi_slopes: object,
-    kv_sharing_target_layer_name: str | None,
     kv_cache_dtype: str,
     dtype: torch.dtype,
 ) -> list[str]:
     """Return the reasons why a full-attention layer cannot search: it computes more than a softmax
-    over its own keys and values.
+    over keys and values.
 
     Args:
         attn_type: vLLM's type of attention.
         alibi_slopes: Slopes of ALiBi, or None.
-        kv_sharing_target_layer_name: Name of the layer whose cache this layer uses, or None.
         kv_cache_dtype: vLLM's name of the dtype of the cache.
         dtype: Dtype of the model.
     """
     other = f"a model without it; use vLLM without {BACKEND}"
-    shared = kv_sharing_target_layer_name
     return _reasons(
         ("attention", attn_type, attn_type == "decoder", f"'decoder': {other}"),
         ("alibi_slopes", "slopes that change scores by position", alibi_slopes is None, other),
-        (
-            "kv_sharing_target_layer_name",
-            shared,
-            shared is None,
-            f"None, because each layer must have its own keys and values: {other}",
-        ),
         (
             "kv_cache_dtype",
             kv_cache_dtype,
@@ -218,8 +215,14 @@ def kernel_reasons(why: str | None, local_window: int, drafted: int = 0) -> list
     ) + ([] if why is None else [f"index: on a GPU: {why}"])
 
 
-def host_reasons(config: Any, *, sliding: bool) -> list[str]:
-    """Return the reasons why a layer's keys and values cannot be stored in host memory."""
+def host_reasons(config: Any, *, sliding: bool, shared: bool = False) -> list[str]:
+    """Return the reasons why a layer's keys and values cannot be stored in host memory.
+
+    Args:
+        config: The engine's `VllmConfig`.
+        sliding: Whether the layer has a sliding window.
+        shared: Whether the layer reads the keys and values of an earlier layer.
+    """
     cache, parallel = config.cache_config, config.parallel_config
     sleeps = config.model_config.enable_sleep_mode
     unit = cache.prefix_match_unit
@@ -230,6 +233,12 @@ def host_reasons(config: Any, *, sliding: bool) -> list[str]:
             "host in a model with sliding-window layers",
             not sliding,
             "device for such a model, because its pages would differ in size",
+        ),
+        (
+            "rows",
+            "host in a model whose layers share keys and values",
+            not shared,
+            "device for such a model",
         ),
         ("prefix_match_unit", unit, unit in (None, cache.block_size), one),
         ("use_ubatching", True, not parallel.use_ubatching, "False with rows='host'"),
