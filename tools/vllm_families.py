@@ -67,7 +67,6 @@ heads of at least 32 coordinates."""
 MORE = {
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "falcon": {"ffn_hidden_size": 512},
-    "gemma4_text": {"num_kv_shared_layers": 0},  # as in the models of 12B parameters and more
     "glm4_moe": {"head_dim": 32},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 64},
     "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 96},

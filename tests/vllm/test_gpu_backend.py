@@ -1,6 +1,7 @@
 """The plug-in's GPU backend in vLLM's own classes, with kernels emulated on a CPU."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,6 +57,31 @@ def test_prompts_are_flash_attentions_and_decoded_tokens_search(entered):
             torch.testing.assert_close(output[b, None], expected, rtol=1e-4, atol=1e-5)
         assert not output[3].any()
         assert (output[4:] == 9).all()
+
+
+def test_a_layer_that_reads_the_rows_of_another(entered):
+    from kvindex_adapters.vllm.gpu import SearchingFlashAttention
+
+    config = entered({**EVERY, "index": "pariskv:preset=fast"})
+    layers = layers_of(config)
+    given = H, D, D**-0.5, G, None, None, "auto", None, "decoder", "layers.1"
+    impl, source = SearchingFlashAttention(*given), layers["layers.1"]
+    layers["layers.2"] = SimpleNamespace(impl=impl, kv_cache=source.kv_cache)
+    config.compilation_config.static_forward_context.update(layers)
+    assert impl.codes is source.impl.codes
+    builder = builder_of(config, layers)
+    tables = torch.tensor([[3, 7, 1]]).int()
+    for bounds in ((0, 699), (699, 700)):
+        slots = slots_of(tables, [bounds])
+        for layer in list(layers.values())[:2]:
+            pages.write_rows(layer.kv_cache, slots, *torch.randn(2, len(slots), G, D))
+        count = bounds[1] - bounds[0]
+        metadata = builder.build(0, common(tables, [bounds[1]], [count], slots))
+    queries, output = torch.randn(1, H, D), torch.empty(1, H, D)
+    impl.forward(layers["layers.2"], queries, None, None, source.kv_cache, metadata, output)
+    rows = pages.read_rows(source.kv_cache, tables[0], 0, 700)
+    expected = attend(queries, rows.keys, rows.values, scale=D**-0.5)
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_caches_that_vllm_gives_anew_are_read(entered):
