@@ -30,6 +30,7 @@ from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.cache.cache import IndexCache
 from kvindex_adapters.hf.cache.recording import linear_states
 from kvindex_adapters.hf.graph.run_ahead import OTHER_LOOPS, option_of
+from kvindex_adapters.hf.model.cache_argument import CACHE
 from kvindex_adapters.hf.model.info import text_positions
 from kvindex_adapters.hf.model.rotary import length_dependent
 
@@ -51,7 +52,7 @@ def speculating_options(
     Args:
         model: The model.
         tokenizer: The model's tokenizer, for stop strings.
-        cache: The cache to be passed as `past_key_values`.
+        cache: The cache to be passed to `model.generate`.
         streamer: The streamer, which must also be passed to `model.generate`.
         options: The caller's options of `model.generate`.
         speculation: How to speculate.
@@ -306,7 +307,8 @@ def forward(model: Any, cache: Any, ids: Tensor, **more: Any) -> Tensor:
     positions = text_positions(model, start, start + ids.shape[1])
     if positions is not None:
         more["position_ids"] = positions
-    output = model(input_ids=ids, past_key_values=cache, use_cache=True, return_dict=True, **more)
+    more[CACHE] = cache
+    output = model(input_ids=ids, use_cache=True, return_dict=True, **more)
     logits: Tensor = output.logits
     return logits
 
