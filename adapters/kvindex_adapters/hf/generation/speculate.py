@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
@@ -28,7 +29,6 @@ from kvindex_adapters.common.speculation import (
 )
 from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.cache.cache import IndexCache
-from kvindex_adapters.hf.cache.recording import linear_states
 from kvindex_adapters.hf.graph.run_ahead import OTHER_LOOPS, option_of
 from kvindex_adapters.hf.model.cache_argument import CACHE
 from kvindex_adapters.hf.model.info import text_positions
@@ -86,9 +86,9 @@ def speculating_options(
 def check_removable(model: PreTrainedModel, cache: Any) -> None:
     """Raise UnsupportedError if rejected tokens cannot be removed from a cache."""
     why = None
-    if any(linear_states(layer) or hasattr(layer, "recurrent_states") for layer in cache.layers):
+    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
         why = "layers with linear attention, which overwrite their state"
-    elif any(getattr(layer, "is_sliding", False) for layer in cache.layers):
+    elif any(isinstance(layer, DynamicSlidingWindowLayer) for layer in cache.layers):
         why = "sliding-window layers, which discard older tokens"
     elif length_dependent(model):
         why = "rotary frequencies that depend on the length of the sequence"
