@@ -35,13 +35,18 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/adapters/vllm-families.md"
 RESULTS = ROOT / "benchmarks/results/vllm-families.json"
 
+PYTHONPATH = os.environ.get("PYTHONPATH")
+
 PROMPTS, STEPS, LENGTH = (300, 20, 420), 8, 512
 EVERY_ROW = {"k": 2048, "dense_below": 0, "sink": 4, "local_window": 16}
 ONE_ROW = EVERY_ROW | {"k": 1, "sink": 0, "local_window": 1}
 TOLERANCE = {"float32": 2e-3, "bfloat16": 5e-2}
 """Dtype -> tolerance of log probabilities. Sums in another order give small differences."""
 
-DTYPES = {"qwen3_next": "bfloat16"}
+GATED = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+"""Sizes of gated linear attention that vLLM supports on a CPU."""
+
+DTYPES = dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "bfloat16")
 """Family -> dtype of its tiny model, if it is not float32. vLLM computes the linear attention of
 some models on a CPU in bfloat16 only."""
 
@@ -53,10 +58,7 @@ MEANING = {
     DIFFERENT: "they differ, which is a defect",
     REFUSED: "not supported: the engine raises an error that says why",
     ERROR: "another error, which is a defect",
-    NONE: (
-        "not tested, because vLLM itself did not run the tiny model on a CPU; many of these models "
-        "also read images, for which torchvision is missing"
-    ),
+    NONE: ("not tested, because vLLM itself did not run the tiny model on a CPU"),
 }
 
 WIDE = {"hidden_size": 128, "n_embd": 128, "d_model": 128, "word_embed_proj_dim": 128}
@@ -71,7 +73,9 @@ MORE = {
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 64},
     "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 96},
     "lfm2": {"block_dim": 128, "conv_dim": 128},
-    "qwen3_next": {"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    "qwen3_next": GATED,
+    "qwen3_5_text": GATED,
+    "qwen3_5_moe_text": GATED,
     "nemotron_h": {  # on a CPU, vLLM has no experts of this family
         "layers_block_type": ["linear_attention", "full_attention", "mlp", "full_attention"],
     },
@@ -208,12 +212,57 @@ def spoken(error: Exception) -> str:
     return (text.removeprefix("kvindex: ") if ours else f"{type(error).__name__}: {text}")[:300]
 
 
+PARTS = ("", "io", "ops", "transforms", "transforms.functional", "transforms.v2")
+PARTS += ("transforms.v2.functional",)
+"""Modules of torchvision that transformers and vLLM import."""
+
+STAND_IN = """
+__version__ = "0.28.0"
+
+class Kind(type):
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return f"{cls.__name__}.{name}"
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return Kind(name, (), {})
+"""
+"""Content of a module in which every name exists, but does nothing."""
+
+
+def stand_in(folder: Path) -> None:
+    """Write a package that replaces torchvision in models that also read images.
+
+    vLLM imports it with these models, and the package for CUDA cannot be imported with vLLM for
+    CPUs. The tool asks no model about an image.
+    """
+    for part in PARTS:
+        path = folder.joinpath("torchvision", *part.split("."))
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "__init__.py").write_text(STAND_IN, encoding="utf-8")
+    package = folder / "torchvision-0.28.0.dist-info"
+    package.mkdir()
+    text = "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n"
+    (package / "METADATA").write_text(text, encoding="utf-8")
+
+
 def ask(families: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
     """Test families in another process, in which vLLM's engines run too, and yield each result.
 
     If the process or a family fails, another process continues.
     """
+    with tempfile.TemporaryDirectory() as folder:
+        stand_in(Path(folder))
+        yield from _ask(families, os.pathsep.join([*filter(None, [PYTHONPATH]), folder]))
+
+
+def _ask(families: list[str], path: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Test families as `ask` does, in processes that import from `path`."""
     env = os.environ | {
+        "PYTHONPATH": path,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_CPU_KVCACHE_SPACE": "1",
