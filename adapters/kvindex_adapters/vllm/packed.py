@@ -56,7 +56,7 @@ def codes_layer(
     """
     if target is not None:
         layer = config.compilation_config.static_forward_context.get(target)
-        codes: CodesLayer | None = getattr(getattr(layer, "impl", None), "codes", None)
+        codes: CodesLayer | None = None if layer is None else layer.impl.codes
         if codes is None:
             refuse(
                 f"kv_sharing_target_layer_name: got {target}, allowed is the name of an earlier "
@@ -103,9 +103,10 @@ class PackedCodes(CodesLayer):
 
     def join(self, impl: Any, context: dict[str, Any]) -> None:
         """Give the attention layer a backend whose pages also contain codes."""
-        found = (name for name, layer in context.items() if getattr(layer, "impl", None) is impl)
-        name = next(found)
-        layer = context[name]
+        from vllm.model_executor.layers.attention import Attention  # not while plug-ins are loaded
+
+        attention = {name: layer for name, layer in context.items() if isinstance(layer, Attention)}
+        name, layer = next(pair for pair in attention.items() if pair[1].impl is impl)
         if impl.kv_sharing_target_layer_name is None:
             self.counted_with, self._layer = name, layer
         if layer.attn_backend.__module__ != __name__:  # vLLM may load weights repeatedly

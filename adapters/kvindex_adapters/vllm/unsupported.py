@@ -22,7 +22,7 @@ def can_pack() -> bool:
     values."""
     from vllm.v1.attention.backend import AttentionBackend
 
-    return hasattr(AttentionBackend, "customize_spec")
+    return "customize_spec" in vars(AttentionBackend)
 
 
 def packs(config: Any, options: Options) -> bool:
