@@ -935,9 +935,15 @@ class AttentionLayer(Transactional):
         self._contents.rollback(contents)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Finish a pending append, and return an independent copy of the layer."""
+        """Finish a pending append, and return an independent copy of the layer.
+
+        A copy that is made inside `speculating` or `attending_fully` is outside of these contexts.
+        """
         self.settle()
-        return super().__deepcopy__(memo)
+        twin = super().__deepcopy__(memo)
+        twin._speculated, twin._full = 0, False
+        twin._updates.release()
+        return twin
 
     # State, and files
 

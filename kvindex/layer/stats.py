@@ -168,9 +168,10 @@ class Tally(Restorable):
         """
         total, new, watched = self._state
         same = next((one for one in watched if one.found is found), Watched(found))
-        if same.histogram is not histogram:
+        if histogram is not None and same.histogram is not histogram:
             same = same._replace(histogram=histogram, tallied=0)
-        self._state = State(total, new, [*(one for one in watched if one is not same), same])
+        others = [one for one in watched if one.found is not found]
+        self._state = State(total, new, [*others, same])
 
     def count(self, step: Counts) -> None:
         """Add the counts of a decode step. The caller must not change their tensors afterwards.

@@ -233,7 +233,7 @@ class Updates(Restorable):
 
         The append runs asynchronously if the index offers `protocol.AppendsAsync`.
         """
-        if self._contents.window.buffer >= self._every:
+        if not self._held and self._contents.window.buffer >= self._every:
             self._begin(capability(self._contents.index, AppendsAsync))
 
     def settle(self) -> None:

@@ -92,3 +92,31 @@ def test_refusals():
     with layer.speculating(2), pytest.raises(ValueError, match="inside another"):
         layer.speculating(2).__enter__()
     assert not layer.decodes(2)
+
+
+def test_a_copy_is_outside_of_the_context():
+    case = Case()
+    sequence, layer = Sequence.of(case, 120), layer_with(case)
+    sequence.feed(layer, 0, PROMPT)
+    with layer.speculating(4), layer.attending_fully():
+        sequence.feed(layer, PROMPT, PROMPT + 2)
+        other = deepcopy(layer)
+    for each in (layer, other):
+        for place in range(PROMPT + 2, 110):
+            sequence.feed(each, place, place + 1)
+        each.settle()
+    assert len(other.index) == len(layer.index) > 100
+    assert other.traffic.steps == layer.traffic.steps > 40
+
+
+def test_a_chunk_of_a_prompt_stays_in_the_window():
+    case = Case()
+    sequence, layer = Sequence.of(case, 120), layer_with(case)
+    sequence.feed(layer, 0, PROMPT)
+    indexed = len(layer.index)
+    with layer.speculating(2):
+        sequence.feed(layer, PROMPT, PROMPT + 20)
+        layer.settle()
+        assert len(layer.index) == indexed
+        layer.truncate(PROMPT)
+    assert len(layer) == PROMPT

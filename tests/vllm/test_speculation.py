@@ -25,6 +25,8 @@ SPECULATING = dict(speculative_config=NGRAM, disable_log_stats=False)
 PROMPTS = [prompt(length, seed) * 3 for seed, length in enumerate((240, 100, 7, 330))]
 """Prompts that repeat themselves, so that there are drafts. Answers cross blocks of 256 tokens."""
 
+PROMPTS.insert(0, prompt(1026, 9))  # its last chunk has two tokens, which are no drafts
+
 FEW = EVERY | {"k": 8}
 
 
@@ -136,6 +138,11 @@ def test_steps_of_several_tokens_are_counted():
         seq_lens_cpu_upper_bound=torch.tensor([900, 40, 0]),
         num_reqs=3,
         max_query_len=4,
+        is_prefilling=None,
     )
     counter.count(common)
     assert counted == [Steps.of([900, 899, 898, 897, 40], Options(**EVERY))]
+    common.is_prefilling = torch.tensor([True, False, False])  # four tokens of a prompt
+    counter._mixed = True
+    counter.count(common)
+    assert counted[1] == Steps.of([40], Options(**EVERY))

@@ -181,7 +181,6 @@ def compare(
     """
     check_stdout()
     announce_imports()
-    from kvindex.core import check
     from kvindex_adapters.cli import common
     from kvindex_adapters.evaluate.compare.measuring import load
     from kvindex_adapters.evaluate.compare.settings import Settings
@@ -192,7 +191,8 @@ def compare(
     load_model.check_device(device)
     regions: dict[str, Any] = dict(sink=sink, local_window=local_window, update_every=update_every)
     sparse = dict(prefill_mass=prefill_mass, prefill_selector=prefill_selector)
-    if check.one_of("prefill", prefill, ("dense", "sparse")) == "sparse":
+    common.check_search("exact", 1, "cpu", {"prefill": prefill, **sparse})
+    if prefill == "sparse":  # results of dense prompts do not depend on the other options
         regions |= {"prefill": prefill, **sparse}
     given = dict(tasks=tasks, tokens=tokens, tries=tries, steps=steps)
     chosen = (QUICK if quick else USUAL) | {n: v for n, v in given.items() if v is not None}

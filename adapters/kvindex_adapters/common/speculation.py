@@ -288,8 +288,9 @@ def check_verifiable(layers: Iterable[AttentionLayer]) -> None:
         )
     for layer in indexed:
         g, stored = layer.index.geometry, capability(layer.index, ReportsRowBytes)
-        plain = (g.head_dim + g.value_dim) * g.dtype.itemsize
-        if stored is not None and stored.row_bytes < plain and not g.value_in_key:
+        width = g.head_dim if g.value_in_key else g.head_dim + g.value_dim
+        plain = width * g.dtype.itemsize
+        if stored is not None and stored.row_bytes < plain:
             raise ValueError(
                 f"verify: got 'full' with rows of {stored.row_bytes} bytes instead of {plain}, so "
                 "full attention cannot read the original keys and values; pass the index without "

@@ -250,7 +250,8 @@ class Decoder:
         else:
             turn = self._turn(prompts[0], session)
             rows = [turn.ids]
-        run = self._begin(rows, session, **options)
+        kept = None if turn is None else turn.keep
+        run = self._begin(rows, session, kept, **options)
         before = run.session.acceptance
         timer = TokenTimer(streamer, on_progress, run.ids[0], run.max_new_tokens)
         with nullcontext() if session is None or turn is None else session.undone(turn.keep):
@@ -409,6 +410,7 @@ class Decoder:
         self,
         rows: list[Tensor],
         session: OpenSession | None = None,
+        kept: int | None = None,
         *,
         index: str | IndexFactory | None = INDEX,
         k: int | str = K,
@@ -423,6 +425,8 @@ class Decoder:
         verify: str = "index",
     ) -> Run:
         """Make a `Run` (one generation) for encoded prompts.
+
+        `kept` is the number of tokens of the session that stay; None for all.
 
         Raise ValueError if an option is out of range.
         """
@@ -460,7 +464,7 @@ class Decoder:
             stops=self.ends if stop is None else frozenset(stop),
             graphs=graphs,
             speculation=speculation,
-            known=None if session is None else session.ids,
+            known=None if session is None or session.ids is None else session.ids[:kept],
         )
 
     def _chunk(self, chunk: int | None, *, batch: int) -> int:

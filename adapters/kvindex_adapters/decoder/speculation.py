@@ -84,7 +84,7 @@ class Speculator:
             else:
                 drafts = self._look_up(count, running)
                 if drafts is None:
-                    self._step()
+                    self._step_alone()
                     made, count, accepted = [self._read(self._session.token[:, 0])], 0, 0
                 else:
                     count = drafts.shape[1]
@@ -95,6 +95,17 @@ class Speculator:
             for known, one in zip(self._known, token.tolist(), strict=True):
                 known.append(one)
         return made
+
+    def _step_alone(self) -> None:
+        """Run a decode step. If it fails, the session is as before."""
+        session = self._session
+        before, token = session.length, session.token.clone()
+        try:
+            self._step()
+        except BaseException:
+            session.keep(before)
+            session.token.copy_(token)
+            raise
 
     # Drafts by prompt lookup, verified by the attention of the session
 

@@ -102,7 +102,14 @@ class PagedAttention:
         packed = self.layout.pack(codes, codes.pop("centers", None))
         pages.write_records(records, segments, packed[:, 0])
 
-    def attend(self, queries: Tensor, sequence: Sequence, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        queries: Tensor,
+        sequence: Sequence,
+        sinks: Tensor | None = None,
+        *,
+        prompt: bool = False,
+    ) -> Tensor:
         """Return the attention output `[T, H, D]` of a sequence's newest queries `[T, H, D]`.
 
         A single query in a long sequence searches the index. So does each query of a step that
@@ -112,9 +119,12 @@ class PagedAttention:
             queries: Queries of the newest tokens.
             sequence: The sequence, whose pages already contain the rows of these tokens.
             sinks: Logits of the learned sinks `[H]`, or None in a model without sinks.
+            prompt: Whether several queries are a chunk of a prompt, and none of them a draft.
         """
         count = len(queries)
-        if 1 < count <= 1 + self.drafted:  # as if the tokens were decoded one after another
+        if (
+            1 < count <= 1 + self.drafted and not prompt
+        ):  # as if the tokens were decoded one after another
             parts = []
             for place in range(count):
                 known = replace(sequence, length=sequence.length - count + 1 + place)

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
     CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
 )
 
 from kvindex_adapters.vllm import pages
@@ -38,6 +40,28 @@ class SearchingBackend(CPUAttentionBackend):
         if options_of(get_current_vllm_config()) is None:
             return CPUAttentionBackendImpl
         return SearchingAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
+        """Return the class that builds the metadata of a batch."""
+        return SearchingBuilder
+
+
+class SearchingBuilder(CPUAttentionMetadataBuilder):
+    """Builds vLLM's metadata of a batch, and adds the list `prompts`: whether each sequence is
+    still reading its prompt. It is empty if vLLM does not say so."""
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> CPUAttentionMetadata:
+        """Build the metadata of a batch."""
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        reading = vars(common_attn_metadata).get("is_prefilling")
+        vars(metadata)["prompts"] = [] if reading is None else reading.tolist()
+        return metadata
 
 
 class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
@@ -111,6 +135,7 @@ class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
             return super().forward(*given, output_scale, output_block_scale)
         check_output(output_scale, output_block_scale)
         check_causal(attn_metadata.causal)
+        prompts: list[bool] = vars(attn_metadata).get("prompts", [])
         starts: list[int] = attn_metadata.query_start_loc.tolist()
         lengths: list[int] = attn_metadata.seq_lens.tolist()
         rows, records = self.codes.rows(kv_cache), self.codes.records
@@ -119,5 +144,6 @@ class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
             if own.start == own.stop:
                 continue
             sequence = Sequence(rows, records, attn_metadata.block_table[number], length)
-            output[own] = self.paged.attend(query[own], sequence, self.sinks)
+            prompt = bool(prompts and prompts[number])
+            output[own] = self.paged.attend(query[own], sequence, self.sinks, prompt=prompt)
         return output

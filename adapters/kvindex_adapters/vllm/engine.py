@@ -349,6 +349,11 @@ class CodesBuilder(AttentionMetadataBuilder[Any]):
         return common_attn_metadata
 
 
+def reads(common: CommonAttentionMetadata) -> bool:
+    """Return True if a sequence of a batch is still reading its prompt."""
+    return common.is_prefilling is not None and bool(common.is_prefilling[: common.num_reqs].any())
+
+
 class StepCounter:
     """Counts the decode steps of the batches of an engine (see `metrics`).
 
@@ -399,8 +404,12 @@ class StepCounter:
         new = np.diff(common.query_start_loc_cpu[: common.num_reqs + 1].numpy())
         known = lengths[: common.num_reqs].numpy()
         short = (new <= 1 + self._drafted) & (known > 0)  # a length of 0 is padding
+        reading = common.is_prefilling
+        if reading is not None:
+            short &= (new == 1) | ~reading[: common.num_reqs].numpy()
         places = range(1 + self._drafted)
         steps = np.concatenate([known[short & (new > place)] - place for place in places])
         assert self._options is not None  # an engine with an index has options
-        search = self._mixed or common.max_query_len <= 1 + self._drafted
+        few = common.max_query_len <= 1 + self._drafted
+        search = self._mixed or common.max_query_len == 1 or (few and not reads(common))
         self._counters.add(Steps.of(steps, self._options, search=search))

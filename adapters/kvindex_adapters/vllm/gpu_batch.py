@@ -20,6 +20,7 @@ from kvindex_adapters.vllm.engine import (
     drafted_tokens,
     logger,
     options_of,
+    reads,
     spec_of_rows,
 )
 from kvindex_adapters.vllm.gpu_layer import SearchingFlashAttention
@@ -153,7 +154,7 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         tables, lengths = common.block_table_tensor, common.seq_lens
         if self._layers and common.max_query_len == 1:
             rows = common.num_reqs
-        elif self._layers and common.max_query_len <= 1 + self._drafted:
+        elif self._layers and common.max_query_len <= 1 + self._drafted and not reads(common):
             rows = common.num_actual_tokens
             tables, lengths = one_by_one(common)
         elif self._host is not None:

@@ -91,7 +91,7 @@ def _setting_reasons(config: Any) -> list[str]:
     """Return the reasons that are settings of the engine."""
     parallel, cache = config.parallel_config, config.cache_config
     block, dtype = cache.block_size, config.model_config.dtype
-    # for these models vLLM chooses the size, and there is another reason
+    # for these models vLLM chooses the size: a multiple of 256 in hybrids
     chosen = config.model_config.use_mla or config.model_config.is_hybrid
     return _reasons(
         (
@@ -111,8 +111,8 @@ def _setting_reasons(config: Any) -> list[str]:
             "speculative_config",
             f"the method {_method(config)}",
             _method(config) in (None, "ngram"),
-            "the method 'ngram', because the layers of a draft model are not supported; or leave "
-            "out --speculative-config",
+            "the method 'ngram', because other methods are not tested, or have a draft model, "
+            "whose layers are not supported; or leave out --speculative-config",
         ),
         (
             "kv_transfer_config",

@@ -569,7 +569,9 @@ def test_the_decoder_reads_a_prompt_once_for_several_questions(tiny, tmp_path, m
     monkeypatch.setattr(
         kvdecoder.OpenSession,
         "read_prompt",
-        lambda session, ids, *given: read.append(ids.shape[1]) or observe(session, ids, *given),
+        lambda session, ids, *given, **more: (
+            read.append(ids.shape[1]) or observe(session, ids, *given, **more)
+        ),
     )
     document, questions = words(50), [words(3, 1), words(9, 2), words(3, 1)]
     given = [part for question in questions for part in ("--ask", question)]

@@ -356,6 +356,28 @@ def test_an_exception_leaves_the_last_verified_token(decoder, monkeypatch, verif
     assert got == want
 
 
+@pytest.mark.parametrize("calls", range(3))
+def test_an_exception_without_a_draft_leaves_the_last_token(decoder, monkeypatch, calls):
+    prompt = ids_of(60)
+    want = tokens(decoder, prompt, **DENSE)
+    run = decoder.start(prompt, max_new_tokens=COUNT, speculative_tokens=4, graphs=False, **DENSE)
+    got, session = [], run.session
+    with monkeypatch.context() as patch:
+        patch.setattr(PromptLookup, "draft", lambda lookup, count: [])
+        made = run.tokens()
+        while len(got) < 6:
+            got += next(made).tolist()
+        patch.setattr(sessions.layers, "gated", breaking(sessions.layers.gated, calls))
+        with pytest.raises(KeyboardInterrupt):
+            collect(made, got)
+    assert all(len(layer) == session.length for layer in session._attentions)
+    assert session.length == 60 + len(got) - 1
+    assert session.token.tolist() == [[got[-1]]]
+    while len(got) < COUNT:
+        got.append(int(session.step(torch.tensor(got[-1:])).argmax()))
+    assert got == want
+
+
 def test_a_failed_update_leaves_the_verified_tokens(decoder, monkeypatch):
     """The rows of verified tokens stay in the window, and move when the next step runs."""
     prompt, fails = ids_of(60), [False]

@@ -312,7 +312,7 @@ def test_two_follow_up_questions_from_one_state(plain, model):
         ("session", None, r"chat\.fork\(\)"),
         ("prompt", "33", "first argument"),
         ("model", "gpt", "another chat"),
-        ("tokenizer", "gpt", "another chat"),
+        ("tokenizer", "gpt", "leave tokenizer out"),
         ("index", "quest", "pass index to Chat"),
         ("k", 100, "pass k to Chat"),
         ("attach_options", {}, "pass attach_options to Chat"),

@@ -185,7 +185,11 @@ class Indexed:
         """
         if self._rereads:
             count = len(chunk.ids)
-            # one token alone would be a decode step
+            if self._sparse and count == 1:
+                raise ValueError(
+                    "question: got one token, allowed with sparse prompts are two or more, because "
+                    "one token alone would be a decode step"
+                )
             last = 0 if not self._sparse else 2 if count > 3 else count
             with torch.no_grad():
                 prefill(self.model, chunk.ids, self.cache, stop=count - last, chunk=CHUNK)

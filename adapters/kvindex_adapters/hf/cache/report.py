@@ -172,7 +172,8 @@ class Report:
         if self.measuring:
             return (
                 f"k='auto' or error= needs the outputs of {FEWEST} tokens before a step searches, "
-                "and the cache was read or saved without: attention was dense"
+                "and fewer have been measured (in a short text, or after loading a cache that was "
+                "saved without this option): attention was dense"
             )
         if not self.indexed:
             return "no step has searched"

@@ -30,7 +30,7 @@ from kvindex_adapters.common.speculation import (
 from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.cache.cache import IndexCache
 from kvindex_adapters.hf.graph.run_ahead import OTHER_LOOPS, option_of
-from kvindex_adapters.hf.model.cache_argument import CACHE
+from kvindex_adapters.hf.model.cache_argument import CACHE, takes_cache
 from kvindex_adapters.hf.model.info import text_positions
 from kvindex_adapters.hf.model.rotary import length_dependent
 
@@ -86,7 +86,13 @@ def speculating_options(
 def check_removable(model: PreTrainedModel, cache: Any) -> None:
     """Raise UnsupportedError if rejected tokens cannot be removed from a cache."""
     why = None
-    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
+    modules = model.get_decoder(), model.base_model, model
+    decoder = next((one for one in modules if takes_cache(one)), None)
+    if decoder is None:
+        why = "a state outside of the KV cache"
+    elif any(vars(part).get("is_causal") is False for part in decoder.modules()):
+        why = "attention to later tokens"
+    elif any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
         why = "layers with linear attention, which overwrite their state"
     elif any(isinstance(layer, DynamicSlidingWindowLayer) for layer in cache.layers):
         why = "sliding-window layers, which discard older tokens"

@@ -211,6 +211,21 @@ def test_caches_that_cannot_remove_tokens(family, message):
         generated(build(family), ids_of(20), speculative_tokens=2, **ALL)
 
 
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [("rwkv", "a state outside of the KV cache"), ("electra", "attention to later tokens")],
+)
+def test_models_whose_steps_cannot_be_joined(family, message):
+    with pytest.raises(UnsupportedError, match=f"speculative_tokens: got a .* with {message}"):
+        generated(build(family), ids_of(20), index=None, speculative_tokens=2)
+
+
+def test_full_attention_does_not_verify_compressed_latents():
+    options = {**FEW, "attach_options": {**SIZES, "index_options": {"row_codec": "int8"}}}
+    with pytest.raises(ValueError, match=r"verify: got 'full' with rows of \d+ bytes instead of"):
+        generated(build("deepseek_v3"), ids_of(20), speculative_tokens=2, verify="full", **options)
+
+
 @pytest.mark.slow
 def test_sampled_answers_have_the_distribution_of_full_attention():
     """Joint over three tokens, with a penalty that depends on the tokens before."""
