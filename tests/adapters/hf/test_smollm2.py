@@ -201,7 +201,7 @@ def test_generate_streams_and_writes(loaded, tmp_path):
 @pytest.mark.parametrize("index", [None, "pariskv", "exact"])
 def test_the_decoder_answers_as_transformers_does(smollm2_model, needle, index):
     model, tokenizer = smollm2_model
-    given = dict(index=index, max_new_tokens=32, attach_options=REGIONS)
+    given = dict(index=index, max_new_tokens=32, attach_options=index and REGIONS)
     theirs = generate(model, tokenizer, needle.prompts[0], **given)
     ours = Decoder.of(model, tokenizer).generate(needle.prompts[0], **given)
     assert ours.text == theirs.text
