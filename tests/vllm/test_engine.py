@@ -29,7 +29,7 @@ def watched(monkeypatch):
     """
     seen, attend = SimpleNamespace(steps=[], computed=0), PagedAttention.attend
 
-    def watch(self, queries, sequence, sinks=None):
+    def watch(self, queries, sequence, sinks=None, **given):
         seen.computed += len(queries)
         indexed = self.searched(sequence.length)
         if len(queries) == 1 and indexed:
@@ -39,7 +39,7 @@ def watched(monkeypatch):
             assert alone.keys() == codes.keys()
             assert all(torch.equal(alone[name], codes[name]) for name in codes)
             seen.steps.append(sequence)
-        return attend(self, queries, sequence, sinks)
+        return attend(self, queries, sequence, sinks, **given)
 
     monkeypatch.setattr(PagedAttention, "attend", watch)
     return seen
