@@ -16,6 +16,8 @@ from kvindex.core.resident import ResidentRows
 from kvindex.layer import AttentionLayer
 from tests.cuda.devices import mostly_slow_on_cpu, slow_on_cpu
 from tests.cuda.graphs import KeptGraph
+
+# `graphs` is a fixture
 from tests.cuda.pariskv.test_captured_step import CASE, PADDED, Replayed, graphs  # noqa: F401
 from tests.support.helpers import left_padding
 
