@@ -20,6 +20,7 @@ from kvindex.core.protocol import (
     Attended,
     Attends,
     CapturesStep,
+    CapturesTokens,
     Contents,
     DecodesStep,
     EncodesBlocks,
@@ -65,6 +66,30 @@ class CapturingExecutor(Protocol):
         wrong: an int32 tensor `[]` that kernels set to 1 if a query is not finite; None for no
         check.
         """
+        ...
+
+
+@runtime_checkable
+class SeveralTokensExecutor(Protocol):
+    """An executor whose decode steps of several tokens can be captured in a CUDA graph."""
+
+    @property
+    def captures_tokens(self) -> bool:
+        """True if its kernels support the index and its batch size."""
+        ...
+
+    def prepare_tokens(
+        self, resident: ResidentRows, k: int, tokens: int, wrong: Tensor | None
+    ) -> object:
+        """Prepare the capture or a replay (see `CapturesTokens.prepare_tokens`).
+
+        wrong: an int32 tensor `[]` that kernels set to 1 if a query is not finite; None for no
+        check.
+        """
+        ...
+
+    def captured_tokens(self, queries: Tensor, tokens: Rows, resident: ResidentRows) -> Attended:
+        """Run a decode step of several tokens (see `CapturesTokens.captured_tokens`)."""
         ...
 
 
@@ -120,6 +145,7 @@ class ExecutedIndex(BaseIndex):
     _executor: Executor | None = None
     _attends = False  # True if the executor can attend; set after every change
     _captures = False  # True if a caller can capture decode steps of the executor in a CUDA graph
+    _captures_tokens = False  # the same for decode steps of several tokens
     _joins = False  # True if the executor can run decode steps in one batch with other indexes
     _limits = False  # True if decode steps of the executor can have a limit of the error
     _usual: object = None  # shape, dtype and device of the queries that were checked last
@@ -134,6 +160,9 @@ class ExecutedIndex(BaseIndex):
             limiting = self._executor
             limits = isinstance(limiting, LimitingExecutor) and limiting.limits_steps
             self._limits = self._attends and limits
+            several = self._executor
+            captures = isinstance(several, SeveralTokensExecutor) and several.captures_tokens
+            self._captures_tokens = self._attends and captures
 
     def _runs_alone(self, name: str) -> bool:
         executor = self._executor
@@ -145,6 +174,8 @@ class ExecutedIndex(BaseIndex):
             return self.attends or (wanted is Attends and self._store_attends)
         if wanted is CapturesStep:
             return self._captures
+        if wanted is CapturesTokens:
+            return self._captures_tokens
         if wanted is JoinsBatch:
             return self._joins
         if wanted is LimitsSteps:
@@ -263,6 +294,39 @@ class ExecutedIndex(BaseIndex):
         _, wrong = self._checked_step(queries, k)
         step, within = self._capturing().captured_step, self._within(limit)
         return step(queries.detach(), token, resident, k, wrong, **within)
+
+    def prepare_tokens(self, resident: ResidentRows, *, k: int, tokens: int) -> object:
+        """Prepare the capture or a replay of a decode step of several tokens.
+
+        The index must have at least one token. See `protocol.CapturesTokens.prepare_tokens`.
+        """
+        check.at_least("k", k, 1)
+        check.at_least("tokens", tokens, 1)
+        check.at_least("len(index)", len(self), 1)
+        wrong = self._flagged_queries()
+        return self._capturing_tokens().prepare_tokens(resident, k, tokens, wrong)
+
+    def captured_tokens(
+        self, queries: Tensor, tokens: Rows, resident: ResidentRows, *, k: int
+    ) -> Attended:
+        """Run a decode step of several tokens that the caller can capture in a CUDA graph.
+
+        `k` is the number that was passed to `prepare_tokens`. See
+        `protocol.CapturesTokens.captured_tokens`.
+        """
+        g = self.geometry
+        shape = {"T": None, "H": g.q_heads, "D": g.head_dim}
+        check.tensor("queries", queries, shape, g.dtype, g.device)
+        return self._capturing_tokens().captured_tokens(queries.detach(), tokens, resident)
+
+    def _capturing_tokens(self) -> SeveralTokensExecutor:
+        if not self._captures_tokens:
+            raise ValueError(
+                f"captured_tokens: got an index with backend={self.backend!r} and "
+                f"{self._batch} sequences, whose decode steps of several tokens cannot be captured "
+                "in a CUDA graph; attend for each token instead"
+            )
+        return cast(SeveralTokensExecutor, self._executor)
 
     def _within(self, limit: ErrorLimit | None) -> dict[str, Any]:
         """Return the argument `limit` of the executor's methods, or nothing if there is no limit.

@@ -50,7 +50,8 @@ this set. Any thread may read them at any time, so they must not fail during a c
 ALONE = frozenset(
     {
         *("attend", "decode_step", "attend_hits", "warm_up", "reserve"),
-        *("prepare_replay", "captured_step", "batch_row", "begin_decoding"),
+        *("prepare_replay", "captured_step", "prepare_tokens", "captured_tokens"),
+        *("batch_row", "begin_decoding"),
     }
 )
 """Calls that change nothing visible, but use shared buffers. No other call may run concurrently."""

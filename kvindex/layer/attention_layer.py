@@ -705,8 +705,11 @@ class AttentionLayer(Transactional):
 
     # Decode steps in a CUDA graph that the caller captures and replays
 
-    def capture_refusal(self) -> str | None:
-        """Return why a CUDA graph cannot capture the decode step of the next token.
+    def capture_refusal(self, tokens: int = 1) -> str | None:
+        """Return why a CUDA graph cannot capture the next decode step.
+
+        Args:
+            tokens: Number of tokens of the decode step.
 
         Returns:
             The reason, or None if a graph can capture the decode step.
@@ -716,15 +719,19 @@ class AttentionLayer(Transactional):
         if self._full:
             return "layer: got a call inside attending_fully(), where no step searches"
         options = self.coverage, self.error
-        refusal = self._captured.refusal(*options, dense_below=self.dense_below)
+        how: Any = dict(dense_below=self.dense_below, tokens=tokens)
+        refusal = self._captured.refusal(*options, **how)
         if refusal is None and self.error is not None and not self._scale.known:
             return f"tokens: too few outputs are measured to choose the number of rows ({FEWEST})"
         return refusal
 
-    def prepare_replay(self) -> object | None:
+    def prepare_replay(self, tokens: int = 1) -> object | None:
         """Prepare a capture or a replay of `captured_step` on the current stream.
 
         After this call, all data is at the addresses that the graph reads.
+
+        Args:
+            tokens: Number of tokens of the decode step.
 
         Returns:
             An object that identifies the graph: while calls return the same object, the caller can
@@ -732,22 +739,26 @@ class AttentionLayer(Transactional):
             must call `step`; `capture_refusal` returns the reason.
         """
         self._captured.forget()
-        if self.capture_refusal() is not None:
+        if self.capture_refusal(tokens) is not None:
             return None
-        return self._captured.prepare(self._situation(), self._wanted())
+        return self._captured.prepare(self._situation(), self._wanted(), tokens)
 
-    def prepare_next(self) -> object | None:
+    def prepare_next(self, tokens: int = 1, ahead: int = 0) -> object | None:
         """Prepare the next replay like `prepare_replay`, but in less time.
 
         This works only if no method but `count_replay` was called since the last preparation. It
         does little work, so it can be called for every layer and every token.
+
+        Args:
+            tokens: Number of tokens of the decode step.
+            ahead: Number of tokens that earlier replays append, and that are not counted yet.
 
         Returns:
             The object that `prepare_replay` would return. None if the caller must call
             `prepare_replay` instead: another call has changed the layer, or the buffer with the
             rows of sink and window is full.
         """
-        return self._captured.prepare_next(self._situation())
+        return self._captured.prepare_next(self._situation(), tokens, ahead)
 
     def _situation(self) -> object:
         """Return a value that shows whether the layer has changed since a CUDA graph was prepared.
@@ -766,20 +777,21 @@ class AttentionLayer(Transactional):
         *,
         sink_logits: Tensor | None = None,
     ) -> Tensor:
-        """Launch the decode step of one real token per sequence, so that a CUDA graph captures it.
+        """Launch a decode step, so that a CUDA graph captures it.
 
-        The kernels read the token's position and the number of rows from device memory. Call
-        `prepare_replay` before the capture and before each replay, and `count_replay` after each
-        replay.
+        The step has one real token of each sequence, or `T` tokens of a single sequence. The
+        kernels read the positions and the number of rows from device memory. Call `prepare_replay`
+        before the capture and before each replay, and `count_replay` after each replay.
 
         Args:
-            queries: `[B, H, 1, D]`, after the rotary embedding.
-            keys: `[B, G, 1, D]`, after the rotary embedding.
-            values: `[B, G, 1, Dv]`.
-            sink_logits: `[H]` or `[B, H, 1]`, the logits of learned sinks (see `step`).
+            queries: `[B, H, 1, D]` or `[1, H, T, D]`, after the rotary embedding.
+            keys: `[B, G, 1, D]` or `[1, G, T, D]`, after the rotary embedding.
+            values: `[B, G, 1, Dv]` or `[1, G, T, Dv]`.
+            sink_logits: `[H]`, or `[B, H, 1]` or `[1, H, T]`, the logits of learned sinks (see
+                `step`).
 
         Returns:
-            Attention outputs `[B, H, 1, Dv]`, which the next replay overwrites.
+            Attention outputs `[B, H, 1, Dv]` or `[1, H, T, Dv]`, which the next replay overwrites.
 
         Raises:
             ValueError: A shape, dtype or device does not fit. NaN and infinite values are not
@@ -790,17 +802,29 @@ class AttentionLayer(Transactional):
         sinks = checked_sinks(sink_logits, queries)
         return self._captured.step(queries, Rows(keys, values), sinks, self._wanted())
 
-    def count_replay(self) -> None:
-        """Count the token that a replay of the CUDA graph has appended.
+    def count_replay(self, kept: int = 1, of: int = 1, excess: list[Tensor] | None = None) -> bool:
+        """Count the tokens that a replay of the CUDA graph has appended.
 
         If the window is then full, its old tokens move into the index. If this raises an error, the
-        token stays in the layer.
-        """
-        if self._captured.count():
-            self._update_replayed()
+        tokens stay in the layer.
 
-    def _update_replayed(self) -> None:
-        self._updates.update_if_due(1)  # a method of its own, so that it is a transaction
+        Args:
+            kept: Number of tokens that stay, at least 1. The others are removed.
+            of: Number of tokens of the decode step.
+            excess: A list, for callers with many layers. If tokens are removed, a counter on the
+                device is appended to it, from which the caller must subtract the number of removed
+                tokens before the next replay. None to do so here, with one launch per layer.
+
+        Returns:
+            True if tokens were moved into the index, or began to move.
+        """
+        due = self._captured.count(kept, of, excess)
+        if due:
+            self._update_replayed(kept)
+        return due
+
+    def _update_replayed(self, kept: int) -> None:
+        self._updates.update_if_due(kept)  # a method of its own, so that it is a transaction
 
     # The following methods are for decode steps of several sequences in one batch, where each
     # sequence has its own layer object. For each object, `pool.LayerPool` first calls `way_back`,

@@ -8,6 +8,8 @@ undone without a copy of data, unless it moves tokens into the index.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -16,8 +18,10 @@ from kvindex.core.capability import capability, required
 from kvindex.core.protocol import (
     Attended,
     CapturesStep,
+    CapturesTokens,
     ErrorLimit,
     JoinsBatch,
+    KVIndex,
     LimitsSteps,
     ObservesQueries,
     Rows,
@@ -31,7 +35,10 @@ from kvindex.layer.updates import Updates
 
 
 class CapturedSteps(Restorable):
-    """Decode steps of one token that the caller captures in a CUDA graph and replays.
+    """Decode steps that the caller captures in a CUDA graph and replays.
+
+    A step has one token of each sequence, or several tokens of one sequence, of which the caller
+    may reject the last ones.
 
     Args:
         contents: The index and the window.
@@ -40,7 +47,7 @@ class CapturedSteps(Restorable):
         row_bytes: Bytes of one row (key and value) that the index fetches.
     """
 
-    _prepared: tuple[object, CapturesStep, ResidentRows, dict[str, Any]] | None = None
+    _prepared: tuple[object, int, Callable[[], object], ResidentRows] | None = None
     _due_at = 0  # while the sequence is shorter than this, no tokens move into the index
 
     def __init__(
@@ -50,9 +57,9 @@ class CapturedSteps(Restorable):
         self._row_bytes = row_bytes
 
     def refusal(
-        self, coverage: float | None, error: float | None, *, dense_below: int
+        self, coverage: float | None, error: float | None, *, dense_below: int, tokens: int = 1
     ) -> str | None:
-        """Return why a graph cannot capture the decode step of the next token, or None if it can.
+        """Return why a graph cannot capture the next decode step, or None if it can.
 
         Args:
             coverage: The layer's option `coverage`, which must be None.
@@ -60,6 +67,7 @@ class CapturedSteps(Restorable):
                 `protocol.LimitsSteps`.
             dense_below: Decode steps search the index only if the sequence has at least this many
                 tokens. Steps of a shorter sequence attend to all tokens.
+            tokens: Number of tokens of the step.
         """
         index, length = self._contents.index, len(self._contents)
         name = type(index).__name__
@@ -71,6 +79,14 @@ class CapturedSteps(Restorable):
             return f"tokens: got {length}, too few for a step that searches the index"
         if capability(index, CapturesStep) is None:
             return f"index: got {name}, which has no decode step that a CUDA graph can capture"
+        if tokens > 1 and capability(index, CapturesTokens) is None:
+            batch = self._contents.window.batch_size
+            return (
+                f"index: got {name} with {batch} sequences, which has no decode step of several "
+                "tokens that a CUDA graph can capture"
+            )
+        if tokens > 1 and error is not None:
+            return f"error: got {error}, allowed is None and a number for k in a step of {tokens}"
         if error is not None and capability(index, LimitsSteps) is None:
             return (
                 f"error: got {error}, allowed is None and a number for k in a CUDA graph, because "
@@ -79,36 +95,44 @@ class CapturedSteps(Restorable):
         deferred = self._updates.deferred
         return "tokens must move into the index before the next token" if deferred else None
 
-    def prepare(self, situation: object, wanted: Wanted) -> object | None:
+    def prepare(self, situation: object, wanted: Wanted, tokens: int = 1) -> object | None:
         """Prepare a capture or a replay: write all data to the addresses that the CUDA graph reads.
 
         Args:
             situation: A value that changes when the layer changes, except by the method `count`.
                 `prepare_next` checks whether the value is still the same.
             wanted: How many rows to retrieve per KV head.
+            tokens: Number of tokens of the decode step.
 
         Returns:
             An object that identifies the graph. A graph that was captured earlier may be replayed
             if this method still returns the same object.
         """
-        index, resident = self._capturing()
-        how, self._due_at = self._asked(wanted, None), self._updates.due_from()
-        self._prepared = situation, index, resident, how
-        return index.prepare_replay(resident, **how)
+        index, resident = self._capturing(tokens)
+        self._due_at = self._updates.due_from()
+        if tokens > 1:
+            several, k = required(index, CapturesTokens), rows_to_ask(index, wanted.k)
+            again = partial(several.prepare_tokens, resident, k=k, tokens=tokens)
+        else:
+            how = self._asked(wanted, None)
+            again = partial(required(index, CapturesStep).prepare_replay, resident, **how)
+        self._prepared = situation, tokens, again, resident
+        return again()
 
-    def prepare_next(self, situation: object) -> object | None:
+    def prepare_next(self, situation: object, tokens: int = 1, ahead: int = 0) -> object | None:
         """Prepare the next replay of the CUDA graph like `prepare`, but in less time.
 
-        This method only calls `prepare_replay` of the index. In two cases, this is not enough. Then
-        the method returns None, and you must call `prepare`: if `situation` is not the value that
-        was passed to `prepare`, or if the buffer with the rows of sink and window is full.
+        This method only calls a method of the index. In three cases, this is not enough. Then the
+        method returns None, and you must call `prepare`: if `situation` or `tokens` is not the
+        value that was passed to `prepare`, or if the buffer with the rows of sink and window has no
+        room for the tokens, after `ahead` tokens that are not counted yet.
         """
         if (prepared := self._prepared) is None:
             return None
-        before, index, resident, how = prepared
-        if before != situation or len(resident) >= resident.room:
+        before, count, again, resident = prepared
+        if before != situation or count != tokens or len(resident) + ahead + tokens > resident.room:
             return None
-        return index.prepare_replay(resident, **how)
+        return again()
 
     def _asked(self, wanted: Wanted, lse: Tensor | None) -> dict[str, Any]:
         """Return the arguments for the index that say how many rows are wanted.
@@ -122,44 +146,77 @@ class CapturedSteps(Restorable):
         """Launch the kernels of a decode step, so that a graph captures them.
 
         Args:
-            queries: `[B, H, 1, D]`.
-            token: The new token's keys `[B, G, 1, D]` and values `[B, G, 1, Dv]`.
-            sinks: Logits of learned sinks `[B, H, 1]`, or None.
+            queries: `[B, H, 1, D]`, or `[1, H, T, D]`.
+            token: Keys `[B, G, 1, D]` and values `[B, G, 1, Dv]` of the new token, or of `T`
+                tokens.
+            sinks: Logits of learned sinks `[B, H, 1]` or `[1, H, T]`, or None.
             wanted: How many rows to retrieve per KV head, as for `prepare`.
 
         Returns:
-            Attention outputs `[B, H, 1, Dv]`.
+            Attention outputs `[B, H, 1, Dv]` or `[1, H, T, Dv]`.
         """
-        index, resident = self._capturing()
+        index, resident = self._capturing(queries.shape[2])
+        if queries.shape[2] > 1:
+            parts = queries, token.keys, token.values
+            return self._several(index, resident, parts, sinks, wanted)
         sinks = None if sinks is None else sinks[..., 0]
         how = self._asked(wanted, sinks)
-        attended = index.captured_step(queries.select(2, 0), token, resident, **how)
+        step = required(index, CapturesStep).captured_step
+        attended = step(queries.select(2, 0), token, resident, **how)
         self._tally.watch(attended.found, attended.histogram)
         return output_of(attended, sinks).unsqueeze(2)
 
-    def count(self) -> bool:
-        """Count the token that a replay of the graph has appended.
+    def _several(
+        self,
+        index: KVIndex,
+        resident: ResidentRows,
+        parts: Sequence[Tensor],
+        sinks: Tensor | None,
+        wanted: Wanted,
+    ) -> Tensor:
+        """Launch the kernels of a decode step of several tokens of one sequence.
 
-        Returns True if old tokens must move from the window into the index now.
+        `parts` are its queries, keys and values; the other arguments are those of `step`.
+        """
+        # each token is a sequence of a batch for the kernels
+        queries, keys, values = (one.transpose(0, 2) for one in parts)
+        step, k = required(index, CapturesTokens).captured_tokens, rows_to_ask(index, wanted.k)
+        attended = step(queries[:, :, 0], Rows(keys, values), resident, k=k)
+        self._tally.watch(attended.found)
+        output = output_of(attended, None if sinks is None else sinks[0].T)
+        return output.transpose(0, 1)[None]
+
+    def count(self, kept: int = 1, of: int = 1, excess: list[Tensor] | None = None) -> bool:
+        """Count the tokens that a replay of the graph has appended.
+
+        Args:
+            kept: Number of tokens that stay. The others are removed.
+            of: Number of tokens that the replay has appended.
+            excess: See `Window.count_staged`.
+
+        Returns:
+            True if old tokens must move from the window into the index now.
         """
         contents, window = self._contents, self._contents.window
-        resident = window.count_staged()
-        length = len(contents)
-        sizes = len(resident), resident.masked, length, window.padded
-        self._tally.count(Counts(None, *sizes, self._row_bytes))
-        return length >= self._due_at and self._updates.is_due(1)
+        before = len(contents)
+        resident = window.count_staged(kept, of, excess)
+        # rows are also read for tokens that are then removed, each time one more than before
+        sums = [of * (old + 1) + of * (of - 1) // 2 for old in (len(resident) - kept, before)]
+        sizes = sums[0], resident.masked, sums[1], window.padded
+        self._tally.count(Counts(None, *sizes, self._row_bytes, steps=of))
+        return before + kept >= self._due_at and self._updates.is_due(kept)
 
     def forget(self) -> None:
         """Discard the prepared replay, so that `prepare` must be called before the next replay."""
         self._prepared = None
 
-    def _capturing(self) -> tuple[CapturesStep, ResidentRows]:
+    def _capturing(self, tokens: int) -> tuple[KVIndex, ResidentRows]:
         """Return the index, and the buffer with the keys and values of sink and window.
 
-        A decode step needs both. The buffer has room for one more token.
+        A decode step needs both. The buffer has room for `tokens` more tokens.
         """
         index = self._contents.index
-        return required(index, CapturesStep), self._contents.window.resident(len(index), more=1)
+        return index, self._contents.window.resident(len(index), more=tokens)
 
     def _after_copy(self) -> None:
         self.forget()

@@ -275,20 +275,37 @@ class Window(NamedState, Restorable):
     # A token is called staged if its row is only in the resident rows (the tensor with sink and
     # window that kernels read and append to), and the window has not copied the row yet.
 
-    def count_staged(self) -> ResidentRows:
-        """Increase the number of tokens by 1 for a decode step that a CUDA graph replays.
+    def count_staged(
+        self, kept: int = 1, of: int = 1, excess: list[Tensor] | None = None
+    ) -> ResidentRows:
+        """Count the tokens of a decode step that a CUDA graph has replayed.
 
-        The graph writes the new token's row only to the resident rows (the buffer with the rows of
-        sink and window). Return this buffer. Raises RuntimeError if the buffer was not prepared or
-        is full.
+        The graph writes the rows of new tokens only to the resident rows (the buffer with the rows
+        of sink and window), and counts them on the device.
+
+        Args:
+            kept: Number of tokens that stay. The others are removed.
+            of: Number of tokens of the decode step.
+            excess: If given, the counter on the device is appended to it, and the caller subtracts
+                the number of removed tokens. Otherwise this call does so.
+
+        Returns:
+            The resident rows.
+
+        Raises:
+            RuntimeError: The buffer was not prepared, or is full.
         """
         resident = self._resident
-        if resident is None or self._moved or len(resident) >= resident.room:
+        if resident is None or self._moved or len(resident) + of > resident.room:
             raise RuntimeError(
                 "graph: got a replay before prepare_replay(); call prepare_replay() first"
             )
-        self._counted = len(self) + 1
-        resident.claim(1)
+        self._counted = len(self) + kept
+        resident.claim(kept)
+        if kept < of and excess is None:
+            resident.count.fill_(len(resident))
+        elif kept < of and excess is not None:
+            excess.append(resident.count)
         return resident
 
     @property

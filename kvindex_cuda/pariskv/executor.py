@@ -33,6 +33,7 @@ from kvindex_cuda.pariskv.dispatch import STEPS, kind_of, layout_of, room_of, un
 from kvindex_cuda.pariskv.steps.graph import Replay, Replays
 from kvindex_cuda.pariskv.steps.hits import ordered_hits
 from kvindex_cuda.pariskv.steps.ragged_batch import BatchRow, ParisKVBatch
+from kvindex_cuda.pariskv.steps.several_tokens import SeveralTokens
 from kvindex_cuda.pariskv.steps.workspace import Use, shared, with_headroom
 from kvindex_cuda.runtime.launch import capturing
 
@@ -128,6 +129,7 @@ class ParisKVExecutor(AppendedCodes):
         self._limit_lse: Tensor | None = None  # float32 [B, H], read together with the limit
         self._limit: tuple[Tensor, int] | None = None  # the limit in `_variances`, and its version
         self._version, self._text = object(), object()  # see `BatchRow`
+        self._several: dict[int, SeveralTokens] = {}  # number of tokens -> their decode steps
 
     def update(self, contents: Contents) -> ParisKVExecutor:
         """Adapt to a change of the index's tokens or batch size. Return the executor for the
@@ -297,6 +299,43 @@ class ParisKVExecutor(AppendedCodes):
             stage_token(resident, token, None, queries, ticket=self._ticket)
         output = use.step(queries.contiguous(), replace(state, **more))
         return Attended(output, use.step.lse, self._found_sum, histogram)
+
+    @property
+    def captures_tokens(self) -> bool:
+        """True if a caller can capture decode steps of several tokens in a CUDA graph."""
+        return not self._geometry.value_in_key and len(self.codes.table) == 1
+
+    def prepare_tokens(
+        self, resident: ResidentRows, k: int, tokens: int, wrong: Tensor | None
+    ) -> State:
+        """Prepare the capture or the replay of a decode step of several tokens on the current
+        stream (`CapturesTokens.prepare_tokens`)."""
+        rows, several = self._rows, self._several.get(tokens)
+        assert rows is not None
+        made_of = self._version, self.cache, resident, wrong
+        if several is not None and (reads := several.prepared(made_of, k)) is not None:
+            rows.wait()
+            return reads
+        if several is None:
+            given = self._geometry, self._config, self._kind, self._layout
+            several = self._several[tokens] = SeveralTokens(*given, tokens)
+        row = self.batch_row(wrong)
+        self._begin_cache()
+        made_of = self._version, self.cache, resident, wrong
+        return several.prepare(row, made_of, k)
+
+    def captured_tokens(self, queries: Tensor, tokens: Rows, resident: ResidentRows) -> Attended:
+        """Run a decode step of several tokens that a caller's CUDA graph may capture.
+
+        Args:
+            queries: `[T, H, D]`.
+            tokens: Keys `[T, G, 1, D]` and values `[T, G, 1, Dv]`.
+            resident: The rows that were passed to `prepare_tokens`.
+        """
+        several = self._several.get(len(queries))
+        if several is None:
+            raise RuntimeError("graph: call prepare_tokens() before captured_tokens()")
+        return several.step(queries, tokens, resident)
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
         """Attend to the rows of `hits` and to the resident rows (sink and local window)."""

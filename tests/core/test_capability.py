@@ -11,6 +11,7 @@ from kvindex.core.protocol import (
     AppendsAsync,
     Attends,
     CapturesStep,
+    CapturesTokens,
     ChecksTokens,
     CountsTokens,
     DecodesStep,
@@ -51,6 +52,7 @@ ONLY_ITS_OWN = {
 NOT_PASSED_ON = {
     # a fused step of the inner index would bypass the wrapper's search
     *((name, step) for name in CLASSES for step in (DecodesStep, ChecksTokens, CapturesStep)),
+    *((name, CapturesTokens) for name in CLASSES),
     *((name, step) for name in CLASSES for step in (LimitsSteps, JoinsBatch, SearchesShard)),
     # these have a search of their own, without a limit of the error
     *((name, LimitsError) for name in ("reuse", "sample", "sharded", "vattention")),
@@ -81,6 +83,12 @@ class Able(Exact):
         pass
 
     def captured_step(self):
+        pass
+
+    def prepare_tokens(self):
+        pass
+
+    def captured_tokens(self):
         pass
 
     def new_batch(self):

@@ -47,6 +47,7 @@ from kvindex.core.protocol.capabilities import (
 from kvindex.core.protocol.steps import (
     Attends,
     CapturesStep,
+    CapturesTokens,
     ChecksTokens,
     DecodesStep,
     IndexBatch,
@@ -87,6 +88,7 @@ __all__ = [
     "Attends",
     "DecodesStep",
     "CapturesStep",
+    "CapturesTokens",
     "ChecksTokens",
     "IndexBatch",
     "JoinsBatch",

@@ -136,6 +136,47 @@ class CapturesStep(Protocol):
 
 
 @runtime_checkable
+class CapturesTokens(Protocol):
+    """An index with one sequence, for which a CUDA graph can capture decode steps of several tokens
+    of this sequence, such as drafted tokens. See `CapturesStep` for what the caller must do.
+    """
+
+    def prepare_tokens(self, resident: ResidentRows, *, k: int, tokens: int) -> object:
+        """Prepare a capture or a replay of a decode step of `tokens` tokens on the current stream.
+
+        Returns:
+            An object that stands for the memory addresses that the decode step reads. As long as
+            this method returns the same object, a graph that was captured earlier may be replayed.
+
+        Raises:
+            ValueError: An argument is not allowed (see `Attends.attend`).
+        """
+        ...
+
+    def captured_tokens(
+        self, queries: Tensor, tokens: Rows, resident: ResidentRows, *, k: int
+    ) -> Attended:
+        """Append `T` tokens to `resident`, search for each of them, and attend causally.
+
+        The tokens are written from position `resident.count` on, which is then increased by `T` on
+        the device. Each token attends to the selected rows, to the rows of `resident` before the
+        call, and to the new tokens up to its own. The caller may set `resident.count` back
+        afterwards, to remove the last tokens.
+
+        Args:
+            queries: `[T, H, D]`, after the rotary embedding.
+            tokens: Keys `[T, G, 1, D]` and values `[T, G, 1, Dv]`.
+            resident: Rows of sink and window, with room for `T` more.
+            k: Rows to select per KV head and token.
+
+        Returns:
+            Attention `[T, H, Dv]` in tensors that the next replay overwrites. `found` is int64
+            `[T, G]`, and is added up over all replays.
+        """
+        ...
+
+
+@runtime_checkable
 class LimitsSteps(Protocol):
     """An index whose decode steps can choose the number of rows by their expected error.
 

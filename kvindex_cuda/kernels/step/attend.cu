@@ -39,6 +39,8 @@
 //     identifies a row by its slot number. Two sequences that request one slot at the same moment may both
 //     fetch the row and store it twice.)
 //   RAGGED (1: each sequence has its own count of resident rows; always so if PAGED)
+//   ONE_SEQUENCE (1: the "sequences" of the batch are consecutive tokens of one sequence. They share its resident
+//     rows and its row cache, where two of them may store a row twice, as with PAGED = 2. Always with RAGGED.)
 #include "common/row_cache.cuh"
 #include "common/row_codes.cuh"
 
@@ -54,8 +56,10 @@ constexpr int ROW = (KEYS + VALUES) * PIECES * 512;  // bytes of a slot in a war
 // buffers of a thread block together take less than 96 KB of shared memory.
 constexpr int DEPTH = (KEYS + VALUES) * PIECES > 6 ? 2 : AHEAD;
 constexpr bool SLOTS = PAGED == 2;
+constexpr bool ONE_CACHE = SLOTS || ONE_SEQUENCE;  // all sequences of the batch share one cache per KV head
 static_assert(!SLOTS || GIVEN != 1, "ids are those of tokens");
 static_assert(!SLOTS || PARTS == 1, "their clock is not told how many parts have read it");
+static_assert(!ONE_SEQUENCE || !PAGED && RAGGED, "tokens of one sequence have a buffer of resident rows");
 constexpr int AT_ONCE = GROUP < HEADS_AT_ONCE ? GROUP : HEADS_AT_ONCE;  // heads whose results are merged in one round
 static_assert(DV % 2 == 0, "sums are merged in pairs");
 
@@ -258,15 +262,16 @@ struct Arguments {
     const int* found;           // [BG]: number of selected rows
     const i64* rows;            // [B, row]: addresses of blocks of TOKENS rows; the rows of KV head g begin at g ·
                                 // head_bytes
-    const void* resident;       // DTYPE [BG, room, D + DV]
-    const u8* resident_mask;    // [B, room]: 1 where a resident row is valid
+    const void* resident;       // DTYPE [BG, room, D + DV], or ONE_SEQUENCE: [G, room, D + DV]
+    const u8* resident_mask;    // [B, room], or ONE_SEQUENCE: [1, room]: 1 where a resident row is valid
     const i64* resident_count;  // [1], or RAGGED: [B]: number of resident rows
     const i64* length;          // [B]: number of tokens that are searched; only if PAGED
     const int* segments;        // [B, row]: number of each block among all pages; only if PAGED is 2
     // The row cache (row_cache.py) is a cache in device memory for rows that are stored on the host. It has
-    // `cached` slots per KV head of a sequence, 0 without a cache. With PAGED = 2 (pages in host memory), all
-    // sequences share one cache per KV head. The first dimension of `cache`, `tags` and `stamps` is then the
-    // number of KV heads, and `clocks`, which counts decode steps, has one element.
+    // `cached` slots per KV head of a sequence, 0 without a cache. With PAGED = 2 (pages in host memory) and
+    // ONE_SEQUENCE, all sequences share one cache per KV head. The first dimension of `cache`, `tags` and `stamps` is
+    // then the number of KV heads, as is that of `clocks` and `lookups` with ONE_SEQUENCE. With PAGED = 2, `clocks`,
+    // which counts decode steps, has one element.
     char* cache;                // [BG, cached, row_bytes]: rows in the stored format
     int* tags;                  // [BG, cached], aligned to 16 bytes: the row in each slot
     int* stamps;                // [BG, cached], aligned to 16 bytes: the step that last used each slot
@@ -280,6 +285,7 @@ struct Arguments {
     float* lse;                 // [BG PARTS, GROUP]: log Σ exp of the logits, −inf if no row is visible
     int* tickets;               // [BG PARTS] APART: counts finished splits, 0 before and after the launch
     int* ends;                  // [BG] APART: counts finished parts, 0 before and after the launch; only if PARTS > 1
+                                // or ONE_SEQUENCE
     const int* signals;         // set once the rows of a group are selected (`signal` in common.cuh)
     i64 row, head_bytes, row_bytes, room, cached, sink;
     i64 signaled;               // 1 if select_rows.cu is the kernel launched directly before, else 0
@@ -312,7 +318,9 @@ attend(const __grid_constant__ Arguments args) {
     int member = lane % LANES;  // lane number in its team. The first teams of all warps take the first rows.
     int own = (lane / LANES * splits + split) * 8 + warp, step = splits * WORKERS, now = 0;
     i64 k = args.k;
-    int held = SLOTS ? head : bg;  // whose cache this thread block uses
+    int held = ONE_CACHE ? head : bg;         // whose cache this thread block uses
+    int shown = ONE_SEQUENCE ? head : bg;     // whose resident rows it reads
+    int masked_by = ONE_SEQUENCE ? 0 : batch;  // whose mask hides some of them
     cache += held * args.cached * args.row_bytes, tags += held * args.cached, stamps += held * args.cached;
     if (threadIdx.x < 2) looked_up[threadIdx.x] = 0;
     Running run;
@@ -378,7 +386,7 @@ attend(const __grid_constant__ Arguments args) {
         int first = selected(own), second = selected(own + step);
         int third = selected(own + 2 * step), fourth = selected(own + 3 * step);
         int rows_here = phase ? args.found[bg] : int(__ldcg(args.resident_count + RAGGED * batch));
-        if (caches) now = now_of(SLOTS ? __ldcg(args.clocks) : __ldcg(args.clocks + bg) + 1);
+        if (caches) now = now_of(SLOTS ? __ldcg(args.clocks) : __ldcg(args.clocks + held) + 1);
         int first_tag = tag_of(first), second_tag = tag_of(second), third_tag = tag_of(third);
         auto stored = [&](int id) {
             return reinterpret_cast<const char*>(args.rows[batch * args.row + id / TOKENS]) +
@@ -388,7 +396,7 @@ attend(const __grid_constant__ Arguments args) {
         auto resident = [&](int i) { return stored(i < sinks ? i : later + i); };
 #else
         auto resident = [&](int i) {
-            return static_cast<const char*>(args.resident) + (bg * args.room + i) * i64((D + DV) * SIZE);
+            return static_cast<const char*>(args.resident) + (shown * args.room + i) * i64((D + DV) * SIZE);
         };
 #endif
         auto kept = [&](int id) { return args.cached && !(MIXED_ROWS && args.on_device[batch * args.row + id / TOKENS]); };
@@ -414,7 +422,7 @@ attend(const __grid_constant__ Arguments args) {
                 }
 #endif
                 if (slot >= 0) {
-                    if (member == 0) row.before = use_slot<(PARTS > 1 || SLOTS)>(stamps + slot, now);
+                    if (member == 0) row.before = use_slot<(PARTS > 1 || ONE_CACHE)>(stamps + slot, now);
                     from = cache + slot * args.row_bytes;
                     row.slot = CACHED;
                 } else {
@@ -464,7 +472,7 @@ attend(const __grid_constant__ Arguments args) {
         for (int i = own, n = 0; n * step < longest; i += step, n++) {
             if (!PAGED && !phase && n % LANES == 0) {
                 int at = i + member * step;
-                bool one = at < rows_here && args.resident_mask[batch * args.room + at];
+                bool one = at < rows_here && args.resident_mask[masked_by * args.room + at];
                 visible = __ballot_sync(ALL, one) >> lane / LANES * LANES;
             }
             if (caches) settle(next, i, n);
@@ -497,9 +505,10 @@ attend(const __grid_constant__ Arguments args) {
     if (!last) return;
     if (threadIdx.x == 0) {
         args.tickets[part * APART] = 0;
-        bool all = PARTS == 1 || atomicAdd(args.ends + bg * APART, 1) == PARTS - 1;
-        if (PARTS > 1 && all) args.ends[bg * APART] = 0;
-        if (args.cached && !SLOTS && all) args.clocks[bg] = now / 2;  // all thread blocks have read the old value
+        int readers = ONE_SEQUENCE ? gridDim.y / u32(args.kv_heads) : PARTS;  // of the clock, each with its splits
+        bool all = readers == 1 || atomicAdd(args.ends + shown * APART, 1) == readers - 1;
+        if (readers > 1 && all) args.ends[shown * APART] = 0;
+        if (args.cached && !SLOTS && all) args.clocks[held] = now / 2;  // all thread blocks have read the old value
     }
     auto part_of = [&](int s, int h, int pair) {
         return s < splits ? __ldcg(reinterpret_cast<const float2*>(partial + (i64(s) * GROUP + h) * PARTIAL) + pair)

@@ -6,6 +6,9 @@
 // a counter on the device instead, which its last thread block increments: in a caller's CUDA graph (unless
 // prepare_query.cu already does this), and if each sequence of the batch has its own counter.
 //
+// With `counts`, the B "sequences" are consecutive tokens of one sequence, which follow each other among its
+// resident rows. Token b attends to the rows up to its own, so its number of rows is written to counts[b].
+//
 // Grid: (G, B), THREADS threads. Reads and writes 2 (D + DV) and GROUP · D elements per KV head. Limited by
 // latency.
 // Compile-time constants: D, DV, DTYPE, GROUP (query heads per KV head).
@@ -24,7 +27,9 @@ struct Arguments {
                                        // written
     Bits* window_values;               // [B, G, DV]
     Bits* resident;                    // [B, G, room, D + DV]: the token is written at row `place`
-    i64* resident_count;               // [1], or [B] if `ragged`: becomes place + 1
+    i64* resident_count;               // [1], or [B] if `ragged`: becomes place + 1, or place + B with `counts`
+    i64* counts;                       // [B]: number of resident rows that each token of one sequence attends to, or
+                                       // null; only with `ticket` and without `ragged`
     int* ticket;                       // [1]: counts finished thread blocks, 0 between launches; null: the host passes
                                        // `place`
     const Bits* queries;               // [B, H, D]
@@ -50,8 +55,9 @@ stage_token(const __grid_constant__ Arguments args) {
     let_next_begin();
     i64 g = blockIdx.x, b = blockIdx.y, bg = b * gridDim.x + g;
     i64 place = args.ticket ? args.resident_count[args.ragged * b] : args.place;
+    if (args.counts) place += b;
     if (place < args.room) {
-        Bits* row = rows + (bg * args.room + place) * (D + DV);
+        Bits* row = rows + ((args.counts ? g : bg) * args.room + place) * (D + DV);
         for (int i = threadIdx.x; i < D; i += THREADS) {
             Bits one = keys[b * args.keys_batch + g * args.keys_head + i];
             row[i] = one;
@@ -75,6 +81,13 @@ stage_token(const __grid_constant__ Arguments args) {
     }
     if (!last_block(args.ticket, gridDim.x * gridDim.y)) return;
     if (threadIdx.x == 0) *args.ticket = 0;  // all thread blocks have read the counts
+    if (args.counts) {
+        i64 before = __ldcg(args.resident_count), most = args.room;
+        __syncthreads();  // all threads have read the count that the first one changes
+        for (i64 i = threadIdx.x; i < gridDim.y; i += THREADS) args.counts[i] = min(before + i + 1, most);
+        if (threadIdx.x == 0) *args.resident_count = min(before + gridDim.y, most);
+        return;
+    }
     for (i64 i = threadIdx.x; i < (args.ragged ? gridDim.y : 1); i += THREADS) {
         i64 count = __ldcg(args.resident_count + i);
         if (count < args.room) args.resident_count[i] = count + 1;

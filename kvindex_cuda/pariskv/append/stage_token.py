@@ -24,6 +24,7 @@ def stage_token(
     graph_queries: Tensor | None = None,
     *,
     ticket: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> None:
     """Copy a token's key and value to two places: the end of the resident rows (sink and window),
     and the window's own tensors. Optionally copy its queries to the input of a CUDA graph.
@@ -41,6 +42,10 @@ def stage_token(
             reads the token's place from `resident.count` when it runs, and the caller updates the
             host's count. Resident rows with a count per sequence need a ticket. Without a ticket,
             this function takes the next place and updates the host's count itself.
+        counts: Int64 `[T]`, on the device, or None. If given, the first dimension of all parts is
+            the number `T` of new tokens of one sequence, in place of `B`. They are written after
+            each other, and `counts` becomes the number of resident rows up to each token. This
+            needs a ticket, resident rows of one sequence, and no `window` and `graph_queries`.
 
     Raises:
         ValueError: Shapes or dtypes do not fit, or there is no room for the token.
@@ -49,6 +54,10 @@ def stage_token(
     queries, places = _near_by(queries), token if window is None else window
     to_keys, to_values = places.keys, places.values
     (B, G, room, wide), D, H = rows.shape, keys.shape[-1], queries.shape[1]
+    if counts is not None:
+        if ticket is None or resident.ragged or B != 1:
+            raise ValueError("counts: got a tensor, allowed with a ticket and one sequence")
+        B = len(of_type("counts", counts, torch.int64))
     given = keys, values, to_keys, to_values, queries
     key, value = (B, G, 1, D), (B, G, 1, wide - D)
     shapes = key, value, key, value, (B, H, D)
@@ -79,6 +88,7 @@ def stage_token(
             window_values=None if window is None else to_values,
             resident=rows,
             resident_count=resident.count,
+            counts=counts,
             ticket=ticket,
             queries=queries,
             graph_queries=graph_queries,

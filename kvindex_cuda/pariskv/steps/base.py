@@ -77,6 +77,8 @@ class BaseStep:
             head (`State.variances`). `k` is then the largest number. Only for a subclass that
             computes `resident_parts`, with `sampled` and without `ragged`.
         ragged: Whether `State.length` and `State.resident_count` have an entry for each sequence.
+        one_sequence: Whether the sequences of the batch are consecutive tokens of one sequence,
+            which share its resident rows and its row cache. Only with `ragged`.
         arena: Memory for the buffers, which is shared with steps that never run at the same time.
 
     Raises:
@@ -105,6 +107,7 @@ class BaseStep:
         tempered: bool = False,
         limited: bool = False,
         ragged: bool = False,
+        one_sequence: bool = False,
         arena: Arena | None = None,
     ) -> None:
         g, group = geometry, geometry.group_size
@@ -120,6 +123,12 @@ class BaseStep:
         self._defines = dict(D=g.head_dim, GROUP=group, DTYPE=CODES[g.dtype])
         self.scale, self.softcap = float(g.scale), float(g.softcap or 0)
         self._ragged = dict(RAGGED=int(ragged))
+        if one_sequence and (not ragged or g.value_in_key):
+            raise ValueError(
+                f"one_sequence: got True with ragged={ragged} and value_in_key={g.value_in_key}, "
+                "allowed is True and False"
+            )
+        self._one_sequence = one_sequence
         self._capped = dict(SOFTCAP=int(g.softcap is not None))
         self._selects = dict(GROUP=group, POLICY=int(policy == "max_share"), **self._capped)
         self._selects["SAMPLING"] = int(sampled)
@@ -250,7 +259,8 @@ class BaseStep:
 
     def _select_rows(self, state: State) -> None:
         """Launch the kernel `select_rows`, which selects the `k` best candidates."""
-        cache = None if state.segments is not None else state.cache
+        # rows of a cache that several sequences share are not expected in advance
+        cache = None if self._one_sequence or state.segments is not None else state.cache
         self._select_launch(
             self,
             state,
@@ -331,6 +341,7 @@ class BaseStep:
             | dict(CODEC=int(CodecNumber[state.codec.upper()]), GIVEN=given)
             | dict(MIXED_ROWS=int(state.on_device is not None))
             | self._ragged
+            | dict(ONE_SEQUENCE=int(self._one_sequence))
             | dict(PAGED=int(state.sink is not None) + int(state.segments is not None)),
             shared_bytes=self._attend_bytes(heads),
             overlap=hits is None,  # with hits, the previous launch may still write rows

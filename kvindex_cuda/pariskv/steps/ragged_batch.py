@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -72,6 +72,9 @@ class ParisKVBatch:
     The caller passes a list of indexes to each call. The buffers are allocated for the number of
     indexes and the `k` of the last call. The batch does not keep the memory of any index alive.
     """
+
+    one_sequence: ClassVar[bool] = False
+    """True if the indexes of the batch are one index, for several tokens (`several_tokens`)."""
 
     def __init__(
         self, geometry: Geometry, config: ParisKVConfig, kind: str, layout: Layout
@@ -192,13 +195,17 @@ class ParisKVBatch:
         """Update the state of the batch, and return it: copy the state of every index that has
         changed since the last call."""
         if self._state is None or len(rows) != len(self._held):
-            self._state, self._held, self._asked = _empty(like, len(rows)), [None] * len(rows), 0
+            self._state, self._held, self._asked = (
+                empty_state(like, len(rows)),
+                [None] * len(rows),
+                0,
+            )
         for b, row in enumerate(rows):
             version = row.version if row else EMPTY
             if self._held[b] is not version:
                 self._held[b], self._asked = None, 0  # until the copy is complete
                 if row:
-                    _copy(self._state, b, row)
+                    copy_state(self._state, slice(b, b + 1), row)
                 self._held[b] = version
         return self._state
 
@@ -215,6 +222,7 @@ class ParisKVBatch:
                 k=k,
                 most=with_headroom(max(need, 1)),
                 ragged=True,
+                one_sequence=self.one_sequence,
             )
         return step
 
@@ -236,7 +244,7 @@ class ParisKVBatch:
                 self._texts[b] = text
 
 
-def _empty(like: State, batch: int) -> State:
+def empty_state(like: State, batch: int) -> State:
     """Return a state with empty tensors for `batch` sequences."""
 
     def tensor(part: Tensor | None) -> Tensor | None:
@@ -247,12 +255,12 @@ def _empty(like: State, batch: int) -> State:
     return replace(like, length=like.length.new_zeros(batch), largest=None, wrong=None, **parts)
 
 
-def _copy(state: State, b: int, row: BatchRow) -> None:
-    """Copy the state of an index, up to its last block, to sequence `b` of the batch's state."""
+def copy_state(state: State, sequences: slice, row: BatchRow) -> None:
+    """Copy the state of an index, up to its last block, to some sequences of the batch's state."""
     parts, own, blocks = vars(state), vars(row.state), -(-row.tokens // BLOCK)
     for name in PER_BLOCK:
         if parts[name] is not None:
-            parts[name][b, :blocks].copy_(own[name][0, :blocks])
+            parts[name][sequences, :blocks].copy_(own[name][:1, :blocks])
     for name in WHOLE:
         if parts[name] is not None:
-            parts[name][b].copy_(own[name][0])
+            parts[name][sequences].copy_(own[name][:1])

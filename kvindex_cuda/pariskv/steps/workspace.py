@@ -156,6 +156,7 @@ def shared(
     most: int,
     ragged: bool = False,
     limited: bool = False,
+    one_sequence: bool = False,
 ) -> SharedStep:
     """Return a decode step object for `k` rows whose buffers have room for `most` tokens or
     candidates. An existing object is returned if one fits.
@@ -171,14 +172,16 @@ def shared(
         most: Number of tokens or candidates for which the step must have room (`dispatch.room_of`).
         ragged: See `BaseStep`.
         limited: See `BaseStep`.
+        one_sequence: See `BaseStep`.
     """
     g = geometry
     sizes = (g.q_heads, g.kv_heads, g.head_dim, g.value_dim, g.scale, g.softcap, g.dtype, g.device)
     options = options_of(kind, config)
-    key = (*sizes, layout, kind, *options.values(), batch, blocks, k, ragged, limited)
+    how = dict(ragged=ragged, limited=limited, one_sequence=one_sequence)
+    key = (*sizes, layout, kind, *options.values(), batch, blocks, k, *how.values())
     step = _alive.get(key)
     if step is None or step.most < most:
-        options |= dict(batch=batch, k=k, most=most, ragged=ragged, limited=limited)
+        options |= dict(batch=batch, k=k, most=most, **how)
         options["multiprocessors"] = multiprocessors(g.device)
         step = SHARED[kind](g, layout, **options)
         _alive[key] = step
