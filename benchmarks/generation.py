@@ -11,8 +11,8 @@ number of rounds that were therefore not run.
         [--context N] [--steps S] [--seconds S] [--index SPEC] [--model … --gguf-file … --lora …]
         [--dtype …] [--device …] [--without-graphs] --json OUT
     python -m benchmarks.generation --decoder SHAPE [--context N] [--index SPEC] [--written T]
-        [--turn T] [--batch B] [--hit-rate R] [--rows N…] [--weights fp8] [--torch-products]
-        [--device …] --json OUT
+        [--turn T] [--batch B] [--hit-rate R] [--rows N…] [--drafts N…]
+        [--weights fp8] [--torch-products] [--device …] --json OUT
     python -m benchmarks.generation --decoder SHAPE --through transformers [--context N] …
         --json OUT
     python -m benchmarks.generation --decoder SHAPE --prefill N [--sparse SELECTOR=F…]
@@ -54,8 +54,11 @@ Results of each plan:
 - `token_ms`: time between two tokens as the host receives them, as a mean over each round.
 - `between_ms`: the single times between two tokens as the host receives them.
 - `tokens_per_s`: number of tokens per second, of all sequences together.
-- `ratio`: ratio to the time of `dense`, or of `weights` if `dense` does not fit. With `--rows`, it
-  is the ratio to the time of `cached`, which retrieves 100 rows.
+- `cached+N`, `weights+N`: only with `--drafts`: steps of one token and `N` drafted ones, of which
+  half are accepted. `token_ms` is the time of a step for the host, which reads the results and
+  counts the accepted tokens.
+- `ratio`: ratio to the time of `dense`, or of `weights` if `dense` does not fit. With `--rows` or
+  `--drafts`, it is the ratio to the time of `cached`, which retrieves 100 rows.
 
 `floor_ms` is the time to read the weights from memory. A time per token below it is not possible,
 and ends the run with an error. Before anything is timed, a model of two layers must generate the
@@ -191,6 +194,14 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "retrieves per KV head. Several numbers are those of successive layers, in turn",
     )
     parser.add_argument(
+        "--drafts",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="N",
+        help="With --decoder, also measure steps of one token and N drafted ones",
+    )
+    parser.add_argument(
         "--tokens",
         type=int,
         default=7000,
@@ -270,6 +281,11 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     if found.rows and (part or not found.decoder):
         parser.error(
             f"rows: got {found.rows}, allowed with --decoder, without --through and --prefill"
+        )
+    if found.drafts and (part or not found.decoder or found.batch > 1 or min(found.drafts) < 1):
+        parser.error(
+            f"drafts: got {found.drafts}, allowed are numbers from 1 on with --decoder, one "
+            "sequence, and without --through and --prefill"
         )
     if found.rows and not all(LEAST <= rows <= AUTO_ROWS for rows in found.rows):
         parser.error(f"rows: got {found.rows}, allowed are {LEAST} to {AUTO_ROWS}")

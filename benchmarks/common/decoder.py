@@ -27,6 +27,9 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     how: dict[str, Any] = dict(batch=given.batch, fused=not given.torch_products)
     automatic = "auto" if given.rows else None
     token.check(shape, g, given.index, kind=given.weights, k=automatic, **how)
+    for drafts in given.drafts:
+        fused = not given.torch_products
+        token.check_drafts(shape, g, given.index, drafts, given.weights, fused=fused)
     rate = token.read_rate(g.device)
     weights = weights_of(shape, g, given.weights)
     read = bytes_read(weights)
@@ -43,6 +46,7 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
         2 * (rounds + 1) * (given.turn + token.REFILLED) + token.MOST_SHARPENED + 2 * token.UPDATE
     )
     room += MOST_ADAPTED if given.rows else 0
+    room += sum(2 * (rounds + 1) * (given.turn * (n + 1) + token.REFILLED) for n in given.drafts)
     sizes = given.context, shape.layers, room, given.batch
     layers = token.indexed(g, given.index, *sizes, k=automatic)
     through, errors, most = plan(layers), [0.0] * shape.layers, layers[0].k
@@ -77,6 +81,14 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
             about["rows"].append(described(token.rows_found(layers) - earlier))
         return found
 
+    def drafted(drafts: int) -> Figures:
+        use("cached")
+        through.turn(token.REFILLED)
+        hits.rate()
+        found = through.turn_drafts(given.turn, drafts)
+        about["hit_rates"].setdefault(f"cached+{drafts}", []).append(hits.rate())
+        return found
+
     befores: dict[str, Any] = {"cached": None, "uncached": emptied}
     if given.rows:
         befores["auto"] = None
@@ -86,7 +98,11 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
         about["errors"], about["rows"] = list(errors), []
     about["hit_rates"] = {name: [] for name in befores}
     turns: dict[str, Any] = {name: partial(turn, name, before) for name, before in befores.items()}
-    turns["weights"] = partial(plan([token.Nothing()] * shape.layers).turn, given.turn)
+    alone = plan([token.Nothing()] * shape.layers)
+    turns["weights"] = partial(alone.turn, given.turn)
+    for drafts in given.drafts:
+        turns[f"weights+{drafts}"] = partial(alone.turn_drafts, given.turn, drafts)
+        turns[f"cached+{drafts}"] = partial(drafted, drafts)
     if token.fits(g, rows, shape.layers):
         dense = [token.Everything(g, given.context, given.batch) for _ in range(shape.layers)]
         turns["dense"] = partial(plan(dense).turn, given.turn)
@@ -96,15 +112,14 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     for warm in turns.values():
         warm()
     workload.free()
-    for name in befores:
-        about["hit_rates"][name] = []
+    about["hit_rates"] = {name: [] for name in about["hit_rates"]}
     about |= {"rows": []} if given.rows else {}
     use("cached")
     written: dict[str, list[float]] = {name: [] for name in turns}
     if (more := 2 * token.UPDATE - given.written) > 0:  # let each layer update its index twice
         noted("cached", partial(through.turn, more))
     turns = {name: partial(noted, name, run) for name, run in turns.items()}
-    over = "cached" if given.rows else "dense" if "dense" in turns else "weights"
+    over = "cached" if given.rows or given.drafts else "dense" if "dense" in turns else "weights"
     for found in in_turns(turns, rounds, end, over):
         worst = {name: max(ms) / statistics.median(ms) for name, ms in written.items() if ms}
         found |= {"over": over, "worst_over_median": worst}
@@ -133,15 +148,17 @@ def shown(found: dict[str, Any]) -> Iterator[str]:
         return
     floor, rates = found["floor_ms"], found["hit_rates"]
     yield f"floor {floor:.2f} ms: {found['weights_bytes'] / 1e9:.2f} GB of weights"
-    for plan in ("weights", "dense", "growing", "cached", "uncached", "auto"):
+    drafted = [plan for plan in found if "+" in plan]
+    for plan in ("weights", "dense", "growing", "cached", "uncached", "auto", *drafted):
         if plan not in found:
             continue
-        ms, low, high = (found[plan][f"device_ms{part}"] for part in ("", "_low", "_high"))
+        name = "token_ms" if plan in drafted else "device_ms"
+        ms, low, high = (found[plan][f"{name}{part}"] for part in ("", "_low", "_high"))
         line = f"{plan:8} {ms:6.2f} ms ({low:.2f} to {high:.2f}), {ms / floor:.2f} of the floor"
         line += f", host {found[plan]['token_ms']:.2f} ms"
         line += f", {found['tokens_per_s'][plan]:.1f} tokens/s"
         if plan in found["ratio"]:
-            line += f", {found['ratio'][plan]['device_ms']:.3f} of {found['over']}"
+            line += f", {found['ratio'][plan][name]:.3f} of {found['over']}"
         if plan in rates:
             line += f", hits {statistics.median(rates[plan]):.2f}"
         if plan == "auto" and found["rows"]:

@@ -12,6 +12,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from kvindex_adapters.common.placement import default_placement
 from kvindex_adapters.common.token_ring import TokenRing
 from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.decoder.dense import DenseAttention
+from kvindex_adapters.decoder.draft_graphs import DraftGraphs
 from kvindex_adapters.decoder.graph import TokenGraph
 from kvindex_adapters.decoder.quantized import PLAIN
 from kvindex_adapters.decoder.sampling import Sampler, Sampling
@@ -61,11 +63,11 @@ class Everything:
         shape = (2, batch, g.kv_heads, tokens, g.head_dim)
         self._keys, self._values = torch.empty(shape, dtype=g.dtype, device=g.device).normal_()
 
-    def capture_refusal(self) -> str | None:
+    def capture_refusal(self, tokens: int = 1) -> str | None:
         """Return None, because nothing prevents a CUDA graph of the decode step."""
         return None
 
-    def prepare_replay(self) -> object:
+    def prepare_replay(self, tokens: int = 1) -> object:
         """Return the same object in each call: one CUDA graph can be replayed in all steps."""
         return self
 
@@ -81,8 +83,13 @@ class Everything:
         """Compute attention for the newest token of each sequence, without a CUDA graph."""
         return self.captured_step(queries, keys, values)
 
-    def count_replay(self) -> None:
-        """Do nothing, because a decode step of this benchmark does not add a token."""
+    def prepare_next(self, tokens: int = 1, ahead: int = 0) -> object:
+        """Return the same object as `prepare_replay`."""
+        return self
+
+    def count_replay(self, kept: int = 1, of: int = 1, excess: list[Tensor] | None = None) -> bool:
+        """Return False: a decode step of this benchmark adds no token."""
+        return False
 
 
 def dense(
@@ -215,6 +222,8 @@ class Plan:
         self._session = Session(weights, config, layers, [0] * batch, kernels)
         sampler = Sampler(Sampling(), g.device, kernels)
         self._graph = TokenGraph(self._session, sampler, graphs=graphs)
+        self._drafts = partial(DraftGraphs, self._session, sampler)
+        self._of_drafts: dict[int, DraftGraphs] = {}
         self._ids = torch.randperm(shape.vocabulary, device=g.device)
         self._written = 0
 
@@ -282,6 +291,39 @@ class Plan:
             take()
         return {"device_ms": [start.until(stop) for start, stop in marks], **of_tokens(at)}
 
+    def turn_drafts(self, steps: int, drafts: int) -> Figures:
+        """Run decode steps of one token and `drafts` drafted ones, of which half are accepted.
+
+        Returns:
+            The milliseconds per step as for `turn`. The host reads the results of a step and counts
+            its tokens before the next step begins.
+        """
+        drained()
+        at = [time.perf_counter()]
+        for _ in range(steps):
+            first = self._written % (len(self._ids) - drafts - 1)
+            self._written += drafts + 1
+            self.scored(self._ids[first : first + drafts + 1], 1 + drafts // 2)
+            at.append(time.perf_counter())
+        return of_tokens(at)
+
+    def scored(self, ids: Tensor, kept: int) -> Tensor:
+        """Run a decode step of several tokens, of which the first `kept` stay.
+
+        Args:
+            ids: Int64 `[T]`.
+            kept: Number of tokens that stay.
+
+        Returns:
+            Logits `[T, V]`.
+        """
+        graphs = self._of_drafts.setdefault(len(ids), self._drafts(len(ids)))
+        scores = graphs.score(ids[None])
+        if scores is None:
+            raise SystemExit(f"drafts: {self._session.capture_refusal(len(ids))}")
+        self._session.count_replay(kept, scores.count)
+        return scores.logits
+
 
 class Mark:
     """A point in time, to measure the time until another one.
@@ -302,6 +344,32 @@ class Mark:
             return 1e3 * (later._at - self._at)
         later._event.synchronize()
         return self._event.elapsed_time(later._event)
+
+
+def check_drafts(
+    shape: Shape, g: Geometry, spec: str, drafts: int, kind: str = PLAIN, **how: bool
+) -> None:
+    """Check that a step of several tokens computes the logits of as many steps of one token.
+
+    Uses a model of two layers over 4,096 tokens. Raise SystemExit if logits differ by more than a
+    tenth of their standard deviation, in bfloat16 mostly rounding.
+    """
+    few = shape._replace(layers=2)
+    weights = weights_of(few, g, kind)
+    one, several = (
+        Plan(few, g, weights, indexed(g, spec, 4096, few.layers, 40), **how) for _ in range(2)
+    )
+    for plan in (one, several):
+        plan.tokens(3)  # after the first steps, graphs can be captured
+    ids = torch.arange(drafts + 1, device=g.device)
+    for number in range(4):  # the first step compiles, and the second one is captured
+        mine, theirs = several.scored(ids, len(ids)), one.logits(ids.tolist())
+        off = float((mine - theirs).float().abs().max() / theirs.float().std())
+        if off > 0.1:
+            raise SystemExit(
+                f"drafts: step {number} of {len(ids)} tokens gives logits that differ by {off:.3f} "
+                "of their standard deviation from those of single tokens; nothing is timed"
+            )
 
 
 def check(

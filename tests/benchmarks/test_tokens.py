@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from benchmarks import generation, ranks, report
-from benchmarks.common import attached, decoder, decoding, prompt
+from benchmarks.common import attached, decoder, decoding, prompt, token
 from benchmarks.common import ranks as measuring
 from kvindex_adapters.decoder.sampling import Sampler
+from kvindex_adapters.decoder.session import Session
 from tests.benchmarks.running import ran
 from tests.cuda.graphs import WholeGraph, recorded
 from tests.support.fused import on_a_cpu
@@ -84,6 +85,7 @@ def test_a_prefill_is_timed_with_an_index_and_without(tiny_decoder, monkeypatch)
             ["--decoder", "qwen3-8b", "--prefill", "9", "--rows", "50"],
             "rows: got [50], allowed with --decoder, without --through and --prefill",
         ),
+        (["--decoder", "qwen3-8b", "--drafts", "0"], "drafts: got [0], allowed are numbers from 1"),
     ],
 )
 def test_parts_of_a_decoder_that_do_not_fit_are_refused(given, message, tmp_path, capsys):
@@ -155,6 +157,23 @@ def test_tokens_are_timed_at_given_numbers_of_rows(tiny_decoder, monkeypatch):
     assert len(lines) == 7
     assert f"{found['rows'][-1]['mean']:.0f} rows (99th percentile" in lines[-1]
     assert graphs.made < 20
+
+
+@pytest.mark.slow
+def test_steps_of_several_tokens_are_timed_and_wrong_ones_are_not(tiny_decoder, monkeypatch):
+    monkeypatch.setattr(token, "UPDATE", 64)  # no tokens leave the window between checked steps
+    with recorded(WholeGraph):
+        found = ran(generation.main, ["--drafts", 3, *tiny_decoder], monkeypatch)["decoder"]
+    assert found["over"] == "cached"
+    assert {"weights+3", "cached+3"} < found["ratio"].keys()
+    assert len(found["hit_rates"]["cached+3"]) == found["rounds"] == 2
+    lines = [*decoder.shown(found)]
+    assert f"{found['ratio']['cached+3']['token_ms']:.3f} of cached" in lines[-1]
+    score = Session.captured_score
+    wrong = property(lambda self: lambda ids: score(self, ids) * 1.5)
+    monkeypatch.setattr(Session, "captured_score", wrong)
+    with recorded(WholeGraph), pytest.raises(SystemExit, match="drafts: step 0 of 4 tokens"):
+        generation.main()
 
 
 @pytest.mark.slow

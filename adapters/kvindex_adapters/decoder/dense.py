@@ -117,19 +117,27 @@ class DenseAttention:
     # The methods below run decode steps in a CUDA graph. The kernels of such a step read the number
     # of tokens from device memory.
 
-    def capture_refusal(self) -> str | None:
-        """Return the reason why a CUDA graph cannot run the next step, or None if it can."""
+    def capture_refusal(self, tokens: int = 1) -> str | None:
+        """Return the reason why a CUDA graph cannot run the next step, or None if it can.
+
+        tokens: number of tokens of each sequence in the step.
+        """
+        if tokens > 1:
+            return f"layer: got full attention, which runs a step of {tokens} tokens op by op"
         return None if self._length else "tokens: got 0, allowed is at least 1"
 
-    def prepare_replay(self) -> object | None:
+    def prepare_replay(self, tokens: int = 1) -> object | None:
         """Prepare the buffers and the token count on the device for a captured step.
+
+        Args:
+            tokens: Number of tokens of each sequence in the step.
 
         Returns:
             An object that represents the present buffers. A CUDA graph that was captured earlier is
             still valid if this call returns the same object as before. None if the layer contains
-            no tokens.
+            no tokens, or the step has several.
         """
-        if not self._length:
+        if self.capture_refusal(tokens) is not None:
             return None
         self._reserve(self._length + 1, self._keys)
         if self._length != self._device_count:
@@ -165,13 +173,19 @@ class DenseAttention:
             queries, *rows, attn_mask=mask[:, None, None], scale=self._scale, enable_gqa=True
         )
 
-    def count_replay(self) -> None:
+    def prepare_next(self, tokens: int = 1, ahead: int = 0) -> object | None:
+        """Return None, because `prepare_replay` takes little time."""
+        return None
+
+    def count_replay(self, kept: int = 1, of: int = 1, excess: list[Tensor] | None = None) -> bool:
         """Add 1 to the number of tokens that the host knows.
 
-        Call this after each replay of a CUDA graph that contains `captured_step`.
+        Call this after each replay of a CUDA graph that contains `captured_step`. The arguments are
+        not used, because no graph contains a step of several tokens. Returns False.
         """
         self._length += 1
         self._device_count += 1
+        return False
 
     def _reserve(self, tokens: int, like: Tensor) -> None:
         """Ensure that the buffers have room for `tokens` tokens. A full buffer at least doubles."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvindex.core.graphs import GRAPHS
 from kvindex_adapters.common.prompt_chunks import Progress
 from kvindex_adapters.common.speculation import Speculation
 from kvindex_adapters.common.token_ring import TokenRing
+from kvindex_adapters.decoder.draft_graphs import DraftGraphs
 from kvindex_adapters.decoder.graph import TokenGraph
 from kvindex_adapters.decoder.reading import Reading
 from kvindex_adapters.decoder.sampling import Sampler, Sampling
@@ -117,7 +120,10 @@ class Run:
         if self.known is not None:
             known[0] = [*self.known.tolist(), *known[0]]
         ids = [[*row, one] for row, one in zip(known, first.tolist(), strict=True)]
-        speculator = Speculator(self.session, sampler, speculation, ids, step=graph.step, read=read)
+        size = speculation.tokens + 1 if isinstance(speculation.tokens, int) else None
+        drafts = DraftGraphs(self.session, sampler, size, graphs=self.graphs)
+        how: Any = dict(step=graph.step, read=read, graphs=drafts)
+        speculator = Speculator(self.session, sampler, speculation, ids, **how)
         made, left = [first], self.max_new_tokens - 1
         while True:
             for token in made:
@@ -138,7 +144,21 @@ class Run:
         text = self.session.explain(graphs=self.graphs)
         if self.speculation is None:
             return text
-        return f"{text}\nspeculation: {self.speculation}; steps of several tokens run op by op"
+        return f"{text}\nspeculation: {self.speculation}; {self._explained_drafts()}"
+
+    def _explained_drafts(self) -> str:
+        """Say how steps of several tokens run."""
+        if self.speculation is not None and self.speculation.full:
+            return "full attention verifies op by op"
+        if not self.graphs:
+            return "steps of several tokens run op by op (graphs: got False)"
+        device = self.session.token.device.type
+        if device not in GRAPHS:
+            return f"steps of several tokens run op by op (device: got {device})"
+        why = self.session.capture_refusal(tokens=2)
+        if why is not None:
+            return f"steps of several tokens run op by op ({why})"
+        return "a step of several tokens is one graph"
 
     def cut(self, tokens: list[Tensor]) -> list[Tensor]:
         """Truncate each answer after its first stop token.

@@ -38,12 +38,15 @@ from kvindex_adapters.llama.weights import Weights
 class Attention(layers.Attention, Protocol):
     """Protocol for the attention of one layer. A CUDA graph can capture its decode steps."""
 
-    def capture_refusal(self) -> str | None:
-        """Return the reason why a CUDA graph cannot run the next decode step, or None if it can."""
+    def capture_refusal(self, tokens: int = 1) -> str | None:
+        """Return the reason why a CUDA graph cannot run the next decode step, or None if it can.
+
+        tokens: number of tokens of each sequence in the step.
+        """
         ...
 
-    def prepare_replay(self) -> object | None:
-        """Prepare a capture or a replay.
+    def prepare_replay(self, tokens: int = 1) -> object | None:
+        """Prepare a capture or a replay of a step of `tokens` tokens.
 
         Returns:
             An object that represents the layer's present state for CUDA graphs. A graph that was
@@ -52,8 +55,19 @@ class Attention(layers.Attention, Protocol):
         """
         ...
 
+    def prepare_next(self, tokens: int = 1, ahead: int = 0) -> object | None:
+        """Prepare the next replay like `prepare_replay`, but in less time.
+
+        Returns:
+            The object that `prepare_replay` would return, or None if the caller must call it.
+            `ahead` is the number of tokens that earlier replays append and that are not counted
+            yet.
+        """
+        ...
+
     def captured_step(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Append one token to each sequence, and compute its attention.
+        """Append one token to each sequence, or several to a single sequence, and compute their
+        attention.
 
         A CUDA graph can capture this, because the device counts the tokens.
         """
@@ -63,8 +77,11 @@ class Attention(layers.Attention, Protocol):
         """Keep the first `length` tokens, and remove the rest."""
         ...
 
-    def count_replay(self) -> None:
-        """Increase the host's number of tokens by 1 after a replay of the graph."""
+    def count_replay(self, kept: int = 1, of: int = 1, excess: list[Tensor] | None = None) -> bool:
+        """After a replay of the graph, which has appended `of` tokens, keep the first `kept`.
+
+        See `AttentionLayer.count_replay`.
+        """
         ...
 
 
@@ -81,6 +98,27 @@ class Captured(NamedTuple):
     ) -> Tensor:
         """Run the layer's `captured_step`. Padding (`valid`) is not supported."""
         return self.layer.captured_step(queries, keys, values)
+
+
+class CapturedTogether(NamedTuple):
+    """A wrapper like `Captured`, for kernels that treat several tokens of one sequence as tokens of
+    several sequences."""
+
+    layer: Attention
+
+    def step(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Run the layer's `captured_step`.
+
+        Args:
+            queries: `[T, H, 1, D]`.
+            keys: `[T, G, 1, D]`.
+            values: `[T, G, 1, D]`.
+
+        Returns:
+            Attention outputs `[T, H, 1, D]`.
+        """
+        parts = (one.transpose(0, 2) for one in (queries, keys, values))
+        return self.layer.captured_step(*parts).transpose(0, 2)
 
 
 class Session:
@@ -118,6 +156,9 @@ class Session:
         self._position = -torch.tensor(padding, device=device)[:, None]
         self.token = torch.zeros_like(self._position)
         self.length = 0
+        # number of tokens -> for each layer, what `prepare_replay` will return, or None; empty if
+        # the layers have changed since `prepare_ahead`
+        self._ready: dict[int, list[object | None]] = {}
         self.acceptance = Acceptance()
         """Counts of drafted and accepted tokens, if calls have speculated."""
 
@@ -245,6 +286,7 @@ class Session:
         T = ids.shape[1]
         positions = self._position + torch.arange(T, device=ids.device)
         given = self._weights, ids, positions, self._attentions, self._config.head_dim
+        self._ready = {}
         with self._fully(full):
             logits = layers.forward(*given, every=True)
         self._position += T
@@ -270,6 +312,7 @@ class Session:
         Args:
             length: Number of tokens to keep, at most the number of tokens in the session.
         """
+        self._ready = {}
         for layer in self._attentions:
             layer.truncate(length)
         self._position -= self.length - length
@@ -321,20 +364,27 @@ class Session:
 
     # Decode steps in a CUDA graph
 
-    def capture_refusal(self) -> str | None:
+    def capture_refusal(self, tokens: int = 1) -> str | None:
         """Return the reason why a CUDA graph cannot run the next decode step, or None if it can.
 
         The text names the first layer that cannot run in a CUDA graph, and says why it cannot.
+
+        Args:
+            tokens: Number of tokens of each sequence in the step.
         """
         for number, layer in enumerate(self._attentions):
-            why = layer.capture_refusal()
+            why = layer.capture_refusal(tokens)
             if why is not None:
                 return f"layer {number}: {why}"
         return None
 
     @in_plain_torch
-    def prepare_replay(self) -> list[object] | None:
-        """Prepare all layers for the capture or the replay of `captured_step`.
+    def prepare_replay(self, tokens: int = 1) -> list[object] | None:
+        """Prepare all layers for the capture or the replay of `captured_step`, or of
+        `captured_score` with several tokens.
+
+        Args:
+            tokens: Number of tokens of each sequence in the step.
 
         Returns:
             A list with one object per layer, the result of the layer's `prepare_replay`. None if
@@ -342,13 +392,20 @@ class Session:
         """
         if self.length < self._longest:
             return None
-        reads = []
-        for layer in self._attentions:
-            read = layer.prepare_replay()
+        ready = self._ready.get(tokens) or [None] * len(self._attentions)
+        reads, self._ready = list[object](), {}
+        for known, layer in zip(ready, self._attentions, strict=True):
+            read = known or layer.prepare_next(tokens) or layer.prepare_replay(tokens)
             if read is None:
                 return None
             reads.append(read)
         return reads
+
+    @in_plain_torch
+    def prepare_ahead(self, tokens: int) -> None:
+        """Prepare another replay of `tokens` tokens while such a replay runs, and is not counted
+        yet. So the next call of `prepare_replay` takes less time."""
+        self._ready = {tokens: [layer.prepare_next(tokens, tokens) for layer in self._attentions]}
 
     @in_plain_torch
     @torch.no_grad()
@@ -365,11 +422,54 @@ class Session:
         self._position += 1
         return logits
 
-    def count_replay(self) -> None:
-        """After a replay of `captured_step`, add 1 to the lengths that the host has recorded."""
-        self.length += 1
-        for layer in self._attentions:
-            layer.count_replay()
+    @in_plain_torch
+    @torch.no_grad()
+    def captured_score(self, ids: Tensor) -> Tensor:
+        """Run a decode step of several tokens that a CUDA graph can capture.
+
+        Call `count_replay` after each replay. Token ids are not passed to the indexes.
+
+        Args:
+            ids: Int64 `[1, T]`.
+
+        Returns:
+            Logits `[T, V]` for the token after each of `ids`.
+        """
+        T, D = ids.shape[1], self._config.head_dim
+        positions = self._position + torch.arange(T, device=ids.device)
+        if self.fused is not None:
+            together = [CapturedTogether(layer) for layer in self._attentions]
+            logits = self.fused.forward(ids.mT.contiguous(), positions.mT.contiguous(), together, D)
+        else:
+            captured = [Captured(layer) for layer in self._attentions]
+            logits = layers.forward(self._weights, ids, positions, captured, D, every=True)[0]
+        self._position += T
+        return logits
+
+    @in_plain_torch
+    def count_replay(self, kept: int = 1, of: int = 1) -> None:
+        """After a replay of `captured_step` or `captured_score`, count its tokens on the host.
+
+        Args:
+            kept: Number of tokens that stay. The others are removed.
+            of: Number of tokens that the replay has appended to each sequence.
+        """
+        self.length += kept
+        excess, ready = list[Tensor](), self._ready.get(of)
+        for number, layer in enumerate(self._attentions):
+            moved = layer.count_replay(kept, of, excess)
+            if moved and ready is not None:
+                ready[number] = None
+        if kept < of:
+            torch._foreach_sub_([self._position, *excess], of - kept)
+
+    @in_plain_torch
+    def undo_replay(self, length: int) -> None:
+        """Return to `length` tokens, wherever a failed replay or a failed count has left the
+        session."""
+        self.keep(length)
+        padding = torch.tensor(self.padding, device=self._position.device)
+        self._position.copy_((length - padding)[:, None])
 
     def indexes(self) -> list[KVIndex]:
         """List the indexes of all layers that contain tokens.
@@ -479,6 +579,7 @@ class Session:
     @torch.no_grad()
     def _read(self, ids: Tensor) -> Tensor:
         """Append ids int64 `[B, T]` to every layer. Return logits `[B, V]` for the next token."""
+        self._ready = {}
         T, positions, valid = ids.shape[1], self._position, None
         if ids is self.token and self.length >= self._longest:
             logits = self._forward_one(self._attentions)

@@ -5,8 +5,8 @@ logits after each of them. Drafts are accepted up to the first that the verifier
 yields the accepted tokens and one more, which the verifier's logits give. Rejected tokens are
 removed from the session.
 
-Only plain torch computes a step of several tokens; there are no fused kernels and no CUDA graph
-for it.
+Verification by an index runs as a CUDA graph where possible (`draft_graphs`), and verification by
+full attention op by op.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kvindex_adapters.common.speculation import (
     Speculation,
     rejection_sample,
 )
+from kvindex_adapters.decoder.draft_graphs import DraftGraphs
 from kvindex_adapters.decoder.sampling import Sampler
 from kvindex_adapters.decoder.session import Session
 
@@ -45,6 +46,7 @@ class Speculator:
         step: Function that runs one decode step without a draft, and writes the next token to
             `session.token`.
         read: Function that copies tokens to the host.
+        graphs: CUDA graphs for steps of several tokens, or None.
     """
 
     def __init__(
@@ -56,8 +58,10 @@ class Speculator:
         *,
         step: Callable[[], None],
         read: Read,
+        graphs: DraftGraphs | None = None,
     ) -> None:
         self._session, self._sampler, self._full = session, sampler, speculation.full
+        self._graphs = graphs
         self._length, self._step, self._read = DraftLength(speculation), step, read
         self._known = [PromptLookup(ids) for ids in known]
 
@@ -133,12 +137,46 @@ class Speculator:
         the random numbers of decode steps of one token.
         """
 
+        replayed = None if self._graphs is None else self._verify_replayed(drafts, stops)
+        if replayed is not None:
+            return replayed
+
         def judge(place: int, logits: Tensor) -> tuple[Tensor, Tensor]:
             token = self._session.agreed(self._sampler.choose(logits))
             return token, _same(token, drafts, place)
 
         with self._session.speculating(drafts.shape[1] + 1):
             return self._accept(drafts, judge, running, stops, full=False)
+
+    def _verify_replayed(
+        self, drafts: Tensor, stops: Collection[int]
+    ) -> tuple[list[Tensor], int] | None:
+        """Do what `_verify` does for one sequence in a CUDA graph, or return None if none can."""
+        session, graphs, before = self._session, self._graphs, self._session.length
+        assert graphs is not None
+        first, made, kept = session.token.clone(), list[Tensor](), 0
+        try:
+            scores = graphs.score(torch.cat([session.token, drafts], dim=1))
+            if scores is None:
+                return None
+            for draft in (*drafts[0].tolist(), None):  # there is no draft for the last position
+                place = len(made)
+                if scores.chosen is None:
+                    some = scores.logits[place : place + 1]
+                    token = int(self._read(self._sampler.choose(some)))
+                else:
+                    token = scores.chosen[place]
+                made.append(torch.tensor([token]))
+                kept += token == draft
+                if token != draft or token in stops:
+                    break
+            session.count_replay(len(made), scores.count)
+        except BaseException:
+            session.undo_replay(before)
+            session.token.copy_(first)
+            raise
+        session.token.fill_(token)
+        return made, kept
 
     # Drafts that the model writes with the index, verified by full attention
 

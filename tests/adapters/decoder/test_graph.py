@@ -72,7 +72,7 @@ def test_as_many_rows_as_the_error_asks_for(device, graphs):
 
 @pytest.mark.parametrize("verify", mostly_slow(["index", "full"], "index"))
 def test_steps_without_a_draft_are_replays(device, graphs, monkeypatch, verify):
-    """Drafts are verified op by op; the graph stays valid for the steps in between."""
+    """Steps of several tokens have a graph of their own; that of single tokens stays valid."""
     decoder, prompt = decoder_of(device), ids_of(60)
     regions = dict(update_every=40)  # a window update may come a few tokens later with drafts
     plain = given(device, 20, regions=regions)
@@ -87,11 +87,67 @@ def test_steps_without_a_draft_are_replays(device, graphs, monkeypatch, verify):
     if verify == "index":
         assert got.answer_ids.tolist() == want
         assert (got.acceptance.rounds, got.acceptance.accepted) == (2, 6)
-        searches = 2 * 4  # tokens of the two rounds, whose searches are graphs of their own
-        assert graphs.replays == 19 - 2 * 4 - EAGER + searches
+        # the first round compiles the kernels, and the second is the replay of another graph
+        assert (graphs.made, graphs.replays) == (2, 19 - 2 * 4 - EAGER + 1)
     else:
         full = decoder.generate(prompt, index=None, max_new_tokens=20, graphs=False)
         assert torch.equal(got.answer_ids, full.answer_ids)
+
+
+DRAFTS = {"first wrong": 0, "some right": 2, "all right": 3}
+
+
+@pytest.mark.parametrize("sampling", [None, *mostly_slow([Sampling(0.8, seed=3)])])
+@pytest.mark.parametrize("right", DRAFTS.values(), ids=DRAFTS)
+def test_drafts_in_a_graph_give_the_tokens_of_single_steps(
+    device, graphs, monkeypatch, right, sampling
+):
+    decoder, prompt = decoder_of(device, layers=2), ids_of(60)
+    more = {} if sampling is None else dict(sampling=sampling)
+    plain = given(device, 24, regions=dict(update_every=40)) | more
+    want = decoder.generate(prompt, graphs=False, **plain).answer_ids.tolist()
+
+    def draft(lookup, count):
+        start = len(lookup) - 60
+        guess = want[start : start + count]
+        return [token if i < right else token ^ 1 for i, token in enumerate(guess)]
+
+    monkeypatch.setattr(PromptLookup, "draft", draft)
+    got = decoder.generate(prompt, speculative_tokens=3, **plain)
+    assert got.answer_ids.tolist() == want
+    # The first round runs op by op, and each layer makes a graph for its last tokens. The second
+    # round compiles the kernels for several tokens.
+    assert graphs.made == 2 + 1
+    assert graphs.replays >= got.acceptance.rounds - 2
+    assert got.acceptance.accepted >= right * (got.acceptance.rounds - 1)
+
+
+def test_an_interrupted_draft_leaves_the_session_as_it_was(device, graphs, monkeypatch):
+    decoder, prompt = decoder_of(device, layers=2), ids_of(60)
+    plain = given(device, 16, regions=dict(update_every=40))
+    want = decoder.generate(prompt, graphs=False, **plain).answer_ids.tolist()
+    monkeypatch.setattr(
+        PromptLookup, "draft", lambda lookup, count: want[len(lookup) - 60 :][:count]
+    )
+    count, fails = Session.count_replay, iter([False, True, *[False] * 20])
+
+    def failing(self, kept=1, of=1):
+        if of > 1 and next(fails):
+            self._attentions[0].count_replay(kept, of)
+            raise KeyboardInterrupt
+        count(self, kept, of)
+
+    monkeypatch.setattr(Session, "count_replay", failing)
+    run, seen = decoder.start(prompt, speculative_tokens=3, **plain), []
+    with pytest.raises(KeyboardInterrupt):
+        seen.extend(int(token) for token in run.tokens())
+    session = run.session
+    assert seen == want[: len(seen)]
+    assert session.length == 60 + len(seen) - 1
+    assert session.token.item() == seen[-1]
+    for token in want[len(seen) :]:
+        assert int(session.step(session.token[:, 0]).argmax()) == token
+        session.token.fill_(token)
 
 
 @pytest.mark.slow

@@ -1,0 +1,130 @@
+"""`DraftGraphs`: run decode steps of several tokens, which may be rejected, as CUDA graphs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvindex.core.graphs import GRAPHS, Graph
+from kvindex_adapters.decoder.sampling import Sampler
+from kvindex_adapters.decoder.session import Session
+
+SIZES = 2, 4, 8, 16
+"""Numbers of tokens of the graphs for drafts of varying length. A shorter step is filled up."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Results of a decode step of several tokens. The next step overwrites the tensors.
+
+    Args:
+        logits: Logits for the token after each token of the step, `[T, V]`.
+        chosen: The most likely token at each position, or None if tokens are sampled.
+        count: Number of tokens that the step has appended, `T`. Those after the tokens of the
+            caller are fillers.
+    """
+
+    logits: Tensor
+    chosen: Sequence[int] | None
+    count: int
+
+
+@dataclass
+class _Step:
+    """The tensors of decode steps with the same number of tokens, and their graph.
+
+    Args:
+        ids: Input tokens `[1, T]`.
+        reads: Results of the layers' `prepare_replay` when the step ran last.
+        graph: The graph, or None if it was not captured yet.
+        logits: Logits `[T, V]` of the last step.
+        chosen: The most likely tokens, int64 `[T]`, or None.
+    """
+
+    ids: Tensor
+    reads: Sequence[object] = ()
+    graph: Graph | None = None
+    logits: Tensor | None = None
+    chosen: Tensor | None = None
+
+
+class DraftGraphs:
+    """Runs decode steps of several tokens of one sequence, as replays of CUDA graphs.
+
+    Args:
+        session: A session that has read its prompt.
+        sampler: The sampler of the generation.
+        size: Number of tokens of every step, at most; None if it varies.
+        graphs: Whether decode steps may be captured in CUDA graphs.
+    """
+
+    def __init__(
+        self, session: Session, sampler: Sampler, size: int | None, *, graphs: bool = True
+    ) -> None:
+        one = session.ranks is None and len(session.token) == 1
+        self._session, self._sampler = session, sampler
+        self._serves = graphs and one and session.token.device.type in GRAPHS
+        self._sizes = SIZES if size is None else (size,)
+        self._steps: dict[int, _Step] = {}
+
+    def score(self, inputs: Tensor) -> Scores | None:
+        """Append tokens to the session, and compute the logits after each of them.
+
+        Call `session.count_replay` next, with the number of tokens that stay. If an exception is
+        raised in between, call `session.undo_replay`.
+
+        Args:
+            inputs: Int64 `[1, n]`.
+
+        Returns:
+            The logits, or None if no graph can run this step. The session is then unchanged.
+        """
+        n = inputs.shape[1]
+        size = next((size for size in self._sizes if size >= n), None)
+        if not self._serves or size is None:
+            return None
+        reads = self._session.prepare_replay(size)
+        if reads is None:
+            return None
+        step = self._steps.get(size)
+        if step is None:
+            step = self._steps[size] = _Step(inputs.new_zeros(1, size))
+        same = len(step.reads) == len(reads)
+        same = same and all(new is old for new, old in zip(reads, step.reads, strict=True))
+        step.ids[:, :n].copy_(inputs)
+        if not same:
+            # the first step with these tensors compiles the kernels
+            step.graph, step.reads = None, reads
+            self._run(step)
+        elif step.graph is not None or self._capture(step):
+            assert step.graph is not None
+            step.graph.replay()
+        else:
+            return None
+        self._session.prepare_ahead(size)  # while the device computes
+        assert step.logits is not None
+        chosen = None if step.chosen is None else step.chosen.tolist()
+        return Scores(step.logits, chosen, size)
+
+    def _run(self, step: _Step) -> None:
+        step.logits = self._session.captured_score(step.ids)
+        step.chosen = None if self._sampler.samples else self._sampler.choose(step.logits)
+
+    def _capture(self, step: _Step) -> bool:
+        """Capture a step. If this fails, return False, and run all later steps without a graph."""
+        device = step.ids.device
+        try:
+            step.graph = GRAPHS[device.type](device, lambda: self._run(step))
+        except RuntimeError as error:
+            self._serves = False
+            warnings.warn(
+                f"graphs: the driver refuses to capture a step of several tokens ({error}), so "
+                "such steps launch their operations one by one; graphs=False does this without a "
+                "warning",
+                stacklevel=2,
+            )
+            return False
+        return True
