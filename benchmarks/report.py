@@ -79,6 +79,8 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "arrivals": tokens.arrivals,
     "ranks": tokens.ranks,
     "token_ahead": tokens.ahead,
+    "draft_steps": tokens.draft_steps,
+    "row_budget_tokens": tokens.row_budget,
     "ranks_quality": quality.ranks,
     "latents": gpu.latents,
     "hit_rate": gpu.hit_rate,

@@ -110,6 +110,49 @@ def decoder_tokens(result: Result) -> str:
     return f"{about}\n\n{table(head, rows)}"
 
 
+def draft_steps(result: Result) -> str:
+    """Make the table of the time of decode steps of several tokens."""
+    rows, found = [], result["decoder"]
+    drafts = sorted(int(plan.removeprefix("cached+")) for plan in found if "cached+" in plan)
+    for count in (0, *drafts):
+        plan, alone = (f"{name}+{count}" if count else name for name in ("cached", "weights"))
+        ms, low, high = (found[plan][f"token_ms{part}"] for part in ("", "_low", "_high"))
+        ratio = f"{found['ratio'][plan]['token_ms']:.2f}" if count else "1"
+        without = f"{found[alone]['token_ms']:.2f}"
+        rows.append((str(count + 1), f"{ms:.2f} ({low:.2f} to {high:.2f})", ratio, without))
+    about = (
+        "The table shows the time of a decode step by its number of tokens. The model has random "
+        f"weights in the shape of {result['model']}, in {result['dtype']}. The index is "
+        f"`{result['index']}`, with {found['context']:,} tokens in host memory and "
+        f"k = {found['k']}, for one sequence. The host reads the results of a step before it "
+        "launches the next one, and half of the drafted tokens are accepted. A step of one token "
+        "does not wait for the host. Times are medians, with quartiles in parentheses."
+    )
+    head = ("tokens of a step", "ms per step", "ratio to one token", "ms without attention")
+    return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
+
+
+def row_budget(result: Result) -> str:
+    """Make the table of the time per token if the expected error determines the number of rows."""
+    found, rows = result["decoder"], []
+    plans = {
+        "cached": f"{found['k']}",
+        "auto": "{mean:.0f} (99th percentile {p99})".format(**found["rows"][-1]),
+    }
+    for plan, words in plans.items():
+        ms, low, high = (found[plan][f"device_ms{part}"] for part in ("", "_low", "_high"))
+        ratio = found["ratio"].get(plan, {}).get("device_ms", 1)
+        rows.append((words, f"{ms:.2f} ({low:.2f} to {high:.2f})", f"{ratio:.2f}"))
+    about = (
+        f"The model has random weights in the shape of {result['model']}, in {result['dtype']}, "
+        f"and a context of {found['context']:,} tokens. The allowed error is chosen so that "
+        "searches find about the given mean number of rows. Each decode step is one CUDA graph. "
+        "Times are medians, with quartiles in parentheses."
+    )
+    head = ("rows per KV head", "ms per token", "ratio")
+    return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
+
+
 def ahead(result: Result) -> str:
     """Make the table of the time per token if weights are prefetched into the L2 cache."""
     rows, found = [], result["ahead"]
