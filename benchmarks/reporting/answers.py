@@ -90,17 +90,40 @@ def _prompts(result: Result, index: str, here: Row) -> tuple[str, ...]:
 
 
 def summary(result: Result) -> str:
-    """Write a sentence with three fractions of correct answers: those of pariskv, of full attention
-    and of exact search."""
-    here = {"k": _middle(result), "tokens": None}
-    full, best, mine = (
-        _one(result, "accuracy", index, here, task=None) for index in (FULL, "exact", DEFAULT)
-    )
-    return (
+    """Write the fractions of correct answers of pariskv, of full attention and of exact search,
+    for all lengths of the prompt together, and for the longest ones of another model."""
+    full, best, mine = _three(result, None)
+    counts = [
+        f"{row['count']} of {_short(tokens)} tokens"
+        for tokens in result["tokens"]
+        if (row := _one(result, "accuracy", FULL, {"tokens": tokens}, task=None))
+    ]
+    said = (
         f"Correct answers about long texts: {_percent(mine)}% with `{DEFAULT}`, {_percent(full)}% "
         f"with full attention, {_percent(best)}% with exact search for the same number of tokens "
-        "([answers](docs/results/answers.md))."
+        f"({named(result['settings']['model'], None)}; prompts: {', '.join(counts)}; "
+        "[answers](docs/results/answers.md))."
     )
+    others = stored_like("answers_lengths", result)
+    models = [one for one in others if one["settings"]["model"] != result["settings"]["model"]]
+    for other in sorted(models, key=lambda one: one["tokens"][-1])[-1:]:
+        tokens = other["tokens"][-1]
+        full, _, mine = _three(other, tokens)
+        here = {"k": _middle(other), "tokens": tokens}
+        lost = _one(other, "differences", DEFAULT, here, base=FULL, task=None)
+        said += (
+            f" The larger {named(other['settings']['model'], None)} loses more at "
+            f"{_short(tokens)} tokens: {_percent(mine)}% against {_percent(full)}%, "
+            f"{points(lost)} percentage points."
+        )
+    return said
+
+
+def _three(result: Result, tokens: int | None) -> list[Row | None]:
+    """Return the accuracy of full attention, of `exact` and of pariskv at one length of the prompt,
+    or at all lengths together (None)."""
+    here = {"k": _middle(result), "tokens": tokens}
+    return [_one(result, "accuracy", index, here, task=None) for index in (FULL, "exact", DEFAULT)]
 
 
 def lengths(result: Result) -> str:

@@ -16,7 +16,8 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,10 +62,7 @@ def save_folder(
         ValueError: The path is not valid, or a function of `parts` raises ValueError.
         TypeError: `folder` is not a path.
     """
-    path = check_new(folder)
-    new = _beside(path)
-    try:
-        new.mkdir()
+    with new_folder(folder) as new:
         files: dict[str, Any] = {}
         for name, state in parts.items():
             files[name + ENDING] = write(new / (name + ENDING), state())._asdict()
@@ -74,6 +72,29 @@ def save_folder(
         with (new / MANIFEST).open("xb") as file:
             file.write(json.dumps(manifest, indent=1).encode() + b"\n")
             to_disk(file)
+
+
+@contextmanager
+def new_folder(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """Context manager that yields an empty folder to write to, and renames it to `folder` at the
+    end.
+
+    So the folder is either complete or absent, even if the process is killed. If the `with` block
+    raises an exception, nothing remains.
+
+    Args:
+        folder: A path that does not exist yet.
+
+    Raises:
+        OSError: The folder exists, or cannot be written.
+        ValueError: The path is not valid.
+        TypeError: `folder` is not a path.
+    """
+    path = check_new(folder)
+    new = _beside(path)
+    try:
+        new.mkdir()
+        yield new
         new.rename(path)
     except BaseException as error:
         shutil.rmtree(new, ignore_errors=True)

@@ -390,3 +390,10 @@ def test_one_list_per_group_holds_no_more_candidates_than_one_head_has():
         index.append(keys, values)
         width = candidates.find(*index.inputs(CASE.queries()), 10).shape[-1]
         assert (width == most) if lists == "group" else 40 < width <= most
+
+
+def test_an_index_without_presets_says_so():
+    with pytest.raises(
+        ValueError, match="preset: got 'fast', allowed is None: Quest has no presets"
+    ):
+        kvindex.create("quest:preset=fast", q_heads=4, kv_heads=2, head_dim=64)

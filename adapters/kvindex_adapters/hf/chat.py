@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import shutil
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any, NoReturn, Self, TypeVar
 
 from transformers import PreTrainedModel
 
-from kvindex.storage.saved import check_new
+from kvindex.storage.saved import check_new, new_folder
 from kvindex_adapters.common.layer_options import IndexFactory
 from kvindex_adapters.common.prompt import (
     Messages,
@@ -89,6 +88,14 @@ SET_BY_CHAT = {
 """Maps options that a chat sets itself to the reason and to what the caller can do instead."""
 
 
+def is_path(document: str) -> bool:
+    """Return True if a document's text is a short line that names an existing file."""
+    try:
+        return len(document) < 1000 and "\n" not in document and Path(document).is_file()
+    except (OSError, ValueError):  # too long for a path, or with a NUL character
+        return False
+
+
 class BaseChat(ABC):
     """A conversation whose KV cache stays between turns.
 
@@ -123,6 +130,13 @@ class BaseChat(ABC):
         template_options: Mapping[str, Any] | None,
         options: Mapping[str, Any],
     ) -> None:
+        if isinstance(tokenizer, PreTrainedModel):
+            raise TypeError(
+                f"tokenizer: got the model {type(tokenizer).__name__}, allowed is its tokenizer; "
+                "the order is Chat(model, tokenizer)"
+            )
+        if system is not None and not isinstance(system, str):
+            raise TypeError(f"system: got {type(system).__name__}, allowed is text or None")
         if getattr(tokenizer, "chat_template", None) is None:
             raise ValueError(
                 f"tokenizer: got {type(tokenizer).__name__} without a chat template; set "
@@ -191,8 +205,8 @@ class BaseChat(ABC):
         """Add a document to the conversation, and read it into the cache before the next question.
 
         Documents come before the first message of the user, one after another. They are in
-        `documents`, and not in `messages`. If messages were sent already, the next turn reads the
-        whole conversation again.
+        `documents`, and not in `messages`. If messages were sent already, they are read again
+        after the document.
 
         Args:
             document: Text of the document (not the path of a file). It is read in chunks of the
@@ -201,7 +215,7 @@ class BaseChat(ABC):
 
         Raises:
             TypeError: The document is not a text.
-            ValueError: The document is empty.
+            ValueError: The document is empty, or it is the path of a file.
         """
         if not isinstance(document, str):
             how = (
@@ -212,6 +226,11 @@ class BaseChat(ABC):
             )
         if not document.strip():
             raise ValueError(f"document: got {document!r}, allowed is a text that is not blank")
+        if is_path(document):
+            raise ValueError(
+                f"document: got {document!r}, which is the path of a file, allowed is a text: "
+                f"Path({document!r}).read_text()"
+            )
         check_documents(self.documents)
         self.documents.append(document)
         try:
@@ -290,7 +309,8 @@ class BaseChat(ABC):
         after `undo`. The chat itself stays unchanged.
 
         Args:
-            folder: A new folder. If the call fails, no folder remains.
+            folder: A new folder. If the call fails, or the process is killed, no folder with this
+                name remains.
 
         Raises:
             OSError: The folder exists already, or cannot be written.
@@ -298,7 +318,7 @@ class BaseChat(ABC):
                 message cannot be written as JSON. Or the cache may contain tokens that do not
                 belong to the conversation, and the chat template does not accept the messages.
         """
-        check_new(folder)
+        check_new(folder)  # before work that takes time
         check_documents(self.documents)
         if not self.tokens:
             raise ValueError(self._no_tokens())
@@ -308,14 +328,9 @@ class BaseChat(ABC):
             raise ValueError(
                 f"messages: got a message that JSON cannot contain: {error}"
             ) from error
-        path = Path(folder)
-        path.mkdir(parents=True)
-        try:
+        with new_folder(folder) as path:
             self._save(path / CACHE)
             (path / CHAT).write_text(text, encoding="utf-8")
-        except BaseException:
-            shutil.rmtree(path, ignore_errors=True)
-            raise
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Replace this conversation by a saved one. A call that fails changes nothing.

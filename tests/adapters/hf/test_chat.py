@@ -601,6 +601,38 @@ def test_saved_chats_continue(chat_of, tmp_path):
         chat.save(tmp_path / "saved")
 
 
+def test_a_saved_folder_has_its_name_only_when_it_is_complete(chat_of, tmp_path, monkeypatch):
+    """So a process that is killed leaves no folder of this name."""
+    chat, target, seen = chat_of(Tokenizer()), tmp_path / "saved", []
+    chat.send(words(8))
+    save = type(chat)._save
+
+    def noted(self, folder):
+        seen.append(target.exists())
+        save(self, folder)
+        seen.append(target.exists())
+
+    monkeypatch.setattr(type(chat), "_save", noted)
+    chat.save(target)
+    assert seen == [False, False]
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_the_path_of_a_file_is_no_document(chat_of, tmp_path):
+    file, chat = tmp_path / "a.txt", chat_of(Tokenizer())
+    file.write_text("1 2 3")
+    with pytest.raises(ValueError, match=r"which is the path of a file, .*read_text\(\)$"):
+        chat.read(str(file))
+    assert chat.documents == []
+
+
+def test_arguments_in_the_wrong_order_say_so(model):
+    with pytest.raises(TypeError, match=r"the order is Chat\(model, tokenizer\)"):
+        kvhf.Chat(Tokenizer(), model)
+    with pytest.raises(TypeError, match="system: got list, allowed is text or None"):
+        kvhf.Chat(model, Tokenizer(), system=["9"])
+
+
 def test_a_saved_chat_lacks_the_turn_that_was_undone(chat_of, tmp_path):
     tokenizer = Tokenizer()
     chat = chat_of(tokenizer, system="9")

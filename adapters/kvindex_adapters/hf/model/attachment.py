@@ -123,7 +123,8 @@ def claimed(model: nn.Module) -> Iterator[Attachment]:
         with _claims:
             if any(module in attached for module in modules):
                 raise ValueError(
-                    "model: got a model that is attached already; end its attach() context first"
+                    "model: got a model that is attached already; end its attach() context first "
+                    "(several chats: chat.fork(), or Chat(…, cache=…) with one attach() for all)"
                 )
             attached.update((module, attachment) for module in modules)
         yield attachment
