@@ -122,9 +122,9 @@ class AttentionLayer(Transactional):
             the chosen blocks of each query head have.
         prefill_last: With `prefill="sparse"`, number of tokens at the end of a prompt that attend
             to all tokens, for example those of a question after a long text.
-        prefill_selector: With `prefill="sparse"`, how blocks are chosen: "pooled" by the mean query
-            of a block and the mean key of each block, or "sampled" by the exact attention of 32 of
-            the 128 queries of a block, which takes longer and loses less.
+        prefill_selector: With `prefill="sparse"`, how blocks are chosen: "sampled" by the exact
+            attention of 32 of the 128 queries of a block, or "pooled" by the mean query of a block
+            and the mean key of each block, which takes less time and loses more.
 
     Raises:
         ValueError: A size is out of range, the index is not empty, `coverage` or `error` is given
@@ -157,7 +157,7 @@ class AttentionLayer(Transactional):
         prefill: str = "dense",
         prefill_mass: float = 0.95,
         prefill_last: int = 128,
-        prefill_selector: str = "pooled",
+        prefill_selector: str = "sampled",
     ) -> None:
         self.k, self.error = checked_rows(k, coverage, error, index)
         self.coverage = None if coverage is None else check.within("coverage", coverage, 0, 1)

@@ -154,7 +154,7 @@ def check_choose(
 
     Raises:
         TypeError: An argument is not a tensor.
-        ValueError: A shape, device or number does not fit.
+        ValueError: A shape, device or number does not fit, or a query is not finite.
     """
     check.tensor("queries", queries, {"B": None, "H": None, "T": None, "D": None})
     B, H, T, D = queries.shape
@@ -172,6 +172,7 @@ def check_choose(
     needed = (first + T - 1) // BLOCK
     if m < needed:
         raise ValueError(f"summaries: got {m} blocks, allowed is at least {needed}")
+    check.finite("queries", queries)  # all of them, because some selectors use only a part
     return summaries[:, :, :needed], first // BLOCK
 
 

@@ -143,9 +143,11 @@ def test_attention_to_everything_is_full_attention(selector, D):
 def test_numbers_that_are_not_finite_raise(selector, wrong):
     queries, keys, _ = prompt(128 * 4)
     summaries = selector.summarize(keys)
-    queries[1, 2, 383, 3] = wrong
-    with pytest.raises(ValueError, match=r"queries: got .*(nan|inf), allowed"):
-        selector.choose(queries, summaries, 0, scale=0.25)
+    for place in (383, 382, 256):  # some selectors use only a part of the queries
+        bad = queries.clone()
+        bad[1, 2, place, 3] = wrong
+        with pytest.raises(ValueError, match=r"queries: got .*(nan|inf), allowed"):
+            selector.choose(bad, summaries, 0, scale=0.25)
     keys[1, 0, 200, 3] = wrong
     with pytest.raises(ValueError, match=r"keys: got .*(nan|inf), allowed"):
         selector.summarize(keys)

@@ -78,7 +78,7 @@ def chat(
     dense_below: DenseBelow = 2048,
     prefill: Prefill = "dense",
     prefill_mass: PrefillMass = 0.95,
-    prefill_selector: PrefillSelector = "pooled",
+    prefill_selector: PrefillSelector = "sampled",
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
     temperature: Annotated[
         float | None,

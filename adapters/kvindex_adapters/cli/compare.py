@@ -161,7 +161,7 @@ def compare(
     update_every: UpdateEvery = 256,
     prefill: Prefill = "dense",
     prefill_mass: PrefillMass = 0.95,
-    prefill_selector: PrefillSelector = "pooled",
+    prefill_selector: PrefillSelector = "sampled",
     store: Annotated[
         str | None,
         typer.Option(

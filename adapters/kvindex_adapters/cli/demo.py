@@ -82,7 +82,7 @@ def demo(
     dense_below: DenseBelow = 2048,
     prefill: Prefill = "dense",
     prefill_mass: PrefillMass = 0.95,
-    prefill_selector: PrefillSelector = "pooled",
+    prefill_selector: PrefillSelector = "sampled",
     seed: Annotated[
         int,
         typer.Option(help="Seed for the hidden facts, their places and the order of the text."),

@@ -77,7 +77,7 @@ def generate(
     dense_below: DenseBelow = 2048,
     prefill: Prefill = "dense",
     prefill_mass: PrefillMass = 0.95,
-    prefill_selector: PrefillSelector = "pooled",
+    prefill_selector: PrefillSelector = "sampled",
     max_new_tokens: Annotated[
         int, typer.Option(help="Maximum length of an answer in tokens.")
     ] = 256,

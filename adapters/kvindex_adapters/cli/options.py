@@ -74,9 +74,9 @@ PrefillMass = Annotated[
 PrefillSelector = Annotated[
     str,
     typer.Option(
-        help="With --prefill sparse: how blocks are chosen. pooled compares means of queries and "
-        "keys, and sampled the exact attention weights of a quarter of the queries, which takes "
-        "longer and misses less."
+        help="With --prefill sparse: how blocks are chosen. sampled compares the exact attention "
+        "weights of a quarter of the queries, and pooled means of queries and keys, which takes "
+        "less time and misses more."
     ),
 ]
 Model = Annotated[

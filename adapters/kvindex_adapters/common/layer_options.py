@@ -51,7 +51,7 @@ class LayerOptions:
     prefill: str = "dense"
     prefill_mass: float = 0.95
     prefill_last: int = 128
-    prefill_selector: str = "pooled"
+    prefill_selector: str = "sampled"
 
     def __post_init__(self) -> None:
         _check_options(self.index, self.index_options, self.layer_options)

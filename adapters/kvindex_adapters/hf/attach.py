@@ -58,7 +58,7 @@ def attach(
     prefill: str = "dense",
     prefill_mass: float = 0.95,
     prefill_last: int = 128,
-    prefill_selector: str = "pooled",
+    prefill_selector: str = "sampled",
 ) -> Iterator[IndexCache]:
     """Context manager that makes a model attend through indexes, and yields the cache to use.
 
@@ -111,7 +111,7 @@ def attach(
             chosen blocks of each query head have, in (0, 1].
         prefill_last: With `prefill="sparse"`, number of tokens at the end of a prompt that attend
             to all tokens, for example a question after a long text.
-        prefill_selector: With `prefill="sparse"`, how blocks are chosen: "pooled" or "sampled" (see
+        prefill_selector: With `prefill="sparse"`, how blocks are chosen: "sampled" or "pooled" (see
             `AttentionLayer`).
 
     Yields:

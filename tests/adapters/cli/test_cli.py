@@ -675,7 +675,7 @@ def test_a_prompt_comes_from_the_line_from_a_file_or_from_standard_input(tiny, t
     assert line["answer"] == file["answer"] == pipe["answer"]
     assert "searching steps read" in result.stderr
     regions = dict(sink=4, local_window=8, update_every=8, dense_below=0)
-    sparse = {"prefill_mass": 0.95, "prefill_selector": "pooled"}
+    sparse = {"prefill_mass": 0.95, "prefill_selector": "sampled"}
     assert line["regions"] == {**regions, "prefill": "dense", **sparse}
     empty = CliRunner().invoke(app, ["generate", "--model", "tiny", "--prompt-file", "-"], input="")
     assert "prompt-file: got '-', which is empty" in str(empty.exception)
