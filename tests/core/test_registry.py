@@ -1,6 +1,7 @@
 """Indexes and wrappers by name: their options as text, similar names, installed packages."""
 
 import dataclasses
+import importlib
 import sys
 from importlib.metadata import EntryPoint
 
@@ -162,6 +163,8 @@ def install(tmp_path, monkeypatch):
         lines = [f"{name.replace('_', '-')} = {module}:{value}" for name, value in names.items()]
         (info / "entry_points.txt").write_text("\n".join(["[kvindex.indexes]", *lines]))
         monkeypatch.delitem(sys.modules, module, raising=False)
+        # a folder that was listed in the same tick of the clock would not be listed again
+        importlib.invalidate_caches()
 
     yield install
     for path in tmp_path.glob("*.py"):
