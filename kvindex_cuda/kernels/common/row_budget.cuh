@@ -53,6 +53,7 @@ struct Budget {
     Cut cuts[COUNTS];       // for each number of rows k: where the (k + 1)-th largest priority is
     int ranks[COUNTS];      // its rank among the entries in marked bins, from 0
     float thresholds[COUNTS];  // τ(k), or −inf if there are at most k candidates; later, the factor exp(τ(k) − τ(k₀))
+    u32 parts[COUNTS][THREADS / 32];  // the variance for each number of rows, from each warp
     u64 variances[COUNTS];
 };
 
@@ -122,7 +123,7 @@ __device__ __forceinline__ void find_cuts(Budget& budget, const int* histogram, 
         if (lane >= step) before += add;
     }
     if (lane == 31) budget.sums[warp] = before;
-    if (threadIdx.x < COUNTS) budget.cuts[threadIdx.x] = {-1, 0}, budget.variances[threadIdx.x] = 0;
+    if (threadIdx.x < COUNTS) budget.cuts[threadIdx.x] = {-1, 0};
     if (threadIdx.x < BINS / 32) budget.marked[threadIdx.x] = 0;
     __syncthreads();
     before -= mine;
@@ -213,7 +214,15 @@ __device__ __forceinline__ Choice choose_rows(Budget& budget, const int* histogr
 #pragma unroll
     for (int c = 0; c < COUNTS - 1; c++) {
         int sum = __reduce_add_sync(ALL, sums[c]);
-        if (threadIdx.x % 32 == 0 && sum) atomicAdd(budget.variances + c, u64(sum));
+        if (threadIdx.x % 32 == 0) budget.parts[c][threadIdx.x / 32] = sum;
+    }
+    __syncthreads();
+    // no atomic additions: those of 64 bits in shared memory are loops, in which the warps would wait for each other
+    if (threadIdx.x < COUNTS - 1) {
+        u64 sum = 0;
+#pragma unroll
+        for (int w = 0; w < THREADS / 32; w++) sum += budget.parts[threadIdx.x][w];
+        budget.variances[threadIdx.x] = sum;
     }
     __syncthreads();
     int chosen = 0;
