@@ -154,8 +154,11 @@ class Updates(Restorable):
 
     @property
     def deferred(self) -> bool:
-        """True if `defer` has postponed an update (a move of tokens into the index)."""
-        return self._deferred_from is not None
+        """True if an update (a move of tokens into the index) must run before the next token.
+
+        `defer` has postponed it. Between `hold` and `release`, tokens may follow without it.
+        """
+        return self._deferred_from is not None and not self._held
 
     # Methods that the layer calls before it appends tokens
 

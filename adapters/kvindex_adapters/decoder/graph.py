@@ -8,6 +8,7 @@ Between replays it counts tokens and updates the layers' local windows.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -50,16 +51,20 @@ class TokenGraph:
         """
         return AHEAD if self._graph is not None else self._ahead
 
-    def step(self) -> None:
+    def step(self, *, drafts: bool = False) -> None:
         """Run one decode step, and write the next token to `session.token`.
+
+        Args:
+            drafts: True if the input token may be rejected later. Its id is then not passed to the
+                indexes.
 
         Raises:
             RuntimeError: Another thread is using the session.
         """
         with self._session.exclusive():
-            self._step()
+            self._step(self._session.draft if drafts else self._session.step)
 
-    def _step(self) -> None:
+    def _step(self, run: Callable[[Tensor], Tensor]) -> None:
         reads = self._session.prepare_replay() if self._serves else None
         if reads is not None and self._warm < WARM:
             self._warm, reads = self._warm + 1, None
@@ -67,7 +72,7 @@ class TokenGraph:
             self._capture(reads)
         if reads is None or self._graph is None:
             self._graph, token = None, self._session.token[:, 0]
-            self._session.token.copy_(self._chosen(self._session.step(token)))
+            self._session.token.copy_(self._chosen(run(token)))
             return
         self._graph.replay()
         self._session.count_replay()

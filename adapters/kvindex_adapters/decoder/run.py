@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,7 +123,8 @@ class Run:
         ids = [[*row, one] for row, one in zip(known, first.tolist(), strict=True)]
         size = speculation.tokens + 1 if isinstance(speculation.tokens, int) else None
         drafts = DraftGraphs(self.session, sampler, size, graphs=self.graphs)
-        how: Any = dict(step=graph.step, read=read, graphs=drafts)
+        how: Any = dict(step=graph.step, draft=partial(graph.step, drafts=True))
+        how |= dict(read=read, graphs=drafts)
         speculator = Speculator(self.session, sampler, speculation, ids, **how)
         made, left = [first], self.max_new_tokens - 1
         while True:

@@ -47,6 +47,8 @@ class Speculator:
             `session.token`.
         read: Function that copies tokens to the host.
         graphs: CUDA graphs for steps of several tokens, or None.
+        draft: Function like `step` for a token that may be rejected, or None to run such steps op
+            by op.
     """
 
     def __init__(
@@ -59,9 +61,10 @@ class Speculator:
         step: Callable[[], None],
         read: Read,
         graphs: DraftGraphs | None = None,
+        draft: Callable[[], None] | None = None,
     ) -> None:
         self._session, self._sampler, self._full = session, sampler, speculation.full
-        self._graphs = graphs
+        self._graphs, self._draft = graphs, draft
         self._length, self._step, self._read = DraftLength(speculation), step, read
         self._known = [PromptLookup(ids) for ids in known]
 
@@ -194,6 +197,10 @@ class Speculator:
             tokens, distributions = [first[:, 0]], list[Tensor]()
             try:
                 for _ in range(count):
+                    if self._draft is not None and not sampler.samples:
+                        self._draft()  # reads `session.token`, which is the last of `tokens`
+                        tokens.append(session.token[:, 0].clone())
+                        continue
                     logits = session.draft(tokens[-1])
                     if sampler.samples:
                         distributions.append(sampler.probabilities(logits))

@@ -5,6 +5,7 @@ On a CPU, graphs are recorded functions (`tests/cuda/graphs.py`), and kernels ar
 
 import gc
 import weakref
+from contextlib import contextmanager
 from itertools import product
 
 import pytest
@@ -45,6 +46,20 @@ def given(device, count=30, **options):
     if options.get("index", "pariskv") is None:
         attach = None
     return dict(k=10, max_new_tokens=count, attach_options=attach, **options)
+
+
+@contextmanager
+def recorded_calls(kind, name):
+    """Context manager that yields a list, to which each call of a method appends None."""
+    calls, method = [], vars(kind)[name]
+
+    def called(*given, **options):
+        calls.append(None)
+        return method(*given, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, name, called)
+        yield calls
 
 
 def both(decoder, prompt, **options):
@@ -92,6 +107,17 @@ def test_steps_without_a_draft_are_replays(device, graphs, monkeypatch, verify):
     else:
         full = decoder.generate(prompt, index=None, max_new_tokens=20, graphs=False)
         assert torch.equal(got.answer_ids, full.answer_ids)
+
+
+def test_drafts_of_the_index_are_replays_and_full_attention_verifies_them(device, graphs):
+    decoder, prompt = decoder_of(device, layers=2), ids_of(60)
+    plain = given(device, 24, regions=dict(update_every=40))
+    full = decoder.generate(prompt, index=None, max_new_tokens=24, graphs=False)
+    with recorded_calls(Session, "draft") as drafted:
+        got = decoder.generate(prompt, speculative_tokens=4, verify="full", **plain)
+    assert torch.equal(got.answer_ids, full.answer_ids)
+    assert len(drafted) < got.acceptance.drafted / 2  # the others are replays
+    assert graphs.replays > got.acceptance.drafted / 2
 
 
 DRAFTS = {"first wrong": 0, "some right": 2, "all right": 3}
