@@ -172,9 +172,11 @@ class SavedFolder:
         """
         path = Path(folder)
         if not (path / MANIFEST).is_file():
+            inner = sorted(path.glob(f"*/{MANIFEST}"))  # such as the cache of a saved chat
+            hint = f"; did you mean {str(inner[0].parent)!r}?" if inner else ""
             raise FileNotFoundError(
                 f"folder: got {str(folder)!r}, which has no {MANIFEST}; only folders that save() "
-                "wrote can be loaded"
+                f"wrote can be loaded{hint}"
             )
         kind, about, files = _manifest(path / MANIFEST)
         if kind not in kinds:

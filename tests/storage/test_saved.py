@@ -183,3 +183,9 @@ def test_a_cache_is_no_index(tmp_path):
     save_folder(tmp_path / "saved", "cache", {}, {})
     with pytest.raises(ValueError, match="a saved cache, allowed is index or layer"):
         kvindex.load(tmp_path / "saved")
+
+
+def test_a_folder_that_contains_a_saved_one_names_it(tmp_path):
+    save_folder(tmp_path / "cache", "cache", {}, {})
+    with pytest.raises(FileNotFoundError, match=r"did you mean '.*cache'\?$"):
+        SavedFolder.open(tmp_path, ["cache"])
