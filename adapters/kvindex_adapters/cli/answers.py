@@ -41,6 +41,7 @@ class Request:
         token_graph: Whether to run each decode step as one CUDA graph. None decides by the device
             and the model.
         speculation: The options `speculative_tokens` and `verify`, or {} for one token at a time.
+        system: Text of the system message, or None. Only with `chat`.
     """
 
     index: str | None
@@ -53,6 +54,7 @@ class Request:
     load_cache: Path | None = None
     token_graph: bool | None = None
     speculation: dict[str, Any] = field(default_factory=dict)
+    system: str | None = None
 
     @property
     def keeps_cache(self) -> bool:
@@ -313,4 +315,9 @@ def _index(request: Request) -> dict[str, Any]:
 
 
 def _ids(tokenizer: Any, text: str, request: Request) -> Tensor:
-    return encode_prompt(tokenizer, [{"role": "user", "content": text}] if request.chat else text)
+    if not request.chat:
+        return encode_prompt(tokenizer, text)
+    messages = [{"role": "user", "content": text}]
+    if request.system is not None:
+        messages.insert(0, {"role": "system", "content": request.system})
+    return encode_prompt(tokenizer, messages)

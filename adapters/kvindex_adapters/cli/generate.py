@@ -84,6 +84,10 @@ def generate(
     chat: Annotated[
         bool, typer.Option(help="Apply the model's chat template to the prompt.")
     ] = False,
+    system: Annotated[
+        str | None,
+        typer.Option(help="Text of a system message before the prompt; implies --chat."),
+    ] = None,
     sample: Annotated[
         bool, typer.Option(help="Sample tokens instead of choosing the most likely one.")
     ] = False,
@@ -201,7 +205,8 @@ def generate(
         index=None if index == "none" else index,
         k=k,
         regions=regions,
-        chat=chat,
+        chat=chat or system is not None,
+        system=system,
         max_new_tokens=common.check_size("max_new_tokens", max_new_tokens, 1),
         save_cache=save_cache,
         load_cache=load_cache,

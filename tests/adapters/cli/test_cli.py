@@ -563,6 +563,18 @@ def test_questions_are_answered_about_one_prompt(tiny, tmp_path, chat, index):
     assert ("rows_read_fraction" in written["answers"][0]) == (index == "exact")
 
 
+def test_a_system_message_comes_before_the_prompt_of_each_question(tiny, tmp_path):
+    document, asked = words(50), words(3, 1)
+    told, _ = generated(tmp_path, "--prompt", document, "--ask", asked, "--system", words(4, 7))
+    plain, _ = generated(tmp_path, "--prompt", document, "--ask", asked, "--chat")
+    (mine,), (theirs,) = told["answers"], plain["answers"]
+    assert mine["answer"] != theirs["answer"]
+    whole = [{"role": "system", "content": words(4, 7)}]
+    whole += [{"role": "user", "content": f"{document}\n\n{asked}"}]
+    expected = kvhf.generate(tiny, Chats(), whole, index="exact", k=500, max_new_tokens=6)
+    assert mine["answer"] == expected.text
+
+
 @pytest.mark.parametrize("index", ["exact", "none"])
 def test_the_decoder_reads_a_prompt_once_for_several_questions(tiny, tmp_path, monkeypatch, index):
     read, observe = [], kvdecoder.OpenSession.read_prompt
