@@ -20,8 +20,9 @@ AUTO = "auto"
 VERIFIERS = ("index", "full")
 """Values of `verify`: drafts are verified by attention with the index, or by full attention."""
 
-MOST = 16
-"""Longest draft with `speculative_tokens="auto"`."""
+MOST = 15
+"""Longest draft with `speculative_tokens="auto"`. A step then has 16 tokens, the largest number for
+which the decoder captures a graph."""
 
 LONGEST, SHORTEST = 4, 2
 """Length of the n-grams that prompt lookup compares: the longest that matches is used."""

@@ -13,7 +13,8 @@ from kvindex_adapters.decoder.sampling import Sampler
 from kvindex_adapters.decoder.session import Session
 
 SIZES = 2, 4, 8, 16
-"""Numbers of tokens of the graphs for drafts of varying length. A shorter step is filled up."""
+"""Numbers of tokens of the graphs for drafts of varying length. A shorter step is filled up. The
+last one is the largest number that kernels for matrix products support (`llama.fused.BATCH`)."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class DraftGraphs:
     Args:
         session: A session that has read its prompt.
         sampler: The sampler of the generation.
-        size: Number of tokens of every step, at most; None if it varies.
+        size: Number of tokens of every step, at most; None if it varies. Steps of more than 16
+            tokens run without a graph.
         graphs: Whether decode steps may be captured in CUDA graphs.
     """
 
@@ -67,7 +69,8 @@ class DraftGraphs:
         one = session.ranks is None and len(session.token) == 1
         self._session, self._sampler = session, sampler
         self._serves = graphs and one and session.token.device.type in GRAPHS
-        self._sizes = SIZES if size is None else (size,)
+        sizes = SIZES if size is None else (size,)
+        self._sizes = [each for each in sizes if each <= SIZES[-1]]
         self._steps: dict[int, _Step] = {}
 
     def score(self, inputs: Tensor) -> Scores | None:

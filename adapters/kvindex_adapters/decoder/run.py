@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kvindex.core.graphs import GRAPHS
 from kvindex_adapters.common.prompt_chunks import Progress
-from kvindex_adapters.common.speculation import Speculation
+from kvindex_adapters.common.speculation import AUTO, Speculation
 from kvindex_adapters.common.token_ring import TokenRing
-from kvindex_adapters.decoder.draft_graphs import DraftGraphs
+from kvindex_adapters.decoder.draft_graphs import SIZES, DraftGraphs
 from kvindex_adapters.decoder.graph import TokenGraph
 from kvindex_adapters.decoder.reading import Reading
 from kvindex_adapters.decoder.sampling import Sampler, Sampling
@@ -157,7 +157,10 @@ class Run:
         device = self.session.token.device.type
         if device not in GRAPHS:
             return f"steps of several tokens run op by op (device: got {device})"
+        tokens = self.speculation.tokens if self.speculation is not None else AUTO
         why = self.session.capture_refusal(tokens=2)
+        if isinstance(tokens, int) and tokens >= SIZES[-1]:
+            why = f"speculative_tokens: got {tokens}, graphs have up to {SIZES[-1] - 1}"
         if why is not None:
             return f"steps of several tokens run op by op ({why})"
         return "a step of several tokens is one graph"

@@ -148,6 +148,25 @@ def test_drafts_in_a_graph_give_the_tokens_of_single_steps(
     assert got.acceptance.accepted >= right * (got.acceptance.rounds - 1)
 
 
+def test_a_run_says_how_steps_of_several_tokens_run(device, graphs):
+    decoder, plain = decoder_of(device), given(device, 8)
+    said = {}
+    for name, more in {
+        "few": dict(speculative_tokens=3),
+        "many": dict(speculative_tokens=16),
+        "full": dict(speculative_tokens=3, verify="full"),
+    }.items():
+        run = decoder.start(ids_of(60), **plain, **more)
+        list(run.tokens())
+        said[name] = run.explain().rpartition("\n")[2]
+    assert said["few"].endswith("; a step of several tokens is one graph")
+    assert said["many"].endswith("op by op (speculative_tokens: got 16, graphs have up to 15)")
+    assert said["full"].endswith("; full attention verifies op by op")
+    dense = decoder.start(ids_of(60), index=None, max_new_tokens=4, speculative_tokens=3)
+    list(dense.tokens())
+    assert "(layer 0: layer: got full attention, which runs a step of 2" in dense.explain()
+
+
 def test_an_interrupted_draft_leaves_the_session_as_it_was(device, graphs, monkeypatch):
     decoder, prompt = decoder_of(device, layers=2), ids_of(60)
     plain = given(device, 16, regions=dict(update_every=40))
