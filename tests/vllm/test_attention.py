@@ -160,3 +160,68 @@ def test_bf16():
     assert found.dtype == torch.bfloat16
     expected = attend(asked.float(), keys.float(), values.float(), scale=paged.geometry.scale)
     torch.testing.assert_close(found.float(), expected, atol=0.02, rtol=0.02)
+
+
+def latents_served(length, tokens=256, **options):
+    """Return a layer of latent attention, a sequence in its pages, and its keys `[1, 1, N, D]`."""
+    options = {"k": 5, "sink": 0, "local_window": 0, "dense_below": 0, **options}
+    geometry = Geometry.of(**LATENTS)
+    paged = PagedAttention.of(Options(**options), geometry)
+    memory, table, slots, keys, _ = scattered(tokens, length)
+    keys = torch.cat([keys, keys.flip(-1), keys.roll(3, -1)], dim=-1)[:, :1]
+    memory = memory[:, :1, :, :1].repeat(1, 1, 1, geometry.head_dim)
+    records = torch.zeros(len(memory), 1, tokens // BLOCK, paged.layout.head_bytes).byte()
+    pages.write_rows(memory, slots, keys, None)
+    paged.encode(memory, records, slots)
+    return paged, Sequence(memory, records, table, length), keys.transpose(0, 1)[None]
+
+
+LATENTS = dict(q_heads=6, kv_heads=1, head_dim=24, value_dim=16, value_in_key=True)
+
+
+@pytest.mark.parametrize("tokens", [256, 512])
+def test_latents_are_searched_as_by_an_index_of_latents(tokens):
+    paged, sequence, keys = latents_served(1100, tokens)
+    asked = torch.randn(1, 6, 24, generator=torch.Generator().manual_seed(7))
+    index = kvindex.create(paged.options.index, **LATENTS, backend="torch")
+    index.append(keys[:, :, : 4 * BLOCK], keys[:, :, : 4 * BLOCK, :16])
+    mine, theirs = paged.hits(asked, sequence, 4 * BLOCK), index.search(asked, k=5)
+    assert torch.equal(mine.ids, theirs.ids)
+    assert torch.equal(mine.log_weight, theirs.log_weight)
+    few = paged.attend(asked, sequence)
+    every = latents_served(1100, tokens, k=2048)[0].attend(asked, sequence)
+    expected = attend(asked, keys, keys[..., :16], scale=paged.geometry.scale)
+    torch.testing.assert_close(every, expected)
+    assert (few - expected).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("count", [2, 300, 1100])
+def test_chunks_attend_to_latents_exactly(count):
+    paged, sequence, keys = latents_served(1100, k=1)
+    asked = torch.randn(count, 6, 24, generator=torch.Generator().manual_seed(7))
+    found = paged.attend(asked, sequence)
+    assert found.shape == (count, 6, 16)
+    for place in {0, count // 2, count - 1}:
+        seen = keys[:, :, : 1100 - count + place + 1]
+        expected = attend(asked[place, None], seen, seen[..., :16], scale=paged.geometry.scale)
+        torch.testing.assert_close(found[place, None], expected)
+
+
+def test_a_batch_is_its_sequences_one_after_another():
+    paged, sequence, *_ = served(1100)
+    short = Sequence(sequence.rows, sequence.records, sequence.table, 300)
+    several = PagedAttention.of(paged.options, paged.geometry, drafted=3)
+    asked, output = queries(9), torch.full((9, H, D), torch.nan)
+    batch, starts = [sequence, short, short, sequence], [0, 1, 1, 3, 5]
+    several.attend_batch(asked, output, batch, starts, prompts=[False, False, True, False])
+    expected = [
+        several.attend(asked[0:1], sequence),
+        several.attend(asked[1:3], short, prompt=True),
+        several.attend(asked[3:5], sequence),
+    ]
+    assert torch.equal(output[:5], torch.cat(expected))
+    assert output[5:].isnan().all()  # padding
+    drafts = several.attend(asked[1:3], short)
+    several.attend_batch(asked, output, batch, starts, prompts=[])
+    assert torch.equal(output[1:3], drafts)
+    assert not torch.equal(drafts, expected[1])

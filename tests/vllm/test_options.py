@@ -60,6 +60,7 @@ def engine(additional=None, backend="KVINDEX", **other):
         "is_hybrid": False,
         "get_sliding_window": lambda: None,
         "use_mla": False,
+        "hf_text_config": SimpleNamespace(),
         "kv_sharing_fast_prefill": False,
         "disable_hybrid_kv_cache_manager": True,
         "speculative_config": None,
@@ -116,7 +117,7 @@ REFUSED = [
     ({"attention_chunk_size": 8192}, "model: got chunked attention (chunks of 8192 tokens)"),
     ({"is_hybrid": True}, "model: got state of linear attention"),
     ({"kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill: got True, allowed is False"),
-    ({"use_mla": True}, "model: got multi-head latent attention"),
+    ({"use_mla": True}, "model: got multi-head latent attention on a GPU, allowed is a CPU"),
     ({"cache_dtype": "fp8"}, "kv_cache_dtype: got fp8, allowed is torch.bfloat16"),
     (
         {"backend_per_kind": {"full_attention": SimpleNamespace(name="KVINDEX")}},
@@ -129,7 +130,8 @@ REFUSED = [
 
 @pytest.fixture
 def separate(monkeypatch):
-    """Codes have pages of their own, as with vLLM before 0.28."""
+    """Codes have pages of their own, as with vLLM before 0.28, on a GPU."""
+    monkeypatch.setattr(unsupported, "on_a_cpu", lambda: False)
     monkeypatch.setattr(unsupported, "can_pack", lambda: False)
 
 
@@ -171,6 +173,7 @@ def test_codes_are_packed_where_vllm_needs_pages_of_one_size(monkeypatch):
         ({}, False),
         ({"disable_hybrid_kv_cache_manager": False}, False),
         ({"is_hybrid": True}, True),
+        ({"use_mla": True}, True),
         (sliding, True),
         (sliding | {"disable_hybrid_kv_cache_manager": True}, False),
     ):
@@ -179,6 +182,21 @@ def test_codes_are_packed_where_vllm_needs_pages_of_one_size(monkeypatch):
     assert unsupported.engine_reasons(engine(is_hybrid=True)) == []
     (reason,) = unsupported.engine_reasons(engine({"kvindex": {"rows": "host"}}, is_hybrid=True))
     assert "with rows='host', allowed is rows='device'" in reason
+
+
+def test_latents_are_searched_on_a_cpu_in_pages_with_codes(monkeypatch):
+    monkeypatch.setattr(unsupported, "can_pack", lambda: True)
+    monkeypatch.setattr(unsupported, "on_a_cpu", lambda: True)
+    assert unsupported.engine_reasons(engine(use_mla=True)) == []
+    indexer = SimpleNamespace(index_topk=2048)
+    (reason,) = unsupported.engine_reasons(engine(use_mla=True, hf_text_config=indexer))
+    assert "with a trained indexer, which selects the rows (index_topk=2048), allowed" in reason
+    assert unsupported.engine_reasons(engine(hf_text_config=indexer)) == []
+    (reason,) = unsupported.engine_reasons(engine(use_mla=True, block_size=16))
+    assert reason.startswith("block_size: got 16, allowed is a multiple of 256")
+    monkeypatch.setattr(unsupported, "can_pack", lambda: False)
+    (reason,) = unsupported.engine_reasons(engine(use_mla=True))
+    assert "latent attention, allowed is vLLM 0.28 or newer" in reason
 
 
 def test_sliding_layers_need_one_block_table_or_packed_codes(monkeypatch):

@@ -14,14 +14,21 @@ from typing import Any
 from kvindex.core.extras import how_to_install
 from kvindex_adapters.vllm.options import BACKEND
 
+OWN = {
+    "CPU_ATTN": "backend.SearchingBackend",
+    "CPU_MLA": "latents.SearchingLatentBackend",
+    "AMX_MLA": "latents_amx.SearchingAMXLatentBackend",
+}
+"""Name of a backend of vLLM for CPUs -> class that replaces it."""
+
 
 def register() -> None:
     """Register the attention backend "KVINDEX". vLLM calls this in each of its processes, possibly
     several times.
 
-    On a CPU, vLLM uses its backend CPU_ATTN whatever the user asks for. So the plug-in also
-    replaces the class of this backend. In an engine without `attention_backend="KVINDEX"`, the new
-    class behaves exactly like vLLM's own.
+    On a CPU, vLLM uses its own backends whatever the user asks for. So the plug-in also replaces
+    the classes of these backends. In an engine without `attention_backend="KVINDEX"`, the new
+    classes behave exactly like vLLM's own.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -35,7 +42,10 @@ def register() -> None:
 
     from kvindex_adapters.vllm.hooks import install
 
-    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.backend.SearchingBackend")
+    members = AttentionBackendEnum.__members__
+    for name, path in OWN.items():
+        if name in members:
+            register_backend(members[name], f"{__name__}.{path}")
     named_backend()
     install()
 

@@ -7,7 +7,7 @@ kernels of the plug-in compute the same results from the same pages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -98,9 +98,37 @@ class PagedAttention:
         segments = pages.filled(slots)
         if not len(segments):
             return
-        codes = dict(self.encoding.encode(pages.segment_keys(rows, segments), None))
+        codes = dict(self.encoding.encode(pages.segment_keys(rows, segments, self.geometry), None))
         packed = self.layout.pack(codes, codes.pop("centers", None))
         pages.write_records(records, segments, packed[:, 0])
+
+    def attend_batch(
+        self,
+        queries: Tensor,
+        output: Tensor,
+        sequences: Iterable[Sequence],
+        starts: list[int],
+        *,
+        prompts: list[bool],
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Compute the attention of the newest tokens of several sequences, one after another.
+
+        Args:
+            queries: Queries of all sequences, `[T, H, D]`.
+            output: `[T, H, Dv]`, written by this call.
+            sequences: The sequences of the batch.
+            starts: Position of each sequence's first query, and the number of all queries.
+            prompts: For each sequence, whether it is still reading its prompt. An empty list if
+                this is not known.
+            sinks: Logits of the learned sinks `[H]`, or None in a model without sinks.
+        """
+        for number, sequence in enumerate(sequences):
+            own = slice(starts[number], starts[number + 1])
+            if own.start == own.stop:
+                continue
+            prompt = bool(prompts and prompts[number])
+            output[own] = self.attend(queries[own], sequence, sinks, prompt=prompt)
 
     def attend(
         self,
@@ -110,7 +138,7 @@ class PagedAttention:
         *,
         prompt: bool = False,
     ) -> Tensor:
-        """Return the attention output `[T, H, D]` of a sequence's newest queries `[T, H, D]`.
+        """Return the attention output `[T, H, Dv]` of a sequence's newest queries `[T, H, D]`.
 
         A single query in a long sequence searches the index. So does each query of a step that
         verifies drafted tokens. Other queries use full causal attention.
@@ -165,13 +193,13 @@ class PagedAttention:
         self, queries: Tensor, sequence: Sequence, indexed: int, sinks: Tensor | None
     ) -> Tensor:
         hits = self.hits(queries, sequence, indexed)
-        sink = pages.read_rows(sequence.rows, sequence.table, 0, self.options.sink)
-        newest = pages.read_rows(sequence.rows, sequence.table, indexed, sequence.length)
-        found = pages.gather_rows(sequence.rows, sequence.table, hits.ids)
+        g, place = self.geometry, (sequence.rows, sequence.table)
+        sink = pages.read_rows(*place, 0, self.options.sink, g)
+        newest = pages.read_rows(*place, indexed, sequence.length, g)
+        found = pages.gather_rows(*place, hits.ids, g)
         parts = found, sink, newest
         keys = torch.cat([part.keys for part in parts], dim=2)
         values = torch.cat([part.values for part in parts], dim=2)
-        g = self.geometry
         bias = queries.new_zeros((1, g.q_heads, keys.shape[2]), dtype=torch.float32)
         retrieved = bias[..., : hits.ids.shape[-1]]
         retrieved += bias_of(hits.ids != UNUSED).repeat_interleave(g.group_size, dim=1)
@@ -185,9 +213,9 @@ class PagedAttention:
     def attend_dense(
         self, queries: Tensor, sequence: Sequence, sinks: Tensor | None = None
     ) -> Tensor:
-        """Return the full causal attention of queries `[T, H, D]`."""
+        """Return the full causal attention of queries `[T, H, D]`, `[T, H, Dv]`."""
         g, heads = self.geometry, queries.transpose(0, 1)[None]  # [1, H, T, D]
-        rows = pages.read_rows(sequence.rows, sequence.table, 0, sequence.length)
+        rows = pages.read_rows(sequence.rows, sequence.table, 0, sequence.length, g)
         if g.softcap is None and sinks is None:
             found = attend_causal(heads, rows.keys, rows.values, scale=g.scale)
         else:

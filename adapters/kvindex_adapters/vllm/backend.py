@@ -1,11 +1,14 @@
 """`SearchingBackend`: vLLM's CPU attention backend, with an index in full-attention layers.
 
+The module `latents` has the backend for multi-head latent attention.
+
 The plug-in registers it in place of vLLM's own CPU backend. In an engine that does not use kvindex,
 it behaves exactly like vLLM's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -59,19 +62,33 @@ class SearchingBuilder(CPUAttentionMetadataBuilder):
     ) -> CPUAttentionMetadata:
         """Build the metadata of a batch."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        reading = vars(common_attn_metadata).get("is_prefilling")
-        vars(metadata)["prompts"] = [] if reading is None else reading.tolist()
+        vars(metadata)["prompts"] = prompts_of(common_attn_metadata)
         return metadata
 
 
-class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
-    """One attention layer on a CPU.
+def prompts_of(common: CommonAttentionMetadata) -> list[bool]:
+    """Return for each sequence of a batch whether it is still reading its prompt. The list is empty
+    if vLLM does not say so."""
+    reading = vars(common).get("is_prefilling")
+    return [] if reading is None else reading.tolist()
 
-    Sliding-window layers use vLLM's own attention. Other layers use an index in plain torch.
-    """
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
+class TorchAttention(PluginAttention):
+    """Base class of attention layers that search in plain torch."""
+
+    paged: PagedAttention
+
+    def add_index(self, target: str | None, *given: Any, **named: Any) -> None:
+        """Add an index to the layer, if the engine uses kvindex and the layer has full attention.
+
+        Args:
+            target: Name of the layer whose keys and values this layer reads, or None.
+            *given: Positional arguments that vLLM passes to the constructor.
+            **named: Keyword arguments that vLLM passes to the constructor.
+
+        Raises:
+            ValueError: The layer is not supported. The message reports all reasons.
+        """
         config = get_current_vllm_config()
         options = options_of(config)
         if options is None:
@@ -84,7 +101,6 @@ class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
         if geometry is None:
             return
         self.paged = PagedAttention.of(options, geometry, drafted_tokens(config))
-        target = self.kv_sharing_target_layer_name
         self.codes = codes_layer(config, geometry, self.paged.layout.head_bytes, target)
         self.codes.mixed = True
         self.context = config.compilation_config.static_forward_context
@@ -93,11 +109,50 @@ class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
         """Return a description of the layer: its index, and the sequences that use the index."""
         return self.paged.explain()
 
+    def set_backend(self) -> None:
+        """Set the backend of the layer, before vLLM asks it for the size of a page."""
+        if self.codes is not None:
+            self.codes.join(self, self.context)
+
+    def write(
+        self, kv_cache: Tensor, slot_mapping: Tensor, keys: Tensor, values: Tensor | None
+    ) -> None:
+        """Write keys and values `[T, G, D]` to the pages, and encode each segment of 256 tokens
+        that they complete. `values` is None if each value is a part of its key."""
+        assert self.codes is not None  # layers without an index use vLLM's own method
+        slots, rows = slot_mapping.long(), self.codes.rows(kv_cache)
+        count = len(slots)
+        pages.write_rows(rows, slots, keys[:count], None if values is None else values[:count])
+        self.paged.encode(rows, self.codes.records, slots)
+
+    def sequences(self, kv_cache: Tensor, tables: Tensor, lengths: Tensor) -> Iterator[Sequence]:
+        """Yield the sequences of a batch.
+
+        Args:
+            kv_cache: The pages of the layer.
+            tables: Block tables, `[R, blocks]`.
+            lengths: Numbers of tokens, `[R]`.
+        """
+        assert self.codes is not None  # layers without an index use vLLM's own method
+        rows, records = self.codes.rows(kv_cache), self.codes.records
+        for number, length in enumerate(lengths.tolist()):
+            yield Sequence(rows, records, tables[number], length)
+
+
+class SearchingAttention(TorchAttention, CPUAttentionBackendImpl):
+    """One attention layer on a CPU.
+
+    Sliding-window layers use vLLM's own attention. Other layers use an index in plain torch.
+    """
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.add_index(self.kv_sharing_target_layer_name, *given, **named)
+
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Set the backend of the layer, before vLLM asks it for the size of a page."""
         super().process_weights_after_loading(act_dtype)
-        if self.codes is not None:
-            self.codes.join(self, self.context)
+        self.set_backend()
 
     def do_kv_cache_update(
         self,
@@ -112,9 +167,7 @@ class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
         if self.codes is None:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
-        slots, rows = slot_mapping.long(), self.codes.rows(kv_cache)
-        pages.write_rows(rows, slots, key[: len(slots)], value[: len(slots)])
-        self.paged.encode(rows, self.codes.records, slots)
+        self.write(kv_cache, slot_mapping, key, value)
 
     def forward(
         self,
@@ -135,15 +188,12 @@ class SearchingAttention(PluginAttention, CPUAttentionBackendImpl):
             return super().forward(*given, output_scale, output_block_scale)
         check_output(output_scale, output_block_scale)
         check_causal(attn_metadata.causal)
-        prompts: list[bool] = vars(attn_metadata).get("prompts", [])
-        starts: list[int] = attn_metadata.query_start_loc.tolist()
-        lengths: list[int] = attn_metadata.seq_lens.tolist()
-        rows, records = self.codes.rows(kv_cache), self.codes.records
-        for number, length in enumerate(lengths):
-            own = slice(starts[number], starts[number + 1])
-            if own.start == own.stop:
-                continue
-            sequence = Sequence(rows, records, attn_metadata.block_table[number], length)
-            prompt = bool(prompts and prompts[number])
-            output[own] = self.paged.attend(query[own], sequence, self.sinks, prompt=prompt)
+        self.paged.attend_batch(
+            query,
+            output,
+            self.sequences(kv_cache, attn_metadata.block_table, attn_metadata.seq_lens),
+            attn_metadata.query_start_loc.tolist(),
+            prompts=vars(attn_metadata).get("prompts", []),
+            sinks=self.sinks,
+        )
         return output

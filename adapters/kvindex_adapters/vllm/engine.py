@@ -66,6 +66,7 @@ def geometry_of(
     logits_soft_cap: float | None = None,
     attn_type: str = "decoder",
     kv_sharing_target_layer_name: str | None = None,
+    kv_lora_rank: int | None = None,
     **others: Any,
 ) -> Geometry | None:
     """Return the geometry of a full-attention layer, or None for a sliding-window layer.
@@ -79,6 +80,8 @@ def geometry_of(
         device: Device of the layer.
         more: Returns further reasons why a layer of this geometry is not supported.
         kv_sharing_target_layer_name: Ignored.
+        kv_lora_rank: Number of coordinates of a latent, in multi-head latent attention. The key of
+            the only KV head then begins with the latent, which is also the value.
         **others: Arguments that only some versions of vLLM pass. They are ignored.
 
     Raises:
@@ -100,6 +103,8 @@ def geometry_of(
         q_heads=num_heads,
         kv_heads=num_kv_heads,
         head_dim=head_size,
+        value_dim=kv_lora_rank,
+        value_in_key=kv_lora_rank is not None,
         scale=scale,
         softcap=logits_soft_cap,
         dtype=dtype,
@@ -257,18 +262,27 @@ def explain(config: VllmConfig) -> str:
     Args:
         config: The configuration of an engine with an index in at least one layer.
     """
-    from vllm.model_executor.layers.attention import (
-        Attention,
-    )  # imported here, because it cannot be imported while vLLM loads plug-ins
-
-    layers = config.compilation_config.static_forward_context
-    own = {name: layer.impl for name, layer in layers.items() if isinstance(layer, Attention)}
+    layers = attention_layers(config.compilation_config.static_forward_context)
+    own = {name: layer.impl for name, layer in layers.items()}
     searching = [name for name, impl in own.items() if impl.codes is not None]
     sliding = [name for name, impl in own.items() if impl.codes is None]
     text = f"{len(searching)} of {len(own)} attention layers search: {', '.join(searching)}"
     if sliding:
         text += f" (not those with a sliding window: {', '.join(sliding)})"
     return f"{text}. {own[searching[0]].explain()}"
+
+
+def attention_layers(context: dict[str, Any]) -> dict[str, Any]:
+    """Return the layers that attend to keys and values or to latents, by name.
+
+    Args:
+        context: vLLM's layers of an engine, by name.
+    """
+    # these cannot be imported while vLLM loads plug-ins
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+    kinds = Attention, MLAAttention
+    return {name: layer for name, layer in context.items() if isinstance(layer, kinds)}
 
 
 class CodesBackend(AttentionBackend):

@@ -25,6 +25,7 @@ from typing import Any
 import vllm.v1.engine.utils as engine_processes
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionImplBase,
     AttentionMetadataBuilder,
@@ -38,6 +39,7 @@ from kvindex_adapters.vllm.options import is_named
 from kvindex_adapters.vllm.unsupported import (
     can_pack,
     engine_reasons,
+    on_a_cpu,
     refuse,
     refuse_dense_model,
     refuse_implementation,
@@ -51,6 +53,8 @@ def install() -> None:
     _check_before(AttentionMetadataBuilder, check_builder)
     if VllmConfig.__init__.__module__ != __name__:
         VllmConfig.__init__ = _checked(VllmConfig.__init__)
+    if on_a_cpu():
+        _keep_settings(type(current_platform))
     Executor.__init__ = reports.restating(Executor.__init__)
     engine_processes.wait_for_engine_startup = reports.restating(
         engine_processes.wait_for_engine_startup
@@ -77,6 +81,34 @@ def prepare(attention: Any, cache: Any, scheduler: Any) -> None:
     unset = scheduler is not None and scheduler.disable_hybrid_kv_cache_manager is None
     if unset and not can_pack():
         scheduler.disable_hybrid_kv_cache_manager = True
+
+
+def settings_to_keep(config: VllmConfig) -> dict[str, tuple[Any, Any]]:
+    """Return the settings that vLLM would change on a CPU in models with multi-head latent
+    attention, although the plug-in supports them.
+
+    vLLM's own attention needs blocks of 16 tokens, whole prompts in one step, and no prefix
+    caching.
+
+    Args:
+        config: The configuration of an engine on a CPU.
+
+    Returns:
+        Name of a setting -> object that has it, and its value. Empty for engines that do not search
+        latents.
+    """
+    latents = config.model_config is not None and config.model_config.use_mla
+    if not latents or not is_named(config.attention_config):
+        return {}
+    cache, scheduler = config.cache_config, config.scheduler_config
+    return {
+        name: (owner, vars(owner)[name])
+        for owner, names in (
+            (cache, ("block_size", "enable_prefix_caching")),
+            (scheduler, ("enable_chunked_prefill", "max_num_batched_tokens")),
+        )
+        for name in names
+    }
 
 
 def check_config(config: VllmConfig) -> None:
@@ -142,8 +174,8 @@ def check_layers(layers: dict[str, Any], *, index_required: bool = True) -> None
 
     Layers of linear attention have a state of fixed size instead of such a cache.
 
-    Subclasses of vLLM's `Attention` are not supported, because they change the mask, the cache or
-    the block table.
+    Subclasses of vLLM's `Attention` and `MLAAttention` are not supported, because they change the
+    mask, the cache or the block table.
 
     Args:
         layers: Maps names to the layers of an engine that uses kvindex.
@@ -153,13 +185,14 @@ def check_layers(layers: dict[str, Any], *, index_required: bool = True) -> None
         ValueError: A layer does not belong to the plug-in, or no layer has an index.
     """
     # these cannot be imported while vLLM loads plug-ins
-    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
     from vllm.model_executor.layers.mamba.abstract import MambaBase
 
     for name, layer in layers.items():
         if isinstance(layer, CodesLayer | MambaBase) or not isinstance(layer, AttentionLayerBase):
             continue
-        if type(layer) is not Attention or not isinstance(layer.impl, PluginAttention):
+        known = type(layer) in (Attention, MLAAttention)
+        if not known or not isinstance(layer.impl, PluginAttention):
             refuse_layer(name, type(layer).__name__)
     if index_required and not any(isinstance(layer, CodesLayer) for layer in layers.values()):
         refuse_dense_model()
@@ -177,6 +210,23 @@ def _checked(own: Callable[..., None]) -> Callable[..., None]:
 
     construct.__module__ = __name__
     return construct
+
+
+def _keep_settings(platform: Any) -> None:
+    """Patch the method by which vLLM adapts an engine's configuration to a CPU."""
+    own = platform.check_and_update_config
+    if own.__module__ == __name__:
+        return
+
+    @wraps(own)
+    def update(config: VllmConfig) -> None:
+        kept = settings_to_keep(config)
+        own(config)
+        for name, (owner, value) in kept.items():
+            setattr(owner, name, value)
+
+    update.__module__ = __name__
+    platform.check_and_update_config = staticmethod(update)
 
 
 def _check_before(base: Any, check: Callable[..., None]) -> None:

@@ -4,13 +4,15 @@ In most engines, codes have pages of their own (`engine.CodesLayer`). But if a m
 kinds of state, for example linear attention or sliding windows in some of its layers, vLLM requires
 that the pages of all layers have the same size, and pages of codes are smaller than others. Then
 codes and rows share a page: each token of a KV head takes more bytes, and the additional bytes of
-all tokens of a page are at the end of each head's part of the page.
+all tokens of a page are at the end of each head's part of the page. So do they in models with
+multi-head latent attention.
 
 ```
 page: head 0: [ row 0 | row 1 | … | row n-1 | record 0 | … ] head 1: [ … ] …
 ```
 
-A row is the key and the value of a token. A record contains the codes of 256 tokens.
+A row is the key and the value of a token. A record contains the codes of 256 tokens. In multi-head
+latent attention there is one KV head, whose keys contain their values, so a row is the key alone.
 """
 
 from __future__ import annotations
@@ -32,7 +34,12 @@ from vllm.v1.attention.backend import (
 
 from kvindex.core.geometry import Geometry
 from kvindex.pariskv.block_layout import BLOCK
-from kvindex_adapters.vllm.engine import CodesLayer, StepCounter, options_of
+from kvindex_adapters.vllm.engine import (
+    CodesLayer,
+    StepCounter,
+    attention_layers,
+    options_of,
+)
 from kvindex_adapters.vllm.unsupported import packs, refuse
 
 
@@ -83,13 +90,14 @@ class PackedCodes(CodesLayer):
         size = torch.empty((), dtype=geometry.dtype).element_size()
         # vLLM views a page as numbers of the model's dtype, so the bytes must be a multiple of it
         self.token_bytes = -(-self.token_bytes // size) * size
-        self._row = geometry.head_dim + geometry.value_dim
+        values = 0 if geometry.value_in_key else geometry.value_dim
+        self._row = geometry.head_dim + values
         self._layer: Any = None
 
     @property
     def records(self) -> Tensor:
         """A view of the pages, uint8 `[blocks, G, tokens / 256, bytes]`."""
-        pages: Tensor = self._layer.kv_cache
+        pages = with_heads(self._layer.kv_cache)
         parts = pages.flatten(2)[..., pages.shape[2] * self._row :].view(torch.uint8)
         parts = parts.view(*pages.shape[:2], -1, BLOCK * self.token_bytes)
         return parts[..., : self.record_bytes]
@@ -97,16 +105,14 @@ class PackedCodes(CodesLayer):
     def rows(self, kv_cache: Tensor) -> Tensor:
         """Return the part of an attention layer's pages that contains keys and values, `[blocks,
         G, tokens, 2 D]`."""
-        tokens = kv_cache.shape[2]
-        rows = kv_cache.flatten(2)[..., : tokens * self._row]
-        return rows.view(*kv_cache.shape[:3], self._row)
+        pages = with_heads(kv_cache)
+        rows = pages.flatten(2)[..., : pages.shape[2] * self._row]
+        return rows.view(*pages.shape[:3], self._row)
 
     def join(self, impl: Any, context: dict[str, Any]) -> None:
         """Give the attention layer a backend whose pages also contain codes."""
-        from vllm.model_executor.layers.attention import Attention  # not while plug-ins are loaded
-
-        attention = {name: layer for name, layer in context.items() if isinstance(layer, Attention)}
-        name, layer = next(pair for pair in attention.items() if pair[1].impl is impl)
+        layers = attention_layers(context).items()
+        name, layer = next(pair for pair in layers if pair[1].impl is impl)
         if impl.kv_sharing_target_layer_name is None:
             self.counted_with, self._layer = name, layer
         if layer.attn_backend.__module__ != __name__:  # vLLM may load weights repeatedly
@@ -120,6 +126,12 @@ class PackedCodes(CodesLayer):
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> None:
         """Return None, because this layer has no pages of its own."""
         return None
+
+
+def with_heads(pages: Tensor) -> Tensor:
+    """Return pages `[blocks, G, tokens, C]`. vLLM gives a layer of multi-head latent attention
+    pages without the dimension of KV heads."""
+    return pages[:, None] if pages.ndim == 3 else pages
 
 
 @cache

@@ -3,7 +3,8 @@
 The functions of this module use these terms:
 
 - A row is one token's key and value. The rows of a block are `[G, tokens, 2 D]`; the first `D`
-  numbers of a row are the key.
+  numbers of a row are the key. In multi-head latent attention the value is a part of the key
+  (`Geometry.value_in_key`), so a row is the key alone, `[G, tokens, D]`.
 - A segment is 256 consecutive tokens of a block.
 - A record contains the codes (compressed keys) of a segment, in the layout of
   `kvindex.pariskv.block_layout`. The records of a block are `[G, tokens / 256, bytes]`.
@@ -16,33 +17,47 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Rows
 from kvindex.pariskv.block_layout import BLOCK
 
 
-def write_rows(pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+def write_rows(pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor | None) -> None:
     """Write keys and values `[T, G, D]` to slots int64 `[T]` of pages `[blocks, G, tokens, 2 D]`.
-    Tokens with slot -1 are skipped."""
+
+    Tokens with slot -1 are skipped. `values` is None if each value is a part of its key.
+    """
     used = slots >= 0
     blocks, places = _places(slots[used], pages.shape[2])
-    pages[blocks, :, places] = torch.cat([keys[used], values[used]], dim=-1)
+    parts = [part[used] for part in (keys, values) if part is not None]
+    pages[blocks, :, places] = torch.cat(parts, dim=-1)
 
 
-def read_rows(pages: Tensor, table: Tensor, start: int, stop: int) -> Rows:
+def read_rows(
+    pages: Tensor, table: Tensor, start: int, stop: int, geometry: Geometry | None = None
+) -> Rows:
     """Read keys and values `[1, G, n, D]` of the tokens at positions `start` to `stop - 1` of a
-    sequence."""
+    sequence.
+
+    Without `geometry`, keys and values have the same number of coordinates.
+    """
     tokens = pages.shape[2]
     first = start // tokens
     some = pages[table[first : -(-stop // tokens)].long()].transpose(0, 1).flatten(1, 2)
-    return _halves(some[:, start - first * tokens : stop - first * tokens])
+    return _parts(some[:, start - first * tokens : stop - first * tokens], geometry)
 
 
-def gather_rows(pages: Tensor, table: Tensor, ids: Tensor) -> Rows:
-    """Read keys and values `[1, G, K, D]` of the token positions `ids`, int64 `[1, G, K]`. A
-    negative id reads the first token."""
+def gather_rows(
+    pages: Tensor, table: Tensor, ids: Tensor, geometry: Geometry | None = None
+) -> Rows:
+    """Read keys and values `[1, G, K, D]` of the token positions `ids`, int64 `[1, G, K]`.
+
+    A negative id reads the first token. Without `geometry`, keys and values have the same number of
+    coordinates.
+    """
     blocks, places = _places(ids[0].clamp_min(0), pages.shape[2])
     heads = torch.arange(pages.shape[1], device=pages.device)[:, None]
-    return _halves(pages[table.long()[blocks], heads, places])
+    return _parts(pages[table.long()[blocks], heads, places], geometry)
 
 
 def filled(slots: Tensor) -> Tensor:
@@ -54,12 +69,16 @@ def filled(slots: Tensor) -> Tensor:
     return torch.div(ends[ends % BLOCK == 0], BLOCK, rounding_mode="floor") - 1
 
 
-def segment_keys(pages: Tensor, segments: Tensor) -> Tensor:
-    """Return the keys `[E, G, 256, D]` of the segments with numbers int64 `[E]`."""
+def segment_keys(pages: Tensor, segments: Tensor, geometry: Geometry | None = None) -> Tensor:
+    """Return the keys `[E, G, 256, D]` of the segments with numbers int64 `[E]`.
+
+    Without `geometry`, keys and values have the same number of coordinates.
+    """
     # [blocks, G, tokens / 256, 256, 2 D]
     parts = pages.view(*pages.shape[:2], -1, BLOCK, pages.shape[3])
     blocks, places = _places(segments, parts.shape[2])
-    return parts[blocks, :, places][..., : pages.shape[3] // 2]
+    width = pages.shape[3] // 2 if geometry is None else geometry.head_dim
+    return parts[blocks, :, places][..., :width]
 
 
 def write_records(records: Tensor, segments: Tensor, codes: Tensor) -> None:
@@ -92,7 +111,10 @@ def _places(numbers: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return torch.div(numbers, size, rounding_mode="floor"), numbers % size
 
 
-def _halves(rows: Tensor) -> Rows:
-    """Split rows `[G, n, 2 D]` into keys and values."""
-    keys, values = rows[None].chunk(2, dim=-1)
-    return Rows(keys, values)
+def _parts(rows: Tensor, geometry: Geometry | None) -> Rows:
+    """Return the keys and values of rows `[G, n, 2 D]`."""
+    if geometry is None:
+        return Rows(*rows[None].chunk(2, dim=-1))
+    start = geometry.value_start
+    values = rows[None, ..., start : start + geometry.value_dim]
+    return Rows(rows[None, ..., : geometry.head_dim], values)

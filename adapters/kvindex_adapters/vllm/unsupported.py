@@ -25,19 +25,31 @@ def can_pack() -> bool:
     return "customize_spec" in vars(AttentionBackend)
 
 
+def on_a_cpu() -> bool:
+    """Return True if vLLM runs on a CPU."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
 def packs(config: Any, options: Options) -> bool:
     """Return True if the codes of an engine's layers are in the pages of their keys and values.
 
-    This is the case if vLLM needs pages of one size: for models with linear attention, and for
-    models with sliding windows, unless vLLM's hybrid KV cache manager is disabled.
+    This is the case for models with multi-head latent attention, and if vLLM needs pages of one
+    size: for models with linear attention, and for models with sliding windows, unless vLLM's
+    hybrid KV cache manager is disabled.
 
     Args:
         config: The engine's `VllmConfig`.
         options: Options of the plug-in.
     """
     model, disabled = config.model_config, config.scheduler_config.disable_hybrid_kv_cache_manager
-    kinds = model.is_hybrid or (not disabled and model.get_sliding_window() is not None)
-    return bool(kinds) and options.rows == "device" and can_pack()
+    windows = not disabled and model.get_sliding_window() is not None
+    return (
+        bool(model.use_mla or model.is_hybrid or windows)
+        and options.rows == "device"
+        and can_pack()
+    )
 
 
 def refuse(*reasons: str) -> None:
@@ -91,8 +103,7 @@ def _setting_reasons(config: Any) -> list[str]:
     """Return the reasons that are settings of the engine."""
     parallel, cache = config.parallel_config, config.cache_config
     block, dtype = cache.block_size, config.model_config.dtype
-    # for these models vLLM chooses the size: a multiple of 256 in hybrids
-    chosen = config.model_config.use_mla or config.model_config.is_hybrid
+    chosen = config.model_config.is_hybrid  # vLLM chooses the size, a multiple of 256
     return _reasons(
         (
             "block_size",
@@ -139,8 +150,7 @@ def _model_reasons(config: Any, options: Options) -> list[str]:
     """Return the reasons that are properties of the model's architecture."""
     model, other = config.model_config, f"a model without it; use vLLM without {BACKEND}"
     chunk = model.attention_chunk_size
-    return _reasons(
-        ("model", "multi-head latent attention", not model.use_mla, other),
+    return _latent_reasons(model) + _reasons(
         (
             "model",
             f"state of linear attention in addition to the KV cache, with rows={options.rows!r}",
@@ -149,6 +159,37 @@ def _model_reasons(config: Any, options: Options) -> list[str]:
         ),
         ("model", f"chunked attention (chunks of {chunk} tokens)", chunk is None, other),
     )
+
+
+def _latent_reasons(model: Any) -> list[str]:
+    """Return the reason why decode steps cannot search latents in a model with multi-head latent
+    attention, in a list. The list is empty for any other model, and if they can."""
+    if not model.use_mla:
+        return []
+    rows = vars(model.hf_text_config).get("index_topk")
+    reasons = _reasons(
+        (
+            "model",
+            "multi-head latent attention with a trained indexer, which selects the rows "
+            f"(index_topk={rows})",
+            rows is None,
+            f"a model without such an indexer; use vLLM without {BACKEND}",
+        ),
+        (
+            "model",
+            "multi-head latent attention on a GPU",
+            on_a_cpu(),
+            "a CPU for such a model, because no kernel searches latents in vLLM's pages; use vLLM "
+            f"without {BACKEND}, or kvindex with transformers, which searches latents on a GPU",
+        ),
+        (
+            "model",
+            "multi-head latent attention",
+            can_pack(),
+            "vLLM 0.28 or newer for such a model, because codes are in the pages of latents",
+        ),
+    )
+    return reasons[:1]
 
 
 def layer_reasons(
