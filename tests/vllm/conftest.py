@@ -38,11 +38,11 @@ def saved(tmp_path_factory):
     """Make a folder with a model of random weights."""
     transformers = pytest.importorskip("transformers")
 
-    def save(family="Llama", **config):
+    def save(family="Llama", model=None, **config):
         torch.manual_seed(0)
         made = getattr(transformers, f"{family}Config")(**{**SMALL, **config})
         folder = tmp_path_factory.mktemp("model")
-        getattr(transformers, f"{family}ForCausalLM")(made).save_pretrained(folder)
+        getattr(transformers, model or f"{family}ForCausalLM")(made).save_pretrained(folder)
         return str(folder)
 
     return save

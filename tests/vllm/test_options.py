@@ -114,7 +114,10 @@ REFUSED = [
         "speculative_config: got the method eagle3, allowed is the method 'ngram'",
     ),
     ({"kv_transfer_config": "a connector"}, "kv_transfer_config: got a connector"),
-    ({"attention_chunk_size": 8192}, "model: got chunked attention (chunks of 8192 tokens)"),
+    (
+        {"attention_chunk_size": 8192, "block_size": 768},
+        "block_size: got 768, allowed is a divisor of 8192",
+    ),
     ({"is_hybrid": True}, "model: got state of linear attention"),
     ({"kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill: got True, allowed is False"),
     ({"use_mla": True}, "model: got multi-head latent attention on a GPU, allowed is a CPU"),
@@ -169,12 +172,15 @@ def test_all_reasons_are_in_one_error():
 def test_codes_are_packed_where_vllm_needs_pages_of_one_size(monkeypatch):
     monkeypatch.setattr(unsupported, "can_pack", lambda: True)
     sliding = dict(get_sliding_window=lambda: 64, disable_hybrid_kv_cache_manager=False)
+    chunked = dict(attention_chunk_size=512, disable_hybrid_kv_cache_manager=False)
     for setting, packed in (
         ({}, False),
         ({"disable_hybrid_kv_cache_manager": False}, False),
         ({"is_hybrid": True}, True),
         ({"use_mla": True}, True),
         (sliding, True),
+        (chunked, True),
+        (chunked | {"disable_hybrid_kv_cache_manager": True}, False),
         (sliding | {"disable_hybrid_kv_cache_manager": True}, False),
     ):
         assert unsupported.packs(engine(**setting), Options()) is packed

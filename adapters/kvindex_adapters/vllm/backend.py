@@ -26,8 +26,10 @@ from kvindex_adapters.vllm import pages
 from kvindex_adapters.vllm.attention import PagedAttention, Sequence
 from kvindex_adapters.vllm.engine import (
     PluginAttention,
+    check_window,
     drafted_tokens,
     geometry_of,
+    is_chunked,
     options_of,
 )
 from kvindex_adapters.vllm.packed import codes_layer
@@ -37,12 +39,12 @@ from kvindex_adapters.vllm.unsupported import check_causal, check_output, device
 class SearchingBackend(CPUAttentionBackend):
     """vLLM's CPU attention backend, with an index if the engine's backend is "KVINDEX"."""
 
-    @staticmethod
-    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+    @classmethod
+    def get_impl_cls(cls) -> type[CPUAttentionBackendImpl]:
         """Return the attention class: vLLM's own for engines without kvindex, or the plug-in's."""
         if options_of(get_current_vllm_config()) is None:
             return CPUAttentionBackendImpl
-        return SearchingAttention
+        return LocalAttention if is_chunked(cls) else SearchingAttention
 
     @staticmethod
     def get_builder_cls() -> type[CPUAttentionMetadataBuilder]:
@@ -71,6 +73,16 @@ def prompts_of(common: CommonAttentionMetadata) -> list[bool]:
     if vLLM does not say so."""
     reading = vars(common).get("is_prefilling")
     return [] if reading is None else reading.tolist()
+
+
+class LocalAttention(PluginAttention, CPUAttentionBackendImpl):
+    """vLLM's own attention, for layers in which tokens attend only to tokens of the same chunk."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        config = get_current_vllm_config()
+        if (options := options_of(config)) is not None:
+            check_window(config, *device_reasons(options.rows))
 
 
 class TorchAttention(PluginAttention):

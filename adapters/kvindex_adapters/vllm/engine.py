@@ -88,9 +88,7 @@ def geometry_of(
         ValueError: The layer is not supported. The message reports all reasons.
     """
     if sliding_window is not None:
-        options = options_of(config)
-        assert options is not None  # an engine with an index has options
-        refuse(*sliding_reasons(config, options), *more(None))
+        check_window(config, *more(None))
         return None
     dtype = config.model_config.dtype
     reasons = layer_reasons(
@@ -112,6 +110,27 @@ def geometry_of(
     )
     refuse(*reasons, *more(geometry))
     return geometry
+
+
+def check_window(config: VllmConfig, *more: str) -> None:
+    """Check a layer without an index, in which tokens attend only to others nearby.
+
+    Args:
+        config: The engine's configuration.
+        *more: Further reasons why such a layer is not supported.
+
+    Raises:
+        ValueError: The layer is not supported. The message reports all reasons.
+    """
+    options = options_of(config)
+    assert options is not None  # an engine with an index has options
+    refuse(*sliding_reasons(config, options), *more)
+
+
+def is_chunked(backend: Any) -> bool:
+    """Return True for a backend class that vLLM has derived from another one, for layers in which
+    tokens attend only to tokens of the same chunk."""
+    return str(backend.__name__).startswith("ChunkedLocalAttention_")
 
 
 def drafted_tokens(config: VllmConfig) -> int:
@@ -268,7 +287,7 @@ def explain(config: VllmConfig) -> str:
     sliding = [name for name, impl in own.items() if impl.codes is None]
     text = f"{len(searching)} of {len(own)} attention layers search: {', '.join(searching)}"
     if sliding:
-        text += f" (not those with a sliding window: {', '.join(sliding)})"
+        text += f" (not those with a sliding window or with chunks: {', '.join(sliding)})"
     return f"{text}. {own[searching[0]].explain()}"
 
 

@@ -18,20 +18,20 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from kvindex_adapters.vllm.engine import options_of
+from kvindex_adapters.vllm.engine import is_chunked, options_of
 from kvindex_adapters.vllm.gpu_batch import SearchingFlashBuilder
-from kvindex_adapters.vllm.gpu_layer import SearchingFlashAttention
+from kvindex_adapters.vllm.gpu_layer import LocalFlashAttention, SearchingFlashAttention
 
 
 class SearchingFlashBackend(FlashAttentionBackend):
     """vLLM's FlashAttention backend, with an index if the engine's backend is "KVINDEX"."""
 
-    @staticmethod
-    def get_impl_cls() -> type[FlashAttentionImpl]:
+    @classmethod
+    def get_impl_cls(cls) -> type[FlashAttentionImpl]:
         """Return the attention class: vLLM's own for engines without kvindex, or the plug-in's."""
         if options_of(get_current_vllm_config()) is None:
             return FlashAttentionImpl
-        return SearchingFlashAttention
+        return LocalFlashAttention if is_chunked(cls) else SearchingFlashAttention
 
     @staticmethod
     def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:

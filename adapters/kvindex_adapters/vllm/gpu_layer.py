@@ -16,6 +16,7 @@ from kvindex.core.transaction import in_plain_torch
 from kvindex_adapters.vllm.engine import (
     CodesLayer,
     PluginAttention,
+    check_window,
     drafted_tokens,
     geometry_of,
     keep_no_rows,
@@ -31,6 +32,18 @@ from kvindex_adapters.vllm.unsupported import (
 )
 from kvindex_cuda.pariskv.steps.host_rows import HostRows
 from kvindex_cuda.pariskv.steps.paged import unserved
+
+
+class LocalFlashAttention(PluginAttention, FlashAttentionImpl):
+    """vLLM's own attention, for layers in which tokens attend only to tokens of the same chunk."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        config = get_current_vllm_config()
+        options = options_of(config)
+        if options is not None:
+            host = options.rows == "host"
+            check_window(config, *(host_reasons(config, sliding=True) if host else ()))
 
 
 class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):

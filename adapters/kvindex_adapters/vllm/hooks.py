@@ -174,8 +174,8 @@ def check_layers(layers: dict[str, Any], *, index_required: bool = True) -> None
 
     Layers of linear attention have a state of fixed size instead of such a cache.
 
-    Subclasses of vLLM's `Attention` and `MLAAttention` are not supported, because they change the
-    mask, the cache or the block table.
+    Other subclasses of vLLM's `Attention` and `MLAAttention` than `ChunkedLocalAttention` are not
+    supported, because they change the mask, the cache or the block table.
 
     Args:
         layers: Maps names to the layers of an engine that uses kvindex.
@@ -185,15 +185,21 @@ def check_layers(layers: dict[str, Any], *, index_required: bool = True) -> None
         ValueError: A layer does not belong to the plug-in, or no layer has an index.
     """
     # these cannot be imported while vLLM loads plug-ins
-    from vllm.model_executor.layers.attention import Attention, MLAAttention
+    from vllm.model_executor.layers.attention import (
+        Attention,
+        ChunkedLocalAttention,
+        MLAAttention,
+    )
     from vllm.model_executor.layers.mamba.abstract import MambaBase
 
     for name, layer in layers.items():
         if isinstance(layer, CodesLayer | MambaBase) or not isinstance(layer, AttentionLayerBase):
             continue
-        known = type(layer) in (Attention, MLAAttention)
-        if not known or not isinstance(layer.impl, PluginAttention):
-            refuse_layer(name, type(layer).__name__)
+        kind = type(layer)
+        known = kind in (Attention, MLAAttention, ChunkedLocalAttention)
+        ours = known and isinstance(layer.impl, PluginAttention)
+        if not ours or (kind is ChunkedLocalAttention and layer.impl.codes is not None):
+            refuse_layer(name, kind.__name__)
     if index_required and not any(isinstance(layer, CodesLayer) for layer in layers.values()):
         refuse_dense_model()
 

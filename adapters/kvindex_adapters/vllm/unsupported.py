@@ -36,20 +36,17 @@ def packs(config: Any, options: Options) -> bool:
     """Return True if the codes of an engine's layers are in the pages of their keys and values.
 
     This is the case for models with multi-head latent attention, and if vLLM needs pages of one
-    size: for models with linear attention, and for models with sliding windows, unless vLLM's
-    hybrid KV cache manager is disabled.
+    size: for models with linear attention, and for models with sliding windows or chunked
+    attention, unless vLLM's hybrid KV cache manager is disabled.
 
     Args:
         config: The engine's `VllmConfig`.
         options: Options of the plug-in.
     """
     model, disabled = config.model_config, config.scheduler_config.disable_hybrid_kv_cache_manager
-    windows = not disabled and model.get_sliding_window() is not None
-    return (
-        bool(model.use_mla or model.is_hybrid or windows)
-        and options.rows == "device"
-        and can_pack()
-    )
+    windows = model.get_sliding_window() is not None or model.attention_chunk_size is not None
+    kinds = model.use_mla or model.is_hybrid or (windows and not disabled)
+    return bool(kinds) and options.rows == "device" and can_pack()
 
 
 def refuse(*reasons: str) -> None:
@@ -104,12 +101,21 @@ def _setting_reasons(config: Any) -> list[str]:
     parallel, cache = config.parallel_config, config.cache_config
     block, dtype = cache.block_size, config.model_config.dtype
     chosen = config.model_config.is_hybrid  # vLLM chooses the size, a multiple of 256
+    chunk = config.model_config.attention_chunk_size
+    divides = chunk is None or (block is not None and chunk % block == 0)
     return _reasons(
         (
             "block_size",
             block,
             chosen or (block is not None and block % BLOCK == 0),
             f"a multiple of {BLOCK}; leave out block_size (--block-size) to get {BLOCK}",
+        ),
+        (
+            "block_size",
+            block,
+            divides,
+            f"a divisor of {chunk}, because tokens of this model attend to chunks of {chunk} "
+            "tokens, and a chunk must have whole blocks",
         ),
         *(
             (name, value, value == 1, f"1; leave out {name} (--{name.replace('_', '-')})")
@@ -149,7 +155,6 @@ def _setting_reasons(config: Any) -> list[str]:
 def _model_reasons(config: Any, options: Options) -> list[str]:
     """Return the reasons that are properties of the model's architecture."""
     model, other = config.model_config, f"a model without it; use vLLM without {BACKEND}"
-    chunk = model.attention_chunk_size
     return _latent_reasons(model) + _reasons(
         (
             "model",
@@ -157,7 +162,6 @@ def _model_reasons(config: Any, options: Options) -> list[str]:
             not model.is_hybrid or packs(config, options),
             f"rows='device' and vLLM 0.28 or newer for such a model, or {other}",
         ),
-        ("model", f"chunked attention (chunks of {chunk} tokens)", chunk is None, other),
     )
 
 
@@ -230,8 +234,8 @@ def sliding_reasons(config: Any, options: Options) -> list[str]:
             "disable_hybrid_kv_cache_manager",
             disabled,
             bool(disabled) or packs(config, options),
-            "True for this model with sliding-window layers, because vLLM's hybrid manager would "
-            "make the pages of keys and of codes equal in size; set the option "
+            "True for this model with sliding-window or chunked layers, because vLLM's hybrid "
+            "manager would make the pages of keys and of codes equal in size; set the option "
             "(--disable-hybrid-kv-cache-manager)",
         )
     )
@@ -261,7 +265,7 @@ def host_reasons(config: Any, *, sliding: bool, shared: bool = False) -> list[st
 
     Args:
         config: The engine's `VllmConfig`.
-        sliding: Whether the layer has a sliding window.
+        sliding: Whether the layer has a sliding window or chunked attention.
         shared: Whether the layer reads the keys and values of an earlier layer.
     """
     cache, parallel = config.cache_config, config.parallel_config
@@ -271,7 +275,7 @@ def host_reasons(config: Any, *, sliding: bool, shared: bool = False) -> list[st
     return _reasons(
         (
             "rows",
-            "host in a model with sliding-window layers",
+            "host in a model with sliding-window or chunked layers",
             not sliding,
             "device for such a model, because its pages would differ in size",
         ),
