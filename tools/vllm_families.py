@@ -66,12 +66,34 @@ WIDE |= {"head_dim": 32, "swa_head_dim": 32, "global_head_dim": 32}
 """Option of a model's configuration -> its value here, because vLLM's attention on a CPU needs
 heads of at least 32 coordinates."""
 
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 2.0, "mscale": 1.0}
+YARN |= {"mscale_all_dim": 1.0, "original_max_position_embeddings": 256}
+"""A rotary embedding as in DeepSeek's models. On a CPU, vLLM's kernel for others ignores that the
+rotated coordinates are a part of each query, and gives other results in other batches."""
+
+LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "qk_head_dim": 80}
+LATENTS |= {"rope_parameters": YARN}
+"""Sizes of latents. On a CPU, vLLM's multi-head latent attention supports no others."""
+
+CHUNKS = {"attention_chunk_size": 256, "num_experts_per_tok": 1}
+"""Options of models with chunked attention. On a CPU, vLLM supports one expert per token there."""
+
 MORE = {
+    "axk1": LATENTS | {"topk_method": "noaux_tc", "first_k_dense_replace": 0},
+    "deepseek_v2": LATENTS | {"n_group": 1, "topk_group": 1},
+    "deepseek_v3": LATENTS | {"topk_method": "noaux_tc"},
+    "glm4_moe_lite": LATENTS
+    | {"topk_method": "noaux_tc", "first_k_dense_replace": 1, "moe_layer_freq": 1},
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "falcon": {"ffn_hidden_size": 512},
     "glm4_moe": {"head_dim": 32},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 64},
     "hy_v3": {"first_k_dense_replace": 1, "expert_hidden_dim": 96},
+    **dict.fromkeys(("llama4", "llama4_text"), CHUNKS),
+    "kimi_linear": LATENTS,
+    "longcat_flash": LATENTS
+    | {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"}
+    | {"zero_expert_num": 0},
     "lfm2": {"block_dim": 128, "conv_dim": 128},
     "qwen3_next": GATED,
     "qwen3_5_text": GATED,
@@ -335,8 +357,8 @@ def page(found: dict[str, Any], versions: dict[str, str]) -> str:
         f"**Equal** means that all tokens are equal, that log probabilities differ by at most "
         f"{TOLERANCE['float32']:g} ({TOLERANCE['bfloat16']:g} in bfloat16), and that they differ "
         "by more if the plug-in retrieves one row. The column *details* counts layers with "
-        "attention over keys and values. Those that do not search have a sliding window. Layers of "
-        "linear attention are not counted.",
+        "attention over keys and values, or over latents. Those that do not search have a sliding "
+        "window or chunked attention. Layers of linear attention are not counted.",
         "",
         *("| family | outcome | details |", "|---|---|---|"),
         *(
