@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -344,9 +345,9 @@ class CodesBackend(AttentionBackend):
         )
 
     @staticmethod
-    def get_builder_cls() -> type[CodesBuilder]:
-        """Return the class that builds this backend's attention metadata for vLLM."""
-        return CodesBuilder
+    def get_builder_cls() -> Any:
+        """Return the class that builds the metadata of a batch and counts its steps."""
+        return counting(CodesBuilder)
 
 
 class CodesBuilder(AttentionMetadataBuilder[Any]):
@@ -358,21 +359,13 @@ class CodesBuilder(AttentionMetadataBuilder[Any]):
 
     _cudagraph_support = AttentionCGSupport.ALWAYS
 
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._counter = StepCounter.of(vllm_config, layer_names)
-
     def build(
         self,
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> CommonAttentionMetadata:
-        """Count the decode steps of a batch, and return vLLM's metadata unchanged."""
-        if self._counter is not None:
-            self._counter.count(common_attn_metadata)
+        """Return vLLM's metadata unchanged."""
         return common_attn_metadata
 
     def build_for_cudagraph_capture(
@@ -380,6 +373,41 @@ class CodesBuilder(AttentionMetadataBuilder[Any]):
     ) -> CommonAttentionMetadata:
         """Return vLLM's metadata unchanged."""
         return common_attn_metadata
+
+
+@cache
+def counting(builder: Any) -> type[AttentionMetadataBuilder[Any]]:
+    """Return a subclass of a metadata builder that also counts decode steps."""
+
+    class Counting(builder):
+        """A metadata builder that counts the decode steps of each batch."""
+
+        def __init__(
+            self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
+        ) -> None:
+            super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+            self._counter = StepCounter.of(vllm_config, layer_names)
+
+        def build(
+            self,
+            common_prefix_len: int,
+            common_attn_metadata: CommonAttentionMetadata,
+            fast_build: bool = False,
+        ) -> Any:
+            """Count the steps of a batch, and build its metadata."""
+            if self._counter is not None:
+                self._counter.count(common_attn_metadata)
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+        def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
+            """Build the metadata of a batch for a capture, which is no step to count."""
+            counter, self._counter = self._counter, None
+            try:
+                return super().build_for_cudagraph_capture(common_attn_metadata)
+            finally:
+                self._counter = counter
+
+    return Counting
 
 
 def reads(common: CommonAttentionMetadata) -> bool:

@@ -27,8 +27,6 @@ from vllm.config import VllmConfig
 from vllm.v1 import kv_cache_interface
 from vllm.v1.attention.backend import (
     AttentionBackend,
-    AttentionMetadataBuilder,
-    CommonAttentionMetadata,
     MultipleOf,
 )
 
@@ -36,8 +34,8 @@ from kvindex.core.geometry import Geometry
 from kvindex.pariskv.block_layout import BLOCK
 from kvindex_adapters.vllm.engine import (
     CodesLayer,
-    StepCounter,
     attention_layers,
+    counting,
     options_of,
 )
 from kvindex_adapters.vllm.unsupported import packs, refuse
@@ -173,38 +171,3 @@ def packing(backend: Any, token_bytes: int) -> type[AttentionBackend]:
 
     Packing.__qualname__ = f"Packing{token_bytes}"  # vLLM compares backends by their names
     return Packing
-
-
-@cache
-def counting(builder: Any) -> type[AttentionMetadataBuilder[Any]]:
-    """Return a subclass of a metadata builder that also counts decode steps."""
-
-    class Counting(builder):
-        """A metadata builder that counts the decode steps of each batch."""
-
-        def __init__(
-            self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
-        ) -> None:
-            super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-            self._counter = StepCounter.of(vllm_config, layer_names)
-
-        def build(
-            self,
-            common_prefix_len: int,
-            common_attn_metadata: CommonAttentionMetadata,
-            fast_build: bool = False,
-        ) -> Any:
-            """Count the steps of a batch, and build its metadata."""
-            if self._counter is not None:
-                self._counter.count(common_attn_metadata)
-            return super().build(common_prefix_len, common_attn_metadata, fast_build)
-
-        def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
-            """Build the metadata of a batch for a capture, which is no step to count."""
-            counter, self._counter = self._counter, None
-            try:
-                return super().build_for_cudagraph_capture(common_attn_metadata)
-            finally:
-                self._counter = counter
-
-    return Counting
