@@ -182,7 +182,7 @@ class CapturedSteps(Restorable):
         queries, keys, values = (one.transpose(0, 2) for one in parts)
         step, k = required(index, CapturesTokens).captured_tokens, rows_to_ask(index, wanted.k)
         attended = step(queries[:, :, 0], Rows(keys, values), resident, k=k)
-        self._tally.watch(attended.found)
+        self._tally.watch(attended.found, tokens=len(queries))
         output = output_of(attended, None if sinks is None else sinks[0].T)
         return output.transpose(0, 1)[None]
 

@@ -91,16 +91,24 @@ class Watched(NamedTuple):
     """Counters on the device, to which steps in a CUDA graph add the number of rows that they find.
 
     Args:
-        found: The sum of these numbers, int64 `[B, G]`.
+        found: The sum of these numbers, int64 `[B, G]`, or `[T, G]` for steps of `T` tokens of one
+            sequence.
         counted: How much of `found.sum()` is already included in `State.total`, int64 `[]`.
         histogram: How often each number was found, int64 `[n + 1]`, or None.
         tallied: How much of `histogram` is already included in `State.total`, int64 `[n + 1]`.
+        tokens: Number of tokens of each sequence in a step, `T`.
     """
 
     found: Tensor
     counted: Tensor | int = 0
     histogram: Tensor | None = None
     tallied: Tensor | int = 0
+    tokens: int = 1
+
+    @property
+    def heads(self) -> int:
+        """Number of KV heads of all sequences."""
+        return self.found.numel() // self.tokens
 
     def copied(self) -> Watched:
         """Return copies of the counters."""
@@ -154,7 +162,7 @@ class Tally(Restorable):
         found = torch.zeros(MOST_FOUND + 1, dtype=torch.int64) if self._histogram else None
         self._state = State(Traffic(found=found), [], [])
 
-    def watch(self, found: Tensor, histogram: Tensor | None = None) -> None:
+    def watch(self, found: Tensor, histogram: Tensor | None = None, *, tokens: int = 1) -> None:
         """Register counters on the device, for decode steps that run as a CUDA graph.
 
         Each replay of the graph adds the number of rows that its search found to the counters. This
@@ -162,12 +170,15 @@ class Tally(Restorable):
         launched would become part of the graph.
 
         Args:
-            found: The sum of these numbers, int64 `[B, G]`. Its values never decrease.
+            found: The sum of these numbers, int64 `[B, G]`, or `[T, G]` for steps of `T` tokens of
+                one sequence. Its values never decrease.
             histogram: How often each number was found, int64 `[n + 1]`, or None. Its values never
                 decrease.
+            tokens: Number of tokens of each sequence in a step, `T`.
         """
         total, new, watched = self._state
-        same = next((one for one in watched if one.found is found), Watched(found))
+        fresh = Watched(found, tokens=tokens)
+        same = next((one for one in watched if one.found is found), fresh)
         if histogram is not None and same.histogram is not histogram:
             same = same._replace(histogram=histogram, tallied=0)
         others = [one for one in watched if one.found is not found]
@@ -247,7 +258,7 @@ def _added_up(state: State) -> State:
         sums = [one.found.sum() for one in watched]
         for one, now in zip(watched, sums, strict=True):
             rows = now - one.counted
-            read, fetched = read + rows / one.found.numel(), fetched + rows * captured[0]
+            read, fetched = read + rows / one.heads, fetched + rows * captured[0]
             if histogram is not None and one.histogram is not None:
                 histogram = histogram.to(one.histogram.device) + one.histogram - one.tallied
         watched = [one.counting() for one in watched]

@@ -111,16 +111,20 @@ def test_learned_sinks_and_sampled_rows(device):
         near(*several.replay(4, kept))
 
 
-def test_rows_that_are_read_are_counted_for_each_token(device):
+def test_rows_that_are_read_are_counted_as_in_steps_of_one_token(device):
     several = ready(device)
-    before = several.layer.traffic
-    several.replay(4, 2)
-    now = several.layer.traffic
-    assert now.steps == before.steps + 4
-    full = sum(PROMPT + 1 + more for more in range(1, 5))
-    assert float(now.rows_full) - float(before.rows_full) == full
-    read = float(now.rows_read) - float(before.rows_read)
-    assert 4 * SIZES["sink"] < read <= full
+    twin, before = deepcopy(several.layer), several.layer.traffic
+    for count, kept in ((4, 4), (4, 2), (2, 2)):
+        parts = [one.to(device) for one in several.sequence.parts(len(twin), len(twin) + count)]
+        length = len(twin) + kept
+        several.replay(count, kept)
+        with twin.speculating(count):
+            twin.step(*parts)
+            twin.truncate(length)
+    mine, theirs = several.layer.traffic, twin.traffic
+    assert mine.steps == theirs.steps == before.steps + 10
+    for name in ("rows_read", "rows_full", "bytes_fetched"):
+        assert float(getattr(mine, name)) == float(getattr(theirs, name))
 
 
 def test_what_has_no_step_of_several_tokens_says_so(device):
