@@ -215,8 +215,8 @@ class CapturedSteps(Restorable):
 
         A decode step needs both. The buffer has room for `tokens` more tokens.
         """
-        index = self._contents.index
-        return index, self._contents.window.resident(len(index), more=tokens)
+        index, window = self._contents.index, self._contents.window
+        return index, window.resident(len(index), more=window.more_for(tokens))
 
     def _after_copy(self) -> None:
         self.forget()

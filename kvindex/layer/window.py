@@ -470,6 +470,17 @@ class Window(NamedState, Restorable):
         """
         return max(self._sink_width, self._sink_size) + max(len(self) + more, self._room)
 
+    def more_for(self, tokens: int) -> int:
+        """Return for how many tokens, after those of the window, a buffer for steps of `tokens`
+        tokens needs room so that it does not have to grow while the window fills up.
+
+        Each new buffer needs another CUDA graph.
+        """
+        if tokens == 1:
+            return 1
+        # such a step may begin up to `tokens - 1` tokens later than one of a single token
+        return max(self._room + tokens - 2 - len(self), 0) + tokens
+
     def lies_in(self, resident: ResidentRows) -> bool:
         """Return True if this window stores keys and values of sink and window in the buffer
         `resident`."""
