@@ -817,7 +817,12 @@ class AttentionLayer(Transactional):
 
         Returns:
             True if tokens were moved into the index, or began to move.
+
+        Raises:
+            ValueError: `kept` is below 1 or above `of`.
         """
+        if not 1 <= kept <= of:
+            raise ValueError(f"kept: got {kept}, allowed is 1 to {of}; truncate() removes all")
         due = self._captured.count(kept, of, excess)
         if due:
             self._update_replayed(kept)

@@ -135,6 +135,17 @@ def test_rows_that_are_read_are_counted_as_in_steps_of_one_token(device):
         assert float(getattr(mine, name)) == float(getattr(theirs, name))
 
 
+@pytest.mark.parametrize("kept", [0, 4])
+def test_more_tokens_than_were_appended_cannot_stay(device, kept):
+    several = ready(device)
+    several.replay(3)
+    before = len(several.layer)
+    with pytest.raises(ValueError, match=rf"^kept: got {kept}, allowed is 1 to 3"):
+        several.layer.count_replay(kept, 3)
+    assert len(several.layer) == before
+    near(*several.replay(3))
+
+
 def test_what_has_no_step_of_several_tokens_says_so(device):
     several = ready(device, error=0.2)
     assert "error: got 0.2" in several.layer.capture_refusal(3)
