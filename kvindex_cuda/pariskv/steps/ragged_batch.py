@@ -180,16 +180,20 @@ class ParisKVBatch:
         """
         made_of = step, state, resident, self._cache, self._wrong
         if any(old is not new for old, new in zip(self._made_of, made_of, strict=True)):
+            self._made_of = (None,) * 5  # until `_reads` is complete
+            self._reads = self._new_reads(state, resident)
             self._made_of = made_of
-            self._reads = replace(
-                state,
-                cache=self._cache,
-                wrong=self._wrong,
-                resident=resident.rows,
-                resident_mask=resident.mask,
-                resident_count=resident.count,
-            )
         return self._reads
+
+    def _new_reads(self, state: State, resident: ResidentRows) -> State:
+        return replace(
+            state,
+            cache=self._cache,
+            wrong=self._wrong,
+            resident=resident.rows,
+            resident_mask=resident.mask,
+            resident_count=resident.count,
+        )
 
     def _with_rows(self, rows: Sequence[BatchRow | None], like: State) -> State:
         """Update the state of the batch, and return it: copy the state of every index that has

@@ -107,13 +107,9 @@ class SeveralTokens(ParisKVBatch):
         output = step(queries.contiguous(), self._reads)
         return Attended(output, step.lse, self._found_sum)
 
-    def _reads_of(self, step: SharedStep, state: State, resident: ResidentRows) -> State:
-        before = self._made_of
-        reads = super()._reads_of(step, state, resident)
-        if self._made_of is not before:
-            reads = replace(reads, resident_count=self._visible, found_sum=self._found_sum)
-            self._reads = reads
-        return reads
+    def _new_reads(self, state: State, resident: ResidentRows) -> State:
+        reads = super()._new_reads(state, resident)
+        return replace(reads, resident_count=self._visible, found_sum=self._found_sum)
 
     def _with_rows(self, rows: Sequence[BatchRow | None], like: State) -> State:
         """Copy the state of the index to all sequences of the batch, if it has changed."""

@@ -10,6 +10,7 @@ import torch
 
 from kvindex.core.graphs import GRAPHS
 from kvindex.layer import AttentionLayer
+from kvindex_cuda.pariskv.steps.several_tokens import SeveralTokens
 from tests.cuda.pariskv.test_captured_step import SIZES, graphs  # noqa: F401
 from tests.support.helpers import Case, slow
 from tests.support.sequences import Sequence
@@ -143,6 +144,19 @@ def test_more_tokens_than_were_appended_cannot_stay(device, kept):
     with pytest.raises(ValueError, match=rf"^kept: got {kept}, allowed is 1 to 3"):
         several.layer.count_replay(kept, 3)
     assert len(several.layer) == before
+    near(*several.replay(3))
+
+
+def test_an_interrupted_preparation_is_made_again(device, monkeypatch):
+    several = ready(device)
+
+    def interrupted(self, state, resident):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SeveralTokens, "_new_reads", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            several.layer.prepare_replay(3)
     near(*several.replay(3))
 
 
