@@ -82,6 +82,7 @@ class OpenSession(Session):
             The new session.
         """
         with self.exclusive():
+            self.forget_prepared()  # copying a layer finishes its pending append
             other = copy(self)
             other.exclusive = Exclusive("session", "the same session")
             other._attentions = deepcopy(self._attentions)
@@ -154,6 +155,7 @@ class OpenSession(Session):
                     self.truncate(keep)
                 yield
             except BaseException:
+                self.forget_prepared()
                 self._attentions = [restore() for restore in restores]
                 self._position.copy_(position)
                 self.length, self.ids, self.conversation = length, ids, conversation
@@ -179,6 +181,7 @@ class OpenSession(Session):
         with self.exclusive():
             check.at_least("session.length", self.length, 1)
             model = self._saved_model()
+            self.forget_prepared()  # saving a layer finishes its pending append
             save_session(folder, self._attentions, self.ids, model, self.conversation)
 
     @in_plain_torch

@@ -286,7 +286,7 @@ class Session:
         T = ids.shape[1]
         positions = self._position + torch.arange(T, device=ids.device)
         given = self._weights, ids, positions, self._attentions, self._config.head_dim
-        self._ready = {}
+        self.forget_prepared()
         with self._fully(full):
             logits = layers.forward(*given, every=True)
         self._position += T
@@ -312,7 +312,7 @@ class Session:
         Args:
             length: Number of tokens to keep, at most the number of tokens in the session.
         """
-        self._ready = {}
+        self.forget_prepared()
         for layer in self._attentions:
             layer.truncate(length)
         self._position -= self.length - length
@@ -406,6 +406,11 @@ class Session:
         """Prepare another replay of `tokens` tokens while such a replay runs, and is not counted
         yet. So the next call of `prepare_replay` takes less time."""
         self._ready = {tokens: [layer.prepare_next(tokens, tokens) for layer in self._attentions]}
+
+    def forget_prepared(self) -> None:
+        """Discard the results of `prepare_ahead`. Call this before a layer changes in any way that
+        is no replay."""
+        self._ready = {}
 
     @in_plain_torch
     @torch.no_grad()
@@ -569,6 +574,7 @@ class Session:
             if report and end == N and done < N * count:
                 report("prefill", done // count, N)
 
+        self.forget_prepared()
         given = self._weights, self._config, ids, -self._position, self._longest, parts
         logits = read_by_layer(*given, self._attentions, on_chunk)
         self._position += N
@@ -579,7 +585,7 @@ class Session:
     @torch.no_grad()
     def _read(self, ids: Tensor) -> Tensor:
         """Append ids int64 `[B, T]` to every layer. Return logits `[B, V]` for the next token."""
-        self._ready = {}
+        self.forget_prepared()
         T, positions, valid = ids.shape[1], self._position, None
         if ids is self.token and self.length >= self._longest:
             logits = self._forward_one(self._attentions)

@@ -196,6 +196,96 @@ def test_an_interrupted_draft_leaves_the_session_as_it_was(device, graphs, monke
         session.token.fill_(token)
 
 
+def drafted(monkeypatch, *answers, right=True):
+    """Draft the given answers `(prompt length, tokens)`, or other tokens."""
+
+    def draft(lookup, count):
+        ids = lookup._ids[: len(lookup)].tolist()
+        for start, tokens in answers:
+            some = ids[start:]
+            if len(some) and some == tokens[: len(some)]:
+                guess = tokens[len(some) :][:count]
+                return guess if right else [(token + 1) % 80 for token in guess]
+        return []
+
+    monkeypatch.setattr(PromptLookup, "draft", draft)
+
+
+class Interrupts:
+    """A streamer that runs a function after a number of calls."""
+
+    def __init__(self, after, work):
+        self._left, self._work = after, work
+
+    def put(self, ids):
+        self._left -= 1
+        if not self._left:
+            self._work()
+
+    def end(self):
+        pass
+
+
+def _stop():
+    raise KeyboardInterrupt
+
+
+ALL_ROWS = dict(k=300)
+"""So many rows that the time of a window update does not change an answer."""
+
+
+def opened(device):
+    """Return a decoder, a function that opens a session, and options of an answer."""
+    decoder = decoder_of(device, layers=2)
+    plain = given(device, 24, regions=dict(update_every=40)) | ALL_ROWS
+    own = {name: plain.pop(name) for name in ("k", "attach_options")}
+    return decoder, lambda: decoder.session(**own), plain
+
+
+def test_an_answer_after_an_interrupted_one(device, graphs, monkeypatch):
+    """The interrupt comes while the next step of several tokens is already prepared."""
+    decoder, open_session, plain = opened(device)
+    prompts = [ids_of(60), ids_of(61)]
+    wants = [
+        decoder.generate(one, session=open_session(), graphs=False, **plain).answer_ids.tolist()
+        for one in prompts
+    ]
+    drafted(monkeypatch, *((len(one), want) for one, want in zip(prompts, wants, strict=True)))
+    session, fast = open_session(), dict(speculative_tokens=3, **plain)
+    with pytest.raises(KeyboardInterrupt):
+        decoder.generate(prompts[0], session=session, streamer=Interrupts(16, _stop), **fast)
+    assert graphs.replays
+    assert session.length == 0
+    assert decoder.generate(prompts[1], session=session, **fast).answer_ids.tolist() == wants[1]
+
+
+@pytest.mark.parametrize("call", mostly_slow(["fork", "save"], "fork"))
+def test_a_fork_and_a_saved_folder_during_an_answer(device, graphs, monkeypatch, tmp_path, call):
+    """Both finish a pending append, after which a prepared step is no longer valid."""
+    decoder, open_session, plain = opened(device)
+    session, prompt = open_session(), ids_of(60)
+    plain = dict(plain, max_new_tokens=60)
+    want = decoder.generate(prompt, session=open_session(), graphs=False, **plain).answer_ids
+    drafted(monkeypatch, (60, want.tolist()), right=False)  # a step keeps one token
+    work = session.fork if call == "fork" else lambda: session.save(tmp_path / "saved")
+
+    class Pending:
+        def put(self, ids):
+            for number, layer in enumerate(session._attentions):
+                prepared = [ready[number] for ready in session._ready.values()]
+                if layer._updates.pending and any(prepared) and not done:
+                    done.append(work())
+
+        def end(self):
+            pass
+
+    done = []
+    fast = dict(speculative_tokens=3, streamer=Pending(), **plain)
+    got = decoder.generate(prompt, session=session, **fast)
+    assert done
+    assert got.answer_ids.tolist() == want.tolist()
+
+
 @pytest.mark.slow
 def test_a_run_says_whether_its_next_token_is_a_graph(device, graphs):
     run = decoder_of(device, layers=2).start(ids_of(60), **given(device, 8))
