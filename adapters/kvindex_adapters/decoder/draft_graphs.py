@@ -11,10 +11,29 @@ from torch import Tensor
 from kvindex.core.graphs import GRAPHS, Graph
 from kvindex_adapters.decoder.sampling import Sampler
 from kvindex_adapters.decoder.session import Session
+from kvindex_adapters.llama.fused import BATCH
 
 SIZES = 2, 4, 8, 16
 """Numbers of tokens of the graphs for drafts of varying length. A shorter step is filled up. The
 last one is the largest number that kernels for matrix products support (`llama.fused.BATCH`)."""
+
+
+def refusal(session: Session, tokens: int) -> str | None:
+    """Return why no CUDA graph runs steps of `tokens` tokens in this session, or None.
+
+    The reasons of its layers are those of `Session.capture_refusal`.
+    """
+    device = session.token.device.type
+    if device not in GRAPHS:
+        return f"device: got {device}"
+    if session.ranks is not None:
+        return "ranks: got several processes, allowed is one"
+    if session.fused is not None and tokens > BATCH:
+        return (
+            f"speculative_tokens: got {tokens - 1}, allowed in a graph with Triton kernels is up "
+            f"to {BATCH - 1}"
+        )
+    return None
 
 
 @dataclass(frozen=True)
@@ -66,11 +85,10 @@ class DraftGraphs:
     def __init__(
         self, session: Session, sampler: Sampler, size: int | None, *, graphs: bool = True
     ) -> None:
-        one = session.ranks is None and len(session.token) == 1
         self._session, self._sampler = session, sampler
-        self._serves = graphs and one and session.token.device.type in GRAPHS
+        self._serves = graphs and len(session.token) == 1
         sizes = SIZES if size is None else (size,)
-        self._sizes = [each for each in sizes if each <= SIZES[-1]]
+        self._sizes = [one for one in sizes if refusal(session, one) is None]
         self._steps: dict[int, _Step] = {}
 
     def score(self, inputs: Tensor) -> Scores | None:

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvindex.core.graphs import GRAPHS
 from kvindex_adapters.common.prompt_chunks import Progress
-from kvindex_adapters.common.speculation import AUTO, Speculation
+from kvindex_adapters.common.speculation import Speculation
 from kvindex_adapters.common.token_ring import TokenRing
-from kvindex_adapters.decoder.draft_graphs import SIZES, DraftGraphs
+from kvindex_adapters.decoder.draft_graphs import DraftGraphs, refusal
 from kvindex_adapters.decoder.graph import TokenGraph
 from kvindex_adapters.decoder.reading import Reading
 from kvindex_adapters.decoder.sampling import Sampler, Sampling
@@ -121,8 +120,7 @@ class Run:
         if self.known is not None:
             known[0] = [*self.known.tolist(), *known[0]]
         ids = [[*row, one] for row, one in zip(known, first.tolist(), strict=True)]
-        size = speculation.tokens + 1 if isinstance(speculation.tokens, int) else None
-        drafts = DraftGraphs(self.session, sampler, size, graphs=self.graphs)
+        drafts = DraftGraphs(self.session, sampler, self._draft_size, graphs=self.graphs)
         how: Any = dict(step=graph.step, draft=partial(graph.step, drafts=True))
         how |= dict(read=read, graphs=drafts)
         speculator = Speculator(self.session, sampler, speculation, ids, **how)
@@ -148,19 +146,20 @@ class Run:
             return text
         return f"{text}\nspeculation: {self.speculation}; {self._explained_drafts()}"
 
+    @property
+    def _draft_size(self) -> int | None:
+        """Number of tokens of a step that verifies drafts, or None if it varies."""
+        tokens = None if self.speculation is None else self.speculation.tokens
+        return tokens + 1 if isinstance(tokens, int) else None
+
     def _explained_drafts(self) -> str:
         """Say how steps of several tokens run."""
-        if self.speculation is not None and self.speculation.full:
+        if self.speculation is None or self.speculation.full:
             return "full attention verifies op by op"
         if not self.graphs:
             return "steps of several tokens run op by op (graphs: got False)"
-        device = self.session.token.device.type
-        if device not in GRAPHS:
-            return f"steps of several tokens run op by op (device: got {device})"
-        tokens = self.speculation.tokens if self.speculation is not None else AUTO
-        why = self.session.capture_refusal(tokens=2)
-        if isinstance(tokens, int) and tokens >= SIZES[-1]:
-            why = f"speculative_tokens: got {tokens}, graphs have up to {SIZES[-1] - 1}"
+        tokens = 2 if (size := self._draft_size) is None else size
+        why = refusal(self.session, tokens) or self.session.capture_refusal(tokens)
         if why is not None:
             return f"steps of several tokens run op by op ({why})"
         return "a step of several tokens is one graph"

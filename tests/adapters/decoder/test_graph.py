@@ -18,10 +18,12 @@ from kvindex_adapters.common.speculation import PromptLookup
 from kvindex_adapters.decoder import Decoder, Sampling, dense
 from kvindex_adapters.decoder import graph as graph_file
 from kvindex_adapters.decoder.session import Session
+from kvindex_adapters.llama.fused import Fused
 from kvindex_cuda.pariskv.executor import ParisKVExecutor
 from kvindex_cuda.pariskv.steps import workspace
 from tests.adapters.decoder.families import ids_of, model_of
 from tests.adapters.hf.generation.test_generation import Words
+from tests.support.fused import on_a_cpu
 from tests.support.helpers import mostly_slow, slow
 
 REGIONS = dict(sink=4, local_window=8, update_every=8, dense_below=0)
@@ -284,6 +286,27 @@ def test_a_fork_and_a_saved_folder_during_an_answer(device, graphs, monkeypatch,
     got = decoder.generate(prompt, session=session, **fast)
     assert done
     assert got.answer_ids.tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("tokens", [15, 16])
+def test_steps_with_more_tokens_than_the_kernels_take_run_op_by_op(
+    device, graphs, monkeypatch, tokens
+):
+    if device == "cpu":
+        on_a_cpu(monkeypatch)
+        monkeypatch.setattr(Decoder, "_fused_for", lambda self, *_: Fused(self.weights))
+    decoder, prompt = decoder_of(device, layers=2), ids_of(60)
+    plain = given(device, 70, regions=dict(update_every=40)) | ALL_ROWS
+    want = decoder.generate(prompt, graphs=False, **plain).answer_ids.tolist()
+    drafted(monkeypatch, (60, want))
+    captured, score = [], Session.captured_score
+    monkeypatch.setattr(
+        Session, "captured_score", lambda *given: captured.append(1) or score(*given)
+    )
+    run = decoder.start(prompt, speculative_tokens=tokens, **plain)
+    assert [int(token) for token in run.tokens()] == want
+    why = "op by op (speculative_tokens: got 16, allowed in a graph with Triton kernels is up to 15"
+    assert (why in run.explain()) == (tokens > 15) == (not captured)
 
 
 @pytest.mark.slow
