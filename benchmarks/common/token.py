@@ -87,7 +87,7 @@ class Everything:
         """Return the same object as `prepare_replay`."""
         return self
 
-    def count_replay(self, kept: int = 1, of: int = 1, excess: list[Tensor] | None = None) -> bool:
+    def count_replay(self, kept: int = 1, of: int = 1) -> bool:
         """Return False: a decode step of this benchmark adds no token."""
         return False
 

@@ -802,7 +802,7 @@ class AttentionLayer(Transactional):
         sinks = checked_sinks(sink_logits, queries)
         return self._captured.step(queries, Rows(keys, values), sinks, self._wanted())
 
-    def count_replay(self, kept: int = 1, of: int = 1, excess: list[Tensor] | None = None) -> bool:
+    def count_replay(self, kept: int = 1, of: int = 1) -> bool:
         """Count the tokens that a replay of the CUDA graph has appended.
 
         If the window is then full, its old tokens move into the index. If this raises an error, the
@@ -811,9 +811,6 @@ class AttentionLayer(Transactional):
         Args:
             kept: Number of tokens that stay, at least 1. The others are removed.
             of: Number of tokens of the decode step.
-            excess: A list, for callers with many layers. If tokens are removed, a counter on the
-                device is appended to it, from which the caller must subtract the number of removed
-                tokens before the next replay. None to do so here, with one launch per layer.
 
         Returns:
             True if tokens were moved into the index, or began to move.
@@ -823,7 +820,7 @@ class AttentionLayer(Transactional):
         """
         if not 1 <= kept <= of:
             raise ValueError(f"kept: got {kept}, allowed is 1 to {of}; truncate() removes all")
-        due = self._captured.count(kept, of, excess)
+        due = self._captured.count(kept, of)
         if due:
             self._update_replayed(kept)
         return due

@@ -186,20 +186,19 @@ class CapturedSteps(Restorable):
         output = output_of(attended, None if sinks is None else sinks[0].T)
         return output.transpose(0, 1)[None]
 
-    def count(self, kept: int = 1, of: int = 1, excess: list[Tensor] | None = None) -> bool:
+    def count(self, kept: int = 1, of: int = 1) -> bool:
         """Count the tokens that a replay of the graph has appended.
 
         Args:
             kept: Number of tokens that stay. The others are removed.
             of: Number of tokens that the replay has appended.
-            excess: See `Window.count_staged`.
 
         Returns:
             True if old tokens must move from the window into the index now.
         """
         contents, window = self._contents, self._contents.window
         before = len(contents)
-        resident = window.count_staged(kept, of, excess)
+        resident = window.count_staged(kept, of)
         # rows are also read for tokens that are then removed, each time one more than before
         sums = [of * (old + 1) + of * (of - 1) // 2 for old in (len(resident) - kept, before)]
         sizes = sums[0], resident.masked, sums[1], window.padded

@@ -275,9 +275,7 @@ class Window(NamedState, Restorable):
     # A token is called staged if its row is only in the resident rows (the tensor with sink and
     # window that kernels read and append to), and the window has not copied the row yet.
 
-    def count_staged(
-        self, kept: int = 1, of: int = 1, excess: list[Tensor] | None = None
-    ) -> ResidentRows:
+    def count_staged(self, kept: int = 1, of: int = 1) -> ResidentRows:
         """Count the tokens of a decode step that a CUDA graph has replayed.
 
         The graph writes the rows of new tokens only to the resident rows (the buffer with the rows
@@ -286,8 +284,6 @@ class Window(NamedState, Restorable):
         Args:
             kept: Number of tokens that stay. The others are removed.
             of: Number of tokens of the decode step.
-            excess: If given, the counter on the device is appended to it, and the caller subtracts
-                the number of removed tokens. Otherwise this call does so.
 
         Returns:
             The resident rows.
@@ -302,10 +298,8 @@ class Window(NamedState, Restorable):
             )
         self._counted = len(self) + kept
         resident.claim(kept)
-        if kept < of and excess is None:
+        if kept < of:
             resident.count.fill_(len(resident))
-        elif kept < of and excess is not None:
-            excess.append(resident.count)
         return resident
 
     @property

@@ -77,7 +77,7 @@ class Attention(layers.Attention, Protocol):
         """Keep the first `length` tokens, and remove the rest."""
         ...
 
-    def count_replay(self, kept: int = 1, of: int = 1, excess: list[Tensor] | None = None) -> bool:
+    def count_replay(self, kept: int = 1, of: int = 1) -> bool:
         """After a replay of the graph, which has appended `of` tokens, keep the first `kept`.
 
         See `AttentionLayer.count_replay`.
@@ -460,13 +460,13 @@ class Session:
             of: Number of tokens that the replay has appended to each sequence.
         """
         self.length += kept
-        excess, ready = list[Tensor](), self._ready.get(of)
+        ready = self._ready.get(of)
         for number, layer in enumerate(self._attentions):
-            moved = layer.count_replay(kept, of, excess)
+            moved = layer.count_replay(kept, of)
             if moved and ready is not None:
                 ready[number] = None
         if kept < of:
-            torch._foreach_sub_([self._position, *excess], of - kept)
+            self._position -= of - kept
 
     @in_plain_torch
     def undo_replay(self, length: int) -> None:

@@ -248,13 +248,18 @@ class ParisKVBatch:
                 self._texts[b] = text
 
 
-def empty_state(like: State, batch: int) -> State:
-    """Return a state with empty tensors for `batch` sequences."""
+def empty_state(like: State, batch: int, blocks: int | None = None) -> State:
+    """Return a state with empty tensors for `batch` sequences of up to `blocks` blocks, or of as
+    many as `like` has room for."""
 
-    def tensor(part: Tensor | None) -> Tensor | None:
-        return None if part is None else part.new_zeros((batch, *part.shape[1:]))
+    def tensor(part: Tensor | None, blocks: int | None) -> Tensor | None:
+        if part is None:
+            return None
+        some = part if blocks is None else part[:, :blocks]
+        return part.new_zeros((batch, *some.shape[1:]))
 
-    parts: dict[str, Any] = {name: tensor(vars(like)[name]) for name in (*PER_BLOCK, *WHOLE)}
+    parts: dict[str, Any] = {name: tensor(vars(like)[name], blocks) for name in PER_BLOCK}
+    parts |= {name: tensor(vars(like)[name], None) for name in WHOLE}
     parts |= {name: like.counted.new_zeros(batch) for name in ("wanted", "counted")}
     return replace(like, length=like.length.new_zeros(batch), largest=None, wrong=None, **parts)
 

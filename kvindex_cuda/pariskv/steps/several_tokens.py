@@ -18,7 +18,7 @@ from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Attended, Rows
 from kvindex.core.resident import ResidentRows
 from kvindex.pariskv.config import ParisKVConfig
-from kvindex_cuda.memory.layout import Layout
+from kvindex_cuda.memory.layout import BLOCK, Layout
 from kvindex_cuda.memory.row_cache import RowCache
 from kvindex_cuda.pariskv.append.stage_token import load_stage_token, stage_token
 from kvindex_cuda.pariskv.device_state import State
@@ -29,6 +29,9 @@ from kvindex_cuda.pariskv.steps.ragged_batch import (
     empty_state,
 )
 from kvindex_cuda.pariskv.steps.workspace import SharedStep
+
+FEWEST_BLOCKS = 64
+"""Fewest blocks for which the tables of a step have room."""
 
 MadeOf = tuple[object, RowCache | None, ResidentRows, Tensor | None]
 """The objects from which `SeveralTokens.prepare` makes a decode step."""
@@ -58,6 +61,7 @@ class SeveralTokens(ParisKVBatch):
         counts: dict[str, Any] = dict(dtype=torch.int64, device=geometry.device)
         self._visible = torch.zeros(count, **counts)  # resident rows that each token attends to
         self._found_sum = torch.zeros(count, geometry.kv_heads, **counts)
+        self._width = 0  # number of blocks for which the tables have room
         self._now: SharedStep
         self._last: tuple[MadeOf, int] | None = None
         load_stage_token(geometry)  # a kernel cannot be loaded during a capture
@@ -99,7 +103,12 @@ class SeveralTokens(ParisKVBatch):
             queries: `[T, H, D]`.
             tokens: Keys `[T, G, 1, D]` and values `[T, G, 1, Dv]`.
             resident: The rows that were passed to `prepare`.
+
+        Raises:
+            RuntimeError: `prepare` was not called for these rows.
         """
+        if self._last is None or self._last[0][2] is not resident:
+            raise RuntimeError("graph: call prepare_tokens() before captured_tokens()")
         parts: dict[str, Tensor] = dict(ticket=self._ticket, counts=self._visible)
         stage_token(resident, tokens, None, queries, **parts)
         step = self._now
@@ -111,13 +120,25 @@ class SeveralTokens(ParisKVBatch):
         reads = super()._new_reads(state, resident)
         return replace(reads, resident_count=self._visible, found_sum=self._found_sum)
 
+    def _ready(self, rows: Sequence[BatchRow | None], k: int) -> tuple[SharedStep, State]:
+        row = rows[0]
+        assert row is not None
+        needed = -(-row.tokens // BLOCK)
+        if needed > self._width:  # the tables grow rarely, because a graph must then be captured
+            self._width = max(FEWEST_BLOCKS, 1 << needed.bit_length())
+            self._state, self._held, self._step = None, [], None
+        return super()._ready(rows, k)
+
+    def _with_room(self, batch: int, blocks: int, k: int, need: int) -> SharedStep:
+        return super()._with_room(batch, self._width, k, need)
+
     def _with_rows(self, rows: Sequence[BatchRow | None], like: State) -> State:
         """Copy the state of the index to all sequences of the batch, if it has changed."""
         row = rows[0]
         assert row is not None
         if self._state is None or self._held != [row.version]:
             self._held, self._asked = [], 0  # until the copy is complete
-            self._state = self._state or empty_state(like, len(rows))
+            self._state = self._state or empty_state(like, len(rows), self._width)
             copy_state(self._state, slice(None), row)
             self._held = [row.version]
         return self._state
