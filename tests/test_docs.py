@@ -117,6 +117,7 @@ NEEDS = {
     **{f"docs/indexes/faiss_{name}.md": "faiss" for name in ("flat", "hnsw", "ivf", "ivfpq")},
     "docs/adapters/ruler.md": "long_context_eval",
     "docs/adapters/vllm.md": "vllm",
+    "docs/adapters/lm-eval.md": "lm_eval",
 }
 """Page -> the package that its first script needs."""
 

@@ -30,6 +30,7 @@ def process(missing, code):
         ("transformers", "import kvindex_adapters.hf", "hf"),
         slow("transformers", "from kvindex_adapters.decoder import Decoder", "hf"),
         slow("vllm", "from kvindex_adapters.vllm import register; register()", "vllm"),
+        slow("lm_eval", "from kvindex_adapters.lm_eval import register; register()", "hf,lm-eval"),
         slow("numba", INDEX.format("exact", "cpu"), "cpu"),
         slow("faiss", INDEX.format("faiss-flat", "torch"), "faiss"),
     ],
@@ -61,6 +62,7 @@ def test_a_command_prints_one_line_and_status_2(missing, command, extra):
 
 
 def test_the_library_itself_needs_no_extra():
-    missing = "transformers safetensors numba faiss vllm cupy typer rich"
-    done = process(missing, "import kvindex, kvindex_adapters.vllm, kvindex_cuda")
+    missing = "transformers safetensors numba faiss vllm lm_eval cupy typer rich"
+    modules = "kvindex, kvindex_adapters.vllm, kvindex_adapters.lm_eval, kvindex_cuda"
+    done = process(missing, f"import {modules}")
     assert done.returncode == 0, done.stderr

@@ -31,7 +31,8 @@ ROOMS = {
     ),
     "kvindex_cuda": ("runtime", "ops", "memory", "triton", "pariskv", "__init__"),
     "adapters/kvindex_adapters": (
-        *("__init__", "common", "llama", "hf", "decoder", "vllm", "evaluate", "cli", "__main__"),
+        *("__init__", "common", "llama", "hf", "decoder", "vllm", "evaluate", "lm_eval", "cli"),
+        "__main__",
     ),
 }
 """Package -> its rooms: folders and top-level files. A room imports only rooms before it."""
