@@ -56,7 +56,7 @@ def reduced(summary: Row) -> Row:
     kept["differences"] = [
         row for row in summary["differences"] if row["base"] in (FULL, "exact") and _of_all(row)
     ]
-    found: Row = _rounded(kept)
+    found: Row = rounded(kept)
     return found
 
 
@@ -100,12 +100,13 @@ def _of_all(row: Row) -> bool:
     return row["task"] is None
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
+    """Round all numbers of nested dicts and lists to `DIGITS` significant digits."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, dict):
-        return {name: _rounded(each) for name, each in value.items()}
-    return [_rounded(each) for each in value] if isinstance(value, list) else value
+        return {name: rounded(each) for name, each in value.items()}
+    return [rounded(each) for each in value] if isinstance(value, list) else value
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -17,7 +17,18 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.reporting import along, answers, choice, cpu, field, gpu, prompts, quality, tokens
+from benchmarks.reporting import (
+    along,
+    answers,
+    choice,
+    cpu,
+    field,
+    gpu,
+    prompts,
+    quality,
+    suite,
+    tokens,
+)
 from benchmarks.reporting.parts import Result, stored
 from kvindex_adapters.evaluate.output_files import write_text
 
@@ -53,6 +64,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "budget": quality.budget,
     "recall_lengths": quality.lengths,
     "field": field.field,
+    "field_suite": suite.field_suite,
     "answers_field": answers.field,
     "answers_lengths": answers.lengths,
     "answers_rows": answers.rows,

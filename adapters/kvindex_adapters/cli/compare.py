@@ -8,7 +8,7 @@ import os
 import random
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,8 +34,12 @@ if TYPE_CHECKING:
 
     from kvindex_adapters.evaluate.compare.schedule import Progress
     from kvindex_adapters.evaluate.compare.settings import Plan, Settings
+    from kvindex_adapters.evaluate.compare.suite import FieldPlan
     from kvindex_adapters.evaluate.compare.tables import Table
     from kvindex_adapters.evaluate.compare.workers import Load
+
+INDEX, K = "pariskv,quest,exact", "100"
+"""Default values of the options `--index` and `-k`."""
 
 USUAL: dict[str, Any] = dict(tokens="4K", tries=10, steps=256) | dict(
     tasks="needle,needle-multikey,needle-multivalue,chain,lookup,copy"
@@ -49,6 +53,15 @@ A few answers are not enough to see a difference between indexes, but a few hund
 along a text are. Before these steps, all tokens except for the 256 newest ones are in the index:
 4096 - 256 = 256 + 14 * 256.
 """
+
+FIELD: dict[str, Any] = dict(tokens="4K", steps=64)
+"""Default values of the options with `--suite field`."""
+
+FIELD_QUICK: dict[str, Any] = FIELD | dict(tokens="2K", steps=16)
+"""Default values of the options with `--suite field --quick`."""
+
+FIELD_QUICK_MINUTES = 4
+"""CPU minutes that `kvindex compare --suite field --quick` takes: 2 to 3 minutes on two cores."""
 
 QUICK_MINUTES = 4
 """CPU minutes that `kvindex compare --quick` takes if all other options have their defaults."""
@@ -64,11 +77,15 @@ _DEFAULTS = {
 SHOWN = (
     *("index", "k", "accuracy", "KL, nats", "KL over exact's", "coverage", "recall"),
     *("rows read", "ms per step", "code bytes per key"),
+    *("budget", "error", "worst layer", "bytes read"),
 )
 """Columns of the table that the command prints. The report shows more columns."""
 
 OPTIONAL = ("code bytes per key", "KL over exact's", "coverage", "recall")
 """Columns that are left out, in this order, until the table fits the width of the output."""
+
+SOURCE = 400_000
+"""Number of characters of Python's source code that a suite reads at most."""
 
 WIDTH = 100
 """Width of the table in characters, if the output is not a terminal."""
@@ -90,22 +107,30 @@ def compare(
             help="Folder, .gguf file or Hugging Face id of the model (default: SmolLM2-135M)."
         ),
     ] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure a fixed set of cells: field, every index at three budgets and at its "
+            "published setting, by the error of each layer's output, divergence and recall."
+        ),
+    ] = None,
     index: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Indexes to compare, separated by commas. Each has the form "
             "name:option=value:option=value (kvindex indexes lists names and options), or "
-            "module:Class:option=value for a class in a file of the current folder."
+            "module:Class:option=value for a class in a file of the current folder. "
+            f"Default {INDEX.replace(',', ', ')}; with --suite field all indexes."
         ),
-    ] = "pariskv,quest,exact",
+    ] = None,
     k: Annotated[
-        str,
+        str | None,
         typer.Option(
             "-k",
             help="Number of tokens that each KV head retrieves per decode step. Separate several "
-            "values by commas, for example 32,100.",
+            f"values by commas, for example 32,100. Default {K}.",
         ),
-    ] = "100",
+    ] = None,
     tasks: Annotated[
         str | None,
         typer.Option(
@@ -125,10 +150,11 @@ def compare(
         typer.Option(help=f"Number of prompts per task and length. {_DEFAULTS['tries']}"),
     ] = None,
     text: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
             help="Text file on which next-token predictions are compared with those of full "
-            "attention (default: the Python language reference)."
+            "attention (default: the Python language reference). With --suite field, the option "
+            "may be given several times (default: also Python's source code)."
         ),
     ] = None,
     steps: Annotated[
@@ -143,9 +169,17 @@ def compare(
         bool,
         typer.Option(
             help="Compare next-token predictions and recall on one text only, which takes about "
-            f"{QUICK_MINUTES} minutes of CPU time."
+            f"{QUICK_MINUTES} minutes of CPU time. With --suite field: 16 steps on one text of "
+            f"2K tokens, about {FIELD_QUICK_MINUTES} minutes of CPU time."
         ),
     ] = False,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            help="Stop after this many minutes, with a report of what was measured. Run the same "
+            "command again to continue."
+        ),
+    ] = None,
     jobs: Annotated[
         int,
         typer.Option(
@@ -178,12 +212,17 @@ def compare(
     searches, the fraction of keys and values that attention reads, time and memory. To continue an
     interrupted run, run the same command again. If you add indexes, lengths or tasks, only the
     missing measurements are made.
+
+    With --suite field, every index is measured at 128, 512 and 2,048 rows and at its published
+    setting, and the folder also contains the table field.json.
     """
     check_stdout()
     announce_imports()
+    from kvindex.core import check
     from kvindex_adapters.cli import common
     from kvindex_adapters.evaluate.compare.measuring import load
     from kvindex_adapters.evaluate.compare.settings import Settings
+    from kvindex_adapters.evaluate.compare.suite import SUITES
     from kvindex_adapters.hf.model import load_model
 
     number = common.check_dtype(dtype)
@@ -194,32 +233,89 @@ def compare(
     common.check_search("exact", 1, "cpu", {"prefill": prefill, **sparse})
     if prefill == "sparse":  # results of dense prompts do not depend on the other options
         regions |= {"prefill": prefill, **sparse}
+    if minutes is not None:
+        check.positive("minutes", minutes)
+        if jobs > 1:
+            raise ValueError(
+                f"minutes, jobs: got minutes {minutes:g} and jobs {jobs}, but only a run in one "
+                "process can stop after some minutes; leave out --minutes or --jobs"
+            )
+    texts = _texts(text or [], suite=suite, quick=quick)
     given = dict(tasks=tasks, tokens=tokens, tries=tries, steps=steps)
-    chosen = (QUICK if quick else USUAL) | {n: v for n, v in given.items() if v is not None}
-    plan = _plan(index, k, chosen)
-    for line in plan.indexes:
+    if suite is not None:
+        check.one_of("suite", suite, SUITES)
+        unfit = {"k": k, "tasks": tasks, "tries": tries, "jobs": jobs if jobs > 1 else None}
+        unfit["prefill"] = prefill if prefill != "dense" else None
+        _check_fits(suite, unfit)
+        chosen = _given(FIELD_QUICK if quick else FIELD, given)
+        plan: Plan = _field_plan(index, chosen, tuple(texts))
+        content: str | dict[str, str] = texts
+    else:
+        chosen = _given(QUICK if quick else USUAL, given)
+        plan = _plan(index or INDEX, k or K, chosen)
+        (content,) = texts.values()
+    named = plan.indexes if suite is None or index is not None else ("exact", "pariskv")
+    for line in named:  # of the other indexes of a suite, a report says why they do not work
         common.check_search(line, max(plan.ks), device, regions, store)
-    content, text_name = _text(text)
     if lora is not None and not lora.is_file():
         raise FileNotFoundError(f"lora: got {str(lora)!r}, allowed is a file that exists")
     if model is None:
         model, gguf_file = map(str, load_model.smollm2())
     settings = Settings(
         model=gguf_file or model,
-        text=text_name,
+        text="named in each result" if suite else next(iter(texts)),
         lora=None if lora is None else lora.name,
-        steps=common.check_size("steps", chosen["steps"], 0),
+        steps=common.check_size("steps", chosen["steps"], 0 if suite is None else 1),
         regions=regions,
         store=store,
+        suite=suite,
         **dict(dtype=dtype, device=device),
     )
     settings.claim(out)
     options: Any = dict(gguf_file=gguf_file, lora=lora, dtype=number, device=device)
-    for line in plan.indexes:
+    for line in named:
         common.wait_for_compiler(line, device)  # compilation began in `check_search`
     _announce(plan, settings, quick)
-    _compare(functools.partial(load, model, content, **options), settings, plan, out, jobs)
+    loads = functools.partial(load, model, content, **options)
+    left = _compare(loads, settings, plan, out, jobs, minutes)
     _report(out, settings)
+    if left:
+        print(
+            f"stopped after {minutes:g} minutes: {left} results are missing; run the same command "
+            "again to continue"
+        )
+
+
+def _given(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of options: the given ones, and defaults for the others."""
+    return defaults | {name: value for name, value in given.items() if value is not None}
+
+
+def _check_fits(suite: str, given: dict[str, Any]) -> None:
+    """Raise ValueError if an option is given that does not fit a suite.
+
+    `given` maps the name of each such option to its value, or to None if it is not given.
+    """
+    for name, value in given.items():
+        if value is not None:
+            option = "-k" if name == "k" else f"--{name}"
+            raise ValueError(
+                f"{name}: got {value!r} with --suite {suite}, which reads each text densely in one "
+                f"process, and has its own budgets and no tasks; leave out {option}"
+            )
+
+
+def _field_plan(index: str | None, chosen: dict[str, Any], names: tuple[str, ...]) -> FieldPlan:
+    """Make the plan of the suite `field`. Raise ValueError if an option is invalid."""
+    from kvindex_adapters.evaluate.compare import suite
+
+    methods = tuple(suite.names() if index is None else _parts("index", index))
+    return suite.FieldPlan(
+        methods=methods,
+        names=names,
+        tokens=tuple(_count("tokens", part) for part in _parts("tokens", chosen["tokens"])),
+        explicit=index is not None,
+    )
 
 
 def _announce(plan: Plan, settings: Settings, quick: bool) -> None:
@@ -227,6 +323,19 @@ def _announce(plan: Plan, settings: Settings, quick: bool) -> None:
     from kvindex_adapters.cli.progress import console
 
     count = len(plan.tasks) * plan.tries
+    if settings.suite is not None:
+        cells = sum(len(plan.pairs(tokens)) for tokens in plan.tokens) * len(plan.texts)
+        console.print(
+            f"suite {settings.suite}: {cells} measurements of {settings.steps} steps, on "
+            f"{len(plan.texts)} texts of {', '.join(f'{tokens:,}' for tokens in plan.tokens)} "
+            "tokens"
+        )
+        if quick:
+            console.print(
+                f"--quick takes about {FIELD_QUICK_MINUTES} minutes of CPU time with "
+                "SmolLM2-135M, and longer while other programs use the processor"
+            )
+        return
     what = [f"{settings.steps} steps along a text"] if settings.steps else []
     what += [f"{count} prompts"] if count else []
     console.print(
@@ -241,10 +350,15 @@ def _announce(plan: Plan, settings: Settings, quick: bool) -> None:
         )
 
 
-def _compare(load: Load, settings: Settings, plan: Plan, out: Path, jobs: int) -> None:
+def _compare(
+    load: Load, settings: Settings, plan: Plan, out: Path, jobs: int, minutes: float | None
+) -> int:
     """Run the measurements that the folder `out` lacks.
 
     Ctrl-C prints a message and exits with status 130.
+
+    Returns:
+        Number of results that are still missing, because `minutes` are over.
     """
     from kvindex_adapters.cli.progress import console
     from kvindex_adapters.evaluate.compare.records import Records
@@ -254,13 +368,14 @@ def _compare(load: Load, settings: Settings, plan: Plan, out: Path, jobs: int) -
     options: Any = dict(settings=settings, plan=plan, records=Records(out))
     console.print("loading the model")  # transformers shows its own progress bars
     try:
-        run = (
-            Comparison(*load(), **options).run
-            if jobs == 1
-            else ParallelComparison(load, **options, jobs=jobs).run
-        )
+        if jobs > 1:
+            parallel = ParallelComparison(load, **options, jobs=jobs)
+            with _progress_bar() as on_progress:
+                parallel.run(on_progress)
+            return 0
+        comparison = Comparison(*load(), **options)
         with _progress_bar() as on_progress:
-            run(on_progress)
+            return comparison.run(on_progress, minutes)
     except KeyboardInterrupt:
         console.print("interrupted; run the same command again to continue")
         raise typer.Exit(130) from None
@@ -279,16 +394,24 @@ def _report(out: Path, settings: Settings) -> None:
     from kvindex_adapters.evaluate.compare.tables import tables
 
     summary = write_report(out, settings, Records(out))
-    overview, *_ = tables(summary)
+    first, *others = tables(summary)
     output = Console()
     if not output.is_terminal and "COLUMNS" not in os.environ:
         output = Console(width=WIDTH)
-    output.print(_fitting(overview, output.width))
+    for table in [first, *(other for other in others if other.title.startswith("The field"))]:
+        output.print(_fitting(table, output.width))
     for line in _rows_in_words(summary):
         print(line)
     for row in summary["failures"]:
         what = f"{row['index'] or 'all'} at {row['task'] or 'text'}, {row['tokens']} tokens"
         print(f"not measured: {what}: {row['words']}", file=sys.stderr)
+    reasons = [
+        f"{row['index']} at {row['k']} rows, {row['tokens']} tokens: {row['reason']}"
+        for row in summary.get("field", [])
+        if row["reason"] is not None
+    ]
+    for reason in dict.fromkeys(reasons):  # a published budget may be one of the others
+        print(f"not measured: {reason}", file=sys.stderr)
     print(out / "report.html")
 
 
@@ -343,6 +466,8 @@ def _rows_in_words(summary: dict[str, Any]) -> Iterator[str]:
             f"{', '.join(sampled)}: samples rows and weighs them, which lowers coverage and recall "
             "by design; compare its KL divergence"
         )
+    if "field" in summary:
+        return
     seen = set()
     for row in summary["text"]:
         place = row["tokens"], row["k"]
@@ -407,19 +532,37 @@ def _count(name: str, text: str) -> int:
     return check_size(name, int(digits) * (1024 if digits != text else 1), 1)
 
 
-def _text(path: Path | None) -> tuple[str, str]:
-    """Return the content of the file `--text`, and the file's name with a hash of the content.
+def _texts(paths: Sequence[Path], *, suite: str | None, quick: bool) -> dict[str, str]:
+    """Return the texts to measure on, by their names with a hash of their content.
 
-    Without the option, the text is the Python language reference.
+    Without the option `--text`, the text is the Python language reference. A suite that is not
+    quick also measures on source code.
+
+    Raises:
+        ValueError: There are several files without a suite.
+        OSError: A file cannot be read.
     """
     from kvindex_adapters.cli.early import read_text
-    from kvindex_adapters.evaluate.texts import python_reference
+    from kvindex_adapters.evaluate.texts import python_reference, python_source
 
-    paragraphs = python_reference() if path is None else []
-    random.Random(0).shuffle(paragraphs)
-    text = "\n\n".join(paragraphs) if path is None else read_text(path, "text")
-    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-    return text, f"{'the Python reference' if path is None else path.name} (sha256 {digest})"
+    if len(paths) > 1 and suite is None:
+        raise ValueError(
+            f"text: got {len(paths)} files, allowed is one; several are allowed with --suite field"
+        )
+    contents = {path.name: read_text(path, "text") for path in paths}
+    if len(contents) < len(paths):
+        raise ValueError("text: got two files with the same name, allowed are different names")
+    if not paths:
+        paragraphs = python_reference()
+        random.Random(0).shuffle(paragraphs)
+        contents["the Python reference"] = "\n\n".join(paragraphs)
+        if suite is not None and not quick:
+            contents["the Python library"] = python_source()[:SOURCE]
+    return {f"{name} (sha256 {_digest(text)})": text for name, text in contents.items()}
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @contextmanager

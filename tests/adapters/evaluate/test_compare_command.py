@@ -257,3 +257,84 @@ def test_an_interruption_is_told_in_words(run, monkeypatch):
     result = run("--index", "exact")
     assert result.exit_code == 130
     assert "interrupted; run the same command again to continue" in result.stderr
+
+
+@pytest.fixture
+def suite(tmp_path, _tiny, monkeypatch):
+    """Run `kvindex compare --suite field` with small budgets."""
+    monkeypatch.setattr("kvindex_adapters.evaluate.compare.suite.BUDGETS", (3, 8, 500))
+    for name in ("a", "b"):
+        words = (str(3 + (i * (i + ord(name))) % 90) for i in range(100))
+        (tmp_path / f"{name}.txt").write_text(" ".join(words))
+
+    def invoke(*arguments, regions=REGIONS):
+        given = ["--suite", "field", "--out", tmp_path / "out", "--model", "tiny", "--tokens", 80]
+        given += ["--steps", 8, *regions]
+        return CliRunner().invoke(app, ["compare", *map(str, [*given, *arguments])])
+
+    return invoke
+
+
+def test_a_suite_writes_a_table_and_goes_on(suite, tmp_path):
+    texts = ("--text", tmp_path / "a.txt", "--text", tmp_path / "b.txt")
+    few = suite("--index", "exact,quest:page=4", *texts, "--minutes", 1e-9)
+    assert few.exit_code == 0, few.output
+    assert "stopped after 1e-09 minutes: " in few.stdout
+    assert "run the same command again to continue" in few.stdout
+    whole = suite("--index", "exact,quest:page=4", *texts)
+    assert whole.exit_code == 0, whole.output
+    assert "stopped" not in whole.stdout
+    assert "on 2 texts of 80 tokens" in whole.stderr.replace("\n", " ")
+    assert "not measured: exact at 500 rows, 80 tokens: k: got 500" in whole.stderr
+    table = json.loads((tmp_path / "out" / "field.json").read_text())
+    assert table["schema"] == "kvindex.field/1"
+    assert [row["method"] for row in table["methods"]] == ["exact", "quest:page=4"]
+    measured = [row for row in table["cells"] if row["reason"] is None]
+    assert [(row["index"], row["k"]) for row in measured] == [
+        *(("exact", 3), ("exact", 8), ("quest:page=4", 3), ("quest:page=4", 8))
+    ]
+    assert all(len(row["texts"]) == 2 for row in measured)
+    for column in ("index", "budget", "error", "worst", "recall", "bytes"):
+        assert column in whole.stdout
+    assert f"{measured[0]['error']:.3f}" in whole.stdout
+    more = suite("--index", "h2o:budget={k}", *texts)
+    assert more.exit_code == 0, more.output
+    table = json.loads((tmp_path / "out" / "field.json").read_text())
+    assert len(table["methods"]) == 3
+    assert "h2o:budget=3" in more.stdout
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_a_suite_measures_all_indexes_by_default(suite, tmp_path, monkeypatch):
+    monkeypatch.setattr(kvindex, "names", lambda: ["exact", "quest", "faiss-flat"])
+    result = suite("--text", tmp_path / "a.txt")
+    assert result.exit_code == 0, result.output
+    table = json.loads((tmp_path / "out" / "field.json").read_text())
+    assert [row["method"] for row in table["methods"]] == ["exact", "faiss-flat", "quest"]
+    assert table["methods"][2]["published"] == {"index": "quest", "k": 1024, "fraction": None}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--suite", "fields"), "suite: got 'fields', allowed is"),
+        (("--suite", "field", "-k", "100"), "k: got '100' with --suite field, which reads each"),
+        (("--suite", "field", "--tasks", "needle"), "tasks: got 'needle' with --suite field"),
+        (("--suite", "field", "--tries", "2"), "tries: got 2 with --suite field"),
+        (("--suite", "field", "--jobs", "2"), "jobs: got 2 with --suite field"),
+        (("--suite", "field", "--prefill", "sparse"), "prefill: got 'sparse' with --suite field"),
+        (("--suite", "field", "--steps", "0"), "steps: got 0, allowed is"),
+        (("--suite", "field", "--index", "parisvk"), "did you mean 'pariskv'"),
+        (("--minutes", "0"), "minutes: got 0"),
+        (("--minutes", "1", "--jobs", "2"), "minutes, jobs: got minutes 1 and jobs 2"),
+        (("--text", "a.txt", "--text", "b.txt"), "text: got 2 files, allowed is one"),
+    ],
+)
+def test_what_does_not_fit_a_suite_is_named(tmp_path, arguments, message, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    given = ["--out", tmp_path / "out", "--model", tmp_path, *arguments]
+    monkeypatch.setattr(sys, "argv", ["kvindex", "compare", *map(str, given)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

@@ -121,14 +121,28 @@ def divergence(
         attention, in nats, float64 `[T]`; bool `[T]`, True where the two predictions have the same
         most likely token; and the recall and coverage of the searches.
     """
-    parts = []
     with indexed.branch(k), watched(indexed.layers) as found:
-        indexed.begin()
-        size = BLOCK if indexed.parallel else 1
-        for block, want in zip(torch.split(ids, size), torch.split(full, size), strict=True):
-            parts.append(_differ(want, indexed.step(block)))
+        kl, same = _predictions(indexed, ids, full)
+    return kl, same, found
+
+
+def predictions(indexed: Indexed, ids: Tensor, full: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
+    """Compare predictions as `divergence` does, without measuring searches.
+
+    The arguments are those of `divergence`, and the results are its first two.
+    """
+    with indexed.branch(k):
+        return _predictions(indexed, ids, full)
+
+
+def _predictions(indexed: Indexed, ids: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
+    parts = []
+    indexed.begin()
+    size = BLOCK if indexed.parallel else 1
+    for block, want in zip(torch.split(ids, size), torch.split(full, size), strict=True):
+        parts.append(_differ(want, indexed.step(block)))
     kl, same = zip(*parts, strict=True)
-    return torch.cat(kl), torch.cat(same), found
+    return torch.cat(kl), torch.cat(same)
 
 
 def _differ(full: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,14 +161,23 @@ def _rows_found(layer: AttentionLayer) -> float:
 def _key_bytes(indexes: Sequence[KVIndex]) -> float | None:
     """Return the mean of the bytes that indexes store per token and KV head, without keys and
     values, or None if an index is empty or does not report these bytes."""
+    found = sizes(indexes)
+    return fmean(one["stored"] for one in found) if found else None
+
+
+def sizes(indexes: Sequence[KVIndex]) -> list[dict[str, float]]:
+    """Return `bytes_per_key` of the indexes inside all wrappers.
+
+    Return [] if an index is empty or does not report these bytes.
+    """
     found = []
     for index in indexes:
         while isinstance(index, Wrapper):
             index = index.inner
         if not isinstance(index, BaseIndex) or not len(index):
-            return None
-        found.append(index.bytes_per_key()["stored"])
-    return fmean(found) if found else None
+            return []
+        found.append(index.bytes_per_key())
+    return found
 
 
 def _timed(steps: Steps, ids: Tensor) -> float:

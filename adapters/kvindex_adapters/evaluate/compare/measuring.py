@@ -7,7 +7,7 @@ every index.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from kvindex.core.config import parse_spec
 from kvindex_adapters.evaluate import tasks
-from kvindex_adapters.evaluate.compare.readings import InstanceReading, TextReading
-from kvindex_adapters.evaluate.compare.records import FAILURE, FULL, Key, Record
+from kvindex_adapters.evaluate.compare.readings import FieldReading, InstanceReading, TextReading
+from kvindex_adapters.evaluate.compare.records import FULL, SKIPPED, Key, Record
 from kvindex_adapters.evaluate.compare.replay import indexed
 from kvindex_adapters.evaluate.compare.schedule import Work
 from kvindex_adapters.evaluate.compare.settings import Plan, Settings
@@ -27,26 +27,38 @@ from kvindex_adapters.hf.generation.tokenizer import punctuated
 from kvindex_adapters.hf.model import load_model
 from kvindex_adapters.hf.unsupported import check_model
 
+Reading = InstanceReading | TextReading | FieldReading
+"""A text or a prompt that the model has read with full attention."""
+
 Measured = tuple[Key, Record]
 """A measured result and its key.
 
 If an index or a task fails, the kind of the key is "failure", and the result is the error message.
 """
 
-Loaded = tuple[PreTrainedModel, Any, Tensor]
-"""A model, its tokenizer, and a text as token ids, int64 `[N]`.
+Texts = Tensor | Mapping[str, Tensor]
+"""Token ids int64 `[N]` of a text, or of several texts by their names."""
 
-On this text, next-token predictions are compared.
+Loaded = tuple[PreTrainedModel, Any, Texts]
+"""A model, its tokenizer, and the text on which next-token predictions are compared.
+
+With a suite, there are several texts.
 """
 
 
-def load(model: str, text: str, **options: Any) -> Loaded:
-    """Load a model and its tokenizer, and convert a text to token ids.
+def load(model: str, text: str | Mapping[str, str], **options: Any) -> Loaded:
+    """Load a model and its tokenizer, and convert a text, or several texts, to token ids.
 
     `options` are passed to `load_model.load`.
     """
     loaded, tokenizer = load_model.load(model, **options)
-    return loaded, tokenizer, torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int64)
+
+    def ids_of(text: str) -> Tensor:
+        return torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int64)
+
+    if isinstance(text, str):
+        return loaded, tokenizer, ids_of(text)
+    return loaded, tokenizer, {name: ids_of(one) for name, one in text.items()}
 
 
 @dataclass(eq=False, repr=False)
@@ -56,7 +68,8 @@ class Measuring:
     Args:
         model: The transformers model.
         tokenizer: The tokenizer of the model.
-        text: Token ids int64 `[N]` of the text on which next-token predictions are compared.
+        text: Token ids int64 `[N]` of the text on which next-token predictions are compared. With a
+            suite: the texts by their names.
         settings: Settings that all results of the comparison share.
         plan: The indexes, tasks and prompt lengths to measure.
 
@@ -66,14 +79,15 @@ class Measuring:
 
     model: PreTrainedModel
     tokenizer: Any
-    text: Tensor
+    text: Texts
     _: KW_ONLY
     settings: Settings
     plan: Plan
 
     def __post_init__(self) -> None:
         check_model(self.model)
-        _check_lengths(self.model, self.text, self.settings, self.plan)
+        for text in [self.text] if isinstance(self.text, Tensor) else self.text.values():
+            _check_lengths(self.model, text, self.settings, self.plan)
         options = functools.partial(_attach_options, self.tokenizer, self.settings)
         self._options = functools.cache(options)  # a cached method would make a reference cycle
 
@@ -83,8 +97,8 @@ class Measuring:
         If an index fails, its last result is the error message.
         """
         reading = self._reading(work.reading)
-        if not isinstance(reading, InstanceReading | TextReading):
-            yield _failure(replace(work.reading, index=None), reading)
+        if isinstance(reading, ValueError):
+            yield from self.plan.failed([replace(work.reading, index=None)], in_words(reading))
             return
         for index, keys in groupby(work.keys, lambda key: key.index):
             if index == FULL:
@@ -92,13 +106,17 @@ class Measuring:
             else:
                 yield from self._through(reading, list(keys))
 
-    def _reading(self, key: Key) -> InstanceReading | TextReading | ValueError:
+    def _reading(self, key: Key) -> Reading | ValueError:
         """Let the model read a text, or a prompt of a task, with full attention.
 
         Return a ValueError if the task cannot make a prompt of at most `key.tokens` tokens.
         """
         if key.task is None:
-            return TextReading(self.model, self.text[: key.tokens], self.settings.steps)
+            texts, steps = self.text, self.settings.steps
+            text = texts if isinstance(texts, Tensor) else texts[str(key.text)]
+            if self.settings.suite is None:
+                return TextReading(self.model, text[: key.tokens], steps)
+            return FieldReading(self.model, text[: key.tokens], steps, self.settings.regions)
         assert key.seed is not None
         try:
             instance = tasks.make(key.task, self.tokenizer, tokens=key.tokens, seed=key.seed)
@@ -106,21 +124,29 @@ class Measuring:
             return error
         return InstanceReading(self.model, self.tokenizer, instance)
 
-    def _through(
-        self, reading: InstanceReading | TextReading, keys: list[Key]
-    ) -> Iterator[Measured]:
+    def _through(self, reading: Reading, keys: list[Key]) -> Iterator[Measured]:
         """Measure one index on one text or prompt, and yield one result for each `k`."""
         index, left = keys[0].index, list(keys)
         assert index is not None
+        if isinstance(reading, FieldReading):
+            reasons = [(key, reading.skips(key.k)) for key in keys]
+            left = [key for key, reason in reasons if reason is None]
+            for key, reason in reasons:
+                if reason is not None:
+                    about = {**self.plan.about(key), "words": reason, "failed": False}
+                    yield replace(key, kind=SKIPPED), about
+            if not left:
+                return
         try:
-            options = self._options(index)
+            options = self._options(index) | {"observed": isinstance(reading, FieldReading)}
             with indexed(self.model, reading.context.ids, index=index, **options) as cache:
                 cache.read(reading.context)
                 while left:
-                    yield left[0], reading.through(cache, left[0].k)
+                    record = reading.through(cache, left[0].k)
+                    yield left[0], {**self.plan.about(left[0]), **record}
                     left.pop(0)
         except Exception as error:  # an index may raise any error; other indexes continue
-            yield _failure(left[0], error)
+            yield from self.plan.failed(left, in_words(error))
 
 
 def _attach_options(tokenizer: Any, settings: Settings, index: str) -> dict[str, Any]:
@@ -135,10 +161,6 @@ def in_words(error: Exception) -> str:
     """Return an error as text: its message or, unless it is a ValueError, its type and message."""
     words = str(error) or type(error).__name__
     return words if isinstance(error, ValueError) else f"{type(error).__name__}: {words}"
-
-
-def _failure(key: Key, error: Exception) -> Measured:
-    return replace(key, kind=FAILURE, k=0, seed=None), {"words": in_words(error)}
 
 
 def _check_lengths(model: PreTrainedModel, text: Tensor, settings: Settings, plan: Plan) -> None:

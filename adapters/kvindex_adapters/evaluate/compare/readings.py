@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -12,8 +13,14 @@ from transformers import PreTrainedModel
 
 from kvindex_adapters.evaluate.compare import continuation
 from kvindex_adapters.evaluate.compare.answers import Limit, checked, continued
+from kvindex_adapters.evaluate.compare.outputs import LayerSteps, measure_outputs
 from kvindex_adapters.evaluate.compare.records import Record
-from kvindex_adapters.evaluate.compare.replay import Chunk, FullAttention, Indexed
+from kvindex_adapters.evaluate.compare.replay import (
+    Chunk,
+    FullAttention,
+    Indexed,
+    recorded,
+)
 from kvindex_adapters.evaluate.tasks import Instance
 
 DIGITS = 6
@@ -96,6 +103,84 @@ class TextReading:
     def _record(self, kl: Tensor, same: Tensor, found: Record, cost: continuation.Steady) -> Record:
         rounded = [float(f"{value:.{DIGITS}g}") for value in kl.tolist()]
         return {"kl": rounded, "same": same.int().tolist(), **found, **asdict(cost)}
+
+
+class FieldReading:
+    """A text that a model with full attention has read, for a suite that compares all indexes.
+
+    The last `steps` tokens of the text are the measured decode steps. Everything that an index
+    needs is recorded while the model reads the text once: `context` has the queries, keys and
+    values of the text before the steps, and the layers' inputs and outputs at the steps are the
+    ground truth. `own` is the result of full attention.
+
+    Args:
+        model: The model.
+        ids: Token ids of the text, int64 `[N]`.
+        steps: Number of tokens at the end of the text that are decode steps.
+        options: Sizes of the sink, the local window and so on, as keyword arguments of `attach`.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, ids: Tensor, steps: int, options: Mapping[str, Any]
+    ) -> None:
+        ids = ids.to(model.device)
+        self._steps, sink = ids[-steps:], int(options.get("sink", 64))
+        full = recorded(model, ids[:-steps], self._steps, **options)
+        self.context, self._logits = full.context, full.logits
+        self.rows = max(full.indexed - sink, 0)  # tokens that a search can return
+        prompts = [layer["keys"] for layer in self.context.layers if "queries" in layer]
+        pairs = zip(prompts, full.taken, strict=True)
+        self._layers = [LayerSteps(keys, taken, sink) for keys, taken in pairs]
+        self.own = self._own(len(ids), full.row_bytes)
+
+    def through(self, indexed: Indexed, k: int) -> Record:
+        """Measure an index on the last `steps` tokens of the text, and return the result.
+
+        Args:
+            indexed: A model with an index that contains all earlier tokens of the text.
+            k: Number of tokens that each decode step retrieves per KV head.
+        """
+        indexed.end_prompt()
+        kl, same = continuation.predictions(indexed, self._steps, self._logits, k=k)
+        outputs = measure_outputs(indexed, self._layers, k=k)
+        return _rounded({"kl": kl.tolist(), "same": same.int().tolist(), **outputs})
+
+    def skips(self, k: int) -> str | None:
+        """Return the reason why `k` is not measured on this text, or None."""
+        if k < self.rows:
+            return None
+        return (
+            f"k: got {k:,}, but after this prompt the index contains {self.rows:,} rows, so every "
+            "index would return all of them; pass longer prompts"
+        )
+
+    def _own(self, tokens: int, row: int) -> Record:
+        """Return the result of full attention, with which indexes are compared.
+
+        `row` is the bytes of one token in all layers, of `tokens` tokens in all.
+        """
+        steps, rows, layers = len(self._steps), self._layers[0].rows, len(self._layers)
+        return {
+            **{"kl": [0.0] * steps, "same": [1] * steps},
+            **{"recall": 1.0, "coverage": 1.0, "weighted": False},
+            **{"error_by_step": [0.0] * steps, "error_by_layer": [0.0] * layers},
+            **{"rows_read": rows, "rows_full": rows, "rows_found": 0.0, "key_bytes": None},
+            **{"step_bytes": 0.0, "scan_bytes": 0.0},
+            **{"read_bytes": rows * row, "full_bytes": rows * row},
+            "nbytes": {"rows": tokens * row},
+        }
+
+
+def _rounded(record: Record) -> Record:
+    """Round all numbers in the lists of a result to `DIGITS` significant digits."""
+    return {
+        name: [_digits(one) for one in value] if isinstance(value, list) else value
+        for name, value in record.items()
+    }
+
+
+def _digits(value: float | None) -> float | None:
+    return value if value is None or isinstance(value, int) else float(f"{value:.{DIGITS}g}")
 
 
 def _settled(instance: Instance, tokenizer: Any, number: int, answer: list[int]) -> bool:

@@ -11,8 +11,9 @@ from typing import Any
 
 Record = dict[str, Any]
 
-TEXT, ANSWERS, FAILURE = "text", "answers", "failure"
-"""Kinds of stored results: measured on a text, measured on a prompt of a task, or an error."""
+TEXT, ANSWERS, FAILURE, SKIPPED = "text", "answers", "failure", "skipped"
+"""Kinds of stored results: measured on a text, measured on a prompt of a task, an error, or the
+reason why a suite has not measured a cell of its table."""
 
 FULL = "full attention"
 """The name of full attention in stored results, where other results have the name of an index."""
@@ -23,13 +24,15 @@ class Key:
     """The key of a stored result: what was measured.
 
     Args:
-        kind: `TEXT`, `ANSWERS` or `FAILURE`.
+        kind: `TEXT`, `ANSWERS`, `FAILURE` or `SKIPPED`.
         tokens: Length of the prompt in tokens.
         index: Name and options of the index, or `FULL` for full attention. None if the result
             concerns no index.
         k: Number of tokens that each decode step retrieves per KV head; 0 for full attention.
         task: Name of the task, or None for a text.
         seed: Seed from which the task's prompt was made, or None for a text.
+        text: Name of the text, if a suite measures several. None for the one text of a usual
+            comparison.
     """
 
     kind: str
@@ -38,6 +41,7 @@ class Key:
     k: int = 0
     task: str | None = None
     seed: int | None = None
+    text: str | None = None
 
 
 class Records:
@@ -64,7 +68,7 @@ class Records:
         return key in self._found
 
     def of(self, kind: str) -> Iterator[tuple[Key, Record]]:
-        """Return all results of one kind (`TEXT`, `ANSWERS` or `FAILURE`) with their keys.
+        """Return all results of one kind (`TEXT`, `ANSWERS` and so on) with their keys.
 
         The oldest result comes first.
         """
@@ -96,7 +100,8 @@ class Records:
             self.machines.append(line["machine"])
             return
         line = dict(line)
-        key = Key(**{field.name: line.pop(field.name) for field in fields(Key)})
+        named = {field.name: line.pop(field.name, field.default) for field in fields(Key)}
+        key = Key(**named)
         if line.pop("gone", False):
             del self._found[key]
         else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +17,13 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 from kvindex.core.capability import capability
+from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import ExpandsBatch, KVIndex, ObservesQueries
 from kvindex.layer import AttentionLayer
 from kvindex.pariskv.block_layout import BLOCK
 from kvindex_adapters.common.prompt_chunks import chunks
 from kvindex_adapters.common.unsupported import UnsupportedError
+from kvindex_adapters.evaluate.fidelity import BLOCK as STEPS
 from kvindex_adapters.evaluate.parallel import ParallelLayer
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.cache.cache import IndexCache
@@ -41,8 +43,8 @@ class Chunk:
     Args:
         ids: Token ids, int64 `[T]`.
         layers: A dictionary for each layer. For a full-attention layer it contains `keys`
-            `[1, G, T, D]` and `values` `[1, G, T, Dv]`. For any other layer it contains all
-            attributes of the cache layer after these tokens.
+            `[1, G, T, D]` and `values` `[1, G, T, Dv]`, and possibly `queries` `[1, H, T, D]`. For
+            any other layer it contains all attributes of the cache layer after these tokens.
     """
 
     ids: Tensor
@@ -58,11 +60,7 @@ class FullAttention:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.cache = model, DynamicCache(config=model.config)
-        if any(isinstance(layer, LinearAttentionLayer) for layer in self.cache.layers):
-            raise UnsupportedError(
-                f"model: got {type(model).__name__}, which has linear attention. Its state cannot "
-                "be restored to the end of a prompt; pass a model without linear attention"
-            )
+        check_restorable(model, self.cache)
 
     def read(self, ids: Tensor) -> tuple[Chunk, Tensor]:
         """Read tokens with ids int64 `[T]`.
@@ -96,6 +94,16 @@ class FullAttention:
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
 
 
+def check_restorable(model: PreTrainedModel, cache: Any) -> None:
+    """Raise UnsupportedError if the cache of a model has linear attention, whose state cannot be
+    restored."""
+    if any(isinstance(layer, LinearAttentionLayer) for layer in cache.layers):
+        raise UnsupportedError(
+            f"model: got {type(model).__name__}, which has linear attention. Its state cannot "
+            "be restored to the end of a prompt; pass a model without linear attention"
+        )
+
+
 class ReplayLayer(ParallelLayer):
     """An attention layer that can copy the keys and values of a prompt instead of computing them.
 
@@ -117,21 +125,77 @@ class ReplayLayer(ParallelLayer):
         """True if the index can run several decode steps in parallel, as one batch."""
         return capability(self.index, ExpandsBatch) is not None
 
-    def fill(self, keys: Tensor, values: Tensor, ids: Tensor) -> None:
+    def fill(
+        self, keys: Tensor, values: Tensor, ids: Tensor, queries: Tensor | None = None
+    ) -> None:
         """Store the keys and values of tokens as `step` would, without computing attention.
 
-        This is only correct for an index that does not use the queries of a prompt.
+        Without `queries`, this is only correct for an index that does not use the queries of a
+        prompt.
 
         Args:
             keys: Keys `[1, G, T, D]`.
             values: Values `[1, G, T, Dv]`.
             ids: Token ids, int64 `[T]`.
+            queries: Queries `[1, H, T, D]` for the index to observe, or None.
         """
         for start, end in chunks(len(ids), CHUNK):
             first, some = len(self), (keys[:, :, start:end], values[:, :, start:end])
             self._window.append(len(self.index), *some, None)
+            if queries is not None:
+                self._retrieval.observe(queries[:, :, start:end])
             self._updates.update()
             self.index.observe_tokens(ids[None, start:end], first=first)
+
+    def end_prompt(self) -> None:
+        """Report the end of the prompt to the index, unless it was reported before.
+
+        The work that an index does then, such as clustering, is not undone by `Indexed.branch` if
+        this method is called before it.
+        """
+        if not self._updates.prompt_ended:
+            self._updates.end_prompt()
+
+
+class Taken(NamedTuple):
+    """What an attention layer has received and returned in one call.
+
+    Attributes:
+        queries: `[1, H, T, D]`.
+        keys: `[1, G, T, D]`.
+        values: `[1, G, T, Dv]`.
+        outputs: Attention outputs, `[1, H, T, Dv]`.
+        sink_logits: Logits of learned sinks, `[H]` or `[1, H, T]`, or None.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    outputs: Tensor
+    sink_logits: Tensor | None
+
+
+class RecordingLayer(ReplayLayer):
+    """An attention layer that records all its queries, keys, values and outputs in `taken`.
+
+    Use it with a `dense_below` that is larger than any text. Then all tokens attend to all tokens
+    before them.
+    """
+
+    def __init__(self, index: KVIndex, **options: Any) -> None:
+        super().__init__(index, **options)
+        self.taken: list[Taken] = []
+
+    def reset(self) -> None:
+        """Remove all tokens, and forget what was recorded."""
+        super().reset()
+        self.taken = []
+
+    def step(self, queries: Tensor, keys: Tensor, values: Tensor, **terms: Any) -> Tensor:
+        """Compute attention as `ReplayLayer` does, and record tensors."""
+        outputs = super().step(queries, keys, values, **terms)
+        self.taken = [*self.taken, Taken(queries, keys, values, outputs, terms.get("sink_logits"))]
+        return outputs
 
 
 class Indexed:
@@ -145,16 +209,22 @@ class Indexed:
         first: Token ids of the beginning of a prompt, int64 `[T]`, at least two. The model reads
             two tokens once, so that the layers of the cache are created.
         sparse: Whether the model reads each prompt again, with sparse attention.
+        observed: Whether the chunks of prompts contain queries. Then no index requires that the
+            model reads a prompt again.
     """
 
     def __init__(
-        self, model: PreTrainedModel, cache: IndexCache, first: Tensor, sparse: bool = False
+        self,
+        model: PreTrainedModel,
+        cache: IndexCache,
+        first: Tensor,
+        sparse: bool = False,
+        observed: bool = False,
     ) -> None:
         self.model, self.cache, self._sparse = model, cache, sparse
         _step(model, cache, first[:2].to(model.device))
-        self._rereads = sparse or any(
-            capability(index, ObservesQueries) is not None for index in cache.indexes()
-        )
+        observers = (capability(index, ObservesQueries) for index in cache.indexes())
+        self._rereads = sparse or (not observed and any(one is not None for one in observers))
         if self._rereads:
             cache.reset()
         else:
@@ -197,7 +267,7 @@ class Indexed:
         for number, stored in enumerate(chunk.layers):
             layer = self.cache.layers[number]
             if number in self.cache.indexed:
-                layer.attention.fill(stored["keys"], stored["values"], chunk.ids)
+                layer.attention.fill(ids=chunk.ids, **stored)
             else:
                 vars(layer).update(stored)
         return None
@@ -248,18 +318,99 @@ class Indexed:
         for layer in self.layers:
             layer.pause()
 
+    def end_prompt(self) -> None:
+        """Report the end of the prompt to all indexes, unless it was reported before."""
+        for layer in self.layers:
+            layer.end_prompt()
+
+
+class Recorded(NamedTuple):
+    """A prompt and a continuation that a model with full attention has read.
+
+    Attributes:
+        context: The prompt, with its queries, keys and values.
+        logits: Logits after each token of the continuation, `[T, V]`.
+        taken: For each full-attention layer, what it received and returned for the continuation.
+        indexed: Number of tokens that an index contains after the prompt.
+        row_bytes: Bytes of the key and the value of one token in all layers and KV heads.
+    """
+
+    context: Chunk
+    logits: Tensor
+    taken: list[list[Taken]]
+    indexed: int
+    row_bytes: int
+
+
+def plain_row_bytes(g: Geometry) -> int:
+    """Return the bytes of the uncompressed key and value of one token in all KV heads."""
+    width = g.head_dim + (0 if g.value_in_key else g.value_dim)
+    return width * g.dtype.itemsize * g.kv_heads
+
+
+def recorded(model: PreTrainedModel, prompt: Tensor, steps: Tensor, **options: Any) -> Recorded:
+    """Let a model with full attention read a prompt and then a continuation, and record both.
+
+    Args:
+        model: The model.
+        prompt: Token ids, int64 `[P]`, at least two.
+        steps: Token ids that follow the prompt, int64 `[T]`.
+        options: Sizes of the sink, the local window and so on, as keyword arguments of `attach`.
+
+    Raises:
+        UnsupportedError: The model has linear attention.
+    """
+    options = {**options, "dense_below": 2**62, "layer": RecordingLayer}
+    ids = prompt.to(model.device)
+    with indexed(model, prompt, index="exact", **options) as full, torch.no_grad():
+        check_restorable(model, full.cache)
+        prefill(model, ids, full.cache, stop=len(ids), chunk=CHUNK)
+        layers = [layer for layer in full.layers if isinstance(layer, RecordingLayer)]
+        count = max(len(layer.index) for layer in layers)
+        read = dict(zip(full.cache.indexed, (layer.taken for layer in layers), strict=True))
+        stored: list[dict[str, Any]] = []
+        for number, other in enumerate(full.cache.layers):
+            if number in read:
+                stored.append(_joined(read[number]))
+            else:
+                stored.append(_copied(vars(other)))
+        for layer in layers:
+            layer.taken = []
+        logits = torch.cat([full.step(block) for block in torch.split(steps.to(ids.device), STEPS)])
+        row = sum(plain_row_bytes(layer.index.geometry) for layer in layers)
+        return Recorded(Chunk(ids, stored), logits, [layer.taken for layer in layers], count, row)
+
+
+def _joined(taken: Sequence[Taken]) -> dict[str, Any]:
+    """Return the queries, keys and values of successive calls as an element of `Chunk.layers`."""
+    return {
+        "queries": torch.cat([one.queries for one in taken], dim=2),
+        "keys": torch.cat([one.keys for one in taken], dim=2),
+        "values": torch.cat([one.values for one in taken], dim=2),
+    }
+
+
+def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return attributes with copies of all tensors."""
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in attributes.items()
+    }
+
 
 @contextmanager
 def indexed(
-    model: PreTrainedModel, first: Tensor, *, index: str, **options: Any
+    model: PreTrainedModel, first: Tensor, *, index: str, observed: bool = False, **options: Any
 ) -> Iterator[Indexed]:
     """Open an empty KV cache with an index, for prompts that begin with the tokens `first`.
 
     `options` are passed to `attach`. Every decode step searches, even in a short sequence.
+    `observed` is True if the chunks of the prompts contain queries.
     """
-    options = {"dense_below": 0, **options}
-    with attach(model, index=index, layer=ReplayLayer, **options) as cache:
-        yield Indexed(model, cache, first, sparse=options.get("prefill") == "sparse")
+    options = {"dense_below": 0, "layer": ReplayLayer, **options}
+    with attach(model, index=index, **options) as cache:
+        sparse = options.get("prefill") == "sparse"
+        yield Indexed(model, cache, first, sparse=sparse, observed=observed)
 
 
 def _step(model: PreTrainedModel, cache: Any, ids: Tensor) -> Tensor:

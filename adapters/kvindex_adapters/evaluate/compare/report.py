@@ -11,6 +11,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
+from kvindex_adapters.evaluate.compare.lines import panels
 from kvindex_adapters.evaluate.compare.pictures import (
     DARK,
     LIGHT,
@@ -19,13 +20,16 @@ from kvindex_adapters.evaluate.compare.pictures import (
     narrow_pictures,
     picture,
 )
-from kvindex_adapters.evaluate.compare.records import Records
+from kvindex_adapters.evaluate.compare.records import FULL, Records
 from kvindex_adapters.evaluate.compare.settings import Settings
+from kvindex_adapters.evaluate.compare.suite import BUDGETS, described
 from kvindex_adapters.evaluate.compare.summary import COSTS, FOUND, Row, summarize
 from kvindex_adapters.evaluate.compare.tables import tables
 from kvindex_adapters.evaluate.output_files import save_figure, write_json, write_text
 
 PAGE = Path(__file__).with_name("page")
+
+FIELD_SCHEMA = "kvindex.field/1"
 
 ABOUT = (
     "Every index reads the same prompts. Attention is exact while a prompt is read. Each decode "
@@ -48,6 +52,8 @@ COLUMNS = (
 def write_report(folder: Path, settings: Settings, records: Records) -> Row:
     """Write the files report.html, answers.png, results.csv and results.json to a folder.
 
+    The results of a suite have one more file, for example field.json.
+
     Returns:
         The content of results.json.
 
@@ -56,10 +62,27 @@ def write_report(folder: Path, settings: Settings, records: Records) -> Row:
     """
     summary = summarize(settings, records)
     write_json(folder / "results.json", summary)
+    if settings.suite is not None:
+        write_json(folder / f"{settings.suite}.json", field_table(summary))
     write_text(folder / "results.csv", _csv(summary), "csv")
-    save_figure(picture(summary), folder / "answers.png", dpi=160)
+    if panels(summary):  # otherwise only full attention was measured
+        save_figure(picture(summary), folder / "answers.png", dpi=160)
     write_text(folder / "report.html", _page(summary), "html")
     return summary
+
+
+def field_table(summary: Row) -> Row:
+    """Return the content of the file field.json, which docs/results/field-suite.md describes."""
+    methods = dict.fromkeys(row["method"] for row in summary["field"])
+    return {
+        "schema": FIELD_SCHEMA,
+        **{name: summary[name] for name in ("settings", "machines")},
+        "budgets": list(BUDGETS),
+        "methods": [described(method) for method in methods],
+        "raw": "results.jsonl",
+        "full_attention": [row for row in summary["text"] if row["index"] == FULL],
+        "cells": summary["field"],
+    }
 
 
 def _page(summary: Row) -> str:
@@ -140,3 +163,10 @@ def _figures(summary: Row) -> Iterator[Row]:
             value = row[measure]
             value = sum(value.values()) if isinstance(value, dict) else value
             yield {**about, "measure": measure, "value": value}
+    for row in summary.get("field", []):
+        about = {"table": f"field, {row['budget']}"}
+        about |= {name: row[name] for name in ("index", "k", "tokens")}
+        for measure in ("error", "error_worst", "read_bytes", "read_fraction"):
+            if measure in row:
+                ends = {end: row.get(f"{measure}_{end}") for end in ("low", "high")}
+                yield {**about, "measure": measure, "value": row[measure], **ends}

@@ -9,6 +9,7 @@ from kvindex_adapters.evaluate.compare.records import (
     ANSWERS,
     FAILURE,
     FULL,
+    SKIPPED,
     TEXT,
     Key,
     Record,
@@ -99,28 +100,40 @@ class Schedule:
         if key.kind == FAILURE:
             self._failed.add((key.index, key.tokens))
         else:
-            self._progress(key, key)
+            self._progress(key, replace(key, kind=TEXT) if key.kind == SKIPPED else key)
 
     def end(self, work: Work) -> None:
         """Tell the progress bar that all measurements on a text or prompt are complete."""
-        self._progress(work.reading, *(key for key in work.keys if key not in self._records))
+        skipped = {key for key in work.keys if replace(key, kind=SKIPPED) in self._records}
+        left = (key for key in work.keys if key not in self._records and key not in skipped)
+        self._progress(work.reading, *left)
 
     def _progress(self, what: Key, *done: Key) -> None:
         self._done += sum(map(self._size, done))
-        self._on_progress(self._done, self._total, f"{what.task or 'text'}, {what.tokens} tokens")
+        name = what.task or (what.text or "text").partition(" (sha256")[0]
+        self._on_progress(self._done, self._total, f"{name}, {what.tokens} tokens")
+
+    @property
+    def left(self) -> int:
+        """Number of results that the plan still lacks."""
+        return sum(len(self._lack(reading)) for reading in self._readings())
 
     def _readings(self) -> Iterator[Key]:
         for tokens in sorted(self._plan.tokens, reverse=self._jobs > 1):
             if self._compares_text:
-                yield Key(TEXT, tokens)
+                yield from (Key(TEXT, tokens, text=text) for text in self._plan.texts)
             for seed in range(self._plan.tries):
                 for task in self._plan.tasks:
                     yield Key(ANSWERS, tokens, task=task, seed=seed)
 
     def _lack(self, reading: Key) -> tuple[Key, ...]:
-        pairs = [(index, k) for index in self._plan.indexes for k in self._plan.ks]
+        pairs = self._plan.pairs(reading.tokens)
         keys = [reading, *(replace(reading, index=index, k=k) for index, k in pairs)]
-        return tuple(key for key in keys if key not in self._records)
+        return tuple(
+            key
+            for key in keys
+            if key not in self._records and replace(key, kind=SKIPPED) not in self._records
+        )
 
     def _size(self, key: Key) -> int:
         """Estimate the time for one result, in arbitrary units that are the same for all results.
@@ -132,6 +145,6 @@ class Schedule:
         return effort * key.tokens * (self._jobs if key.kind == TEXT else 1)
 
     def _forget_failures(self) -> None:
-        for key, _ in list(self._records.of(FAILURE)):
-            if key.index in (None, *self._plan.indexes):
+        for key, _ in [*self._records.of(FAILURE), *self._records.of(SKIPPED)]:
+            if self._plan.retries(key):
                 self._records.forget(key)

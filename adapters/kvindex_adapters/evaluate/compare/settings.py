@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kvindex.core import check
+from kvindex_adapters.evaluate.compare.records import FAILURE, Key, Record
 from kvindex_adapters.evaluate.output_files import write_json
 
 
@@ -29,6 +30,7 @@ class Settings:
             With `prefill="sparse"`, each index reads the prompts itself, with sparse attention.
         store: Memory that stores keys and values ("device", "host" or "auto"), unless the options
             of an index set it. None for the default of the device.
+        suite: Name of the suite whose cells are measured, or None for a usual comparison.
     """
 
     model: str
@@ -39,6 +41,7 @@ class Settings:
     steps: int = 256
     regions: Mapping[str, Any] = field(default_factory=dict)
     store: str | None = None
+    suite: str | None = None
 
     def claim(self, folder: Path) -> None:
         """Store these settings in a folder, or check that the folder contains the same settings.
@@ -58,7 +61,8 @@ class Settings:
         if not path.exists():
             write_json(path, own, indent=2)
             return
-        for name, before in json.loads(path.read_text(encoding="utf-8")).items():
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        for name, before in {"suite": None, **stored}.items():  # older folders name no suite
             if own.get(name) != before:
                 raise ValueError(
                     f"{name}: got {own.get(name)!r}, but the results in {str(folder)!r} were "
@@ -86,6 +90,35 @@ class Plan:
     tasks: tuple[str, ...]
     tokens: tuple[int, ...]
     tries: int
+
+    @property
+    def texts(self) -> tuple[str | None, ...]:
+        """Names of the texts to measure. None stands for the one text of a usual comparison."""
+        return (None,)
+
+    def pairs(self, tokens: int) -> list[tuple[str, int]]:
+        """Return the indexes to measure at a prompt length, each with `k`.
+
+        Pairs of the same index are adjacent.
+        """
+        return [(index, k) for index in self.indexes for k in self.ks]
+
+    def about(self, key: Key) -> Record:
+        """Return further fields to store with the result `key`."""
+        return {}
+
+    def failed(self, keys: Sequence[Key], words: str) -> Iterator[tuple[Key, Record]]:
+        """Yield what to store if an index fails before the results `keys` are measured.
+
+        Args:
+            keys: The missing results of the index on one text or prompt, at least one.
+            words: The error message.
+        """
+        yield replace(keys[0], kind=FAILURE, k=0, seed=None), {"words": words}
+
+    def retries(self, key: Key) -> bool:
+        """Return True if the next run repeats a measurement that has failed, or was skipped."""
+        return key.index in (None, *self.indexes)
 
     def __post_init__(self) -> None:
         check.at_least("tries", self.tries, 1)

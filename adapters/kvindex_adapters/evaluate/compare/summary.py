@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import product
 from typing import Any
 
 from kvindex_adapters.evaluate import tasks
 from kvindex_adapters.evaluate.compare.depths import depth_rows
-from kvindex_adapters.evaluate.compare.records import ANSWERS, FAILURE, FULL, TEXT, Record, Records
+from kvindex_adapters.evaluate.compare.records import (
+    ANSWERS,
+    FAILURE,
+    FULL,
+    SKIPPED,
+    TEXT,
+    Key,
+    Record,
+    Records,
+)
 from kvindex_adapters.evaluate.compare.settings import Settings
 from kvindex_adapters.evaluate.compare.statistics import (
     Interval,
@@ -23,8 +32,11 @@ from kvindex_adapters.evaluate.compare.statistics import (
 
 SCHEMA = "kvindex.compare/1"
 
-BLOCK = 16
-"""Number of successive tokens of a text that the bootstrap resamples together."""
+BLOCK, FEWEST = 16, 8
+"""`BLOCK`: number of successive tokens of a text that the bootstrap resamples together.
+
+`FEWEST`: smallest number of such blocks. If a text has too few tokens, blocks are shorter.
+"""
 
 MARGIN = 0.02
 """Largest loss of accuracy with which an index still counts as equal to full attention."""
@@ -57,6 +69,7 @@ def summarize(settings: Settings, records: Records) -> dict[str, Any]:
             for key, record in records.of(FAILURE)
         ],
         "depths": list(depth_rows(records)),
+        **({} if settings.suite is None else {"field": field_rows(records)}),
     }
 
 
@@ -189,15 +202,56 @@ def _over(losses: dict[int, float], exact: dict[int, float]) -> float | None:
 
 
 def _texts(records: Records) -> list[Row]:
-    """Return a table row for each index, `k` and text length, with the divergence and the costs."""
-    texts = {(key.tokens, key.index, key.k): record for key, record in records.of(TEXT)}
+    """Return a table row for each index, `k` and text length, with the divergence and the costs.
+
+    If a suite has measured several texts of the same length, the row is about all of them.
+    """
+    texts: dict[Any, dict[str | None, Record]] = {}
+    for key, record in records.of(TEXT):
+        texts.setdefault((key.tokens, key.index, key.k), {})[key.text] = record
     rows = []
-    for (tokens, index, k), record in texts.items():
-        exact = texts.get((tokens, "exact", k))
-        about = {**_of((str(index), k)), "tokens": tokens, **_divergence(record, exact)}
+    for (tokens, index, k), of_text in texts.items():
+        best = texts.get((tokens, "exact", k), {})
+        exact = pooled([best[text] for text in of_text]) if best.keys() >= of_text.keys() else None
+        record = pooled(list(of_text.values()))
+        about = {**_of((str(index), k)), "tokens": tokens, **divergence(record, exact)}
         rows.append(about | {name: record[name] for name in (*FOUND, "weighted", *COSTS)})
         rows[-1]["key_bytes"] = record.get("key_bytes")  # older folders do not contain it
     return rows
+
+
+def pooled(records: Sequence[Record]) -> Record:
+    """Join the results of one index on several texts.
+
+    Lists of values by step are concatenated, and numbers are means. A number that is unknown on a
+    text counts only on the other texts.
+    """
+    first = records[0]
+    if len(records) == 1:
+        return {name: first.get(name) for name in (*UNTIMED, *first)}
+    found: Record = {name: None for name in UNTIMED}
+    for name, value in first.items():
+        values = [record[name] for record in records if record[name] is not None]
+        if name.endswith("_by_layer"):
+            found[name] = [_mean(part) for part in zip(*values, strict=True)]
+        elif isinstance(value, list):
+            found[name] = [one for part in values for one in part]
+        elif isinstance(value, dict):
+            found[name] = {place: _mean([one.get(place, 0) for one in values]) for place in value}
+        elif isinstance(value, bool | str):
+            found[name] = value
+        else:
+            found[name] = _mean(values)
+    return found
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+UNTIMED = ("step_s", "peak_bytes")
+"""Fields that the results of a suite lack, because a suite measures no times."""
 
 
 FOUND = ("coverage", "recall")
@@ -207,21 +261,26 @@ COSTS = ("step_s", "rows_read", "rows_full", "rows_found", "step_bytes", "nbytes
 """Fields with the costs of a decode step, which the summary copies as well."""
 
 
-def _divergence(record: Record, exact: Record | None) -> Row:
+def divergence(record: Record, exact: Record | None) -> Row:
     """Return the mean KL divergence of an index and its agreement with full attention.
 
     If the index `exact` was measured, there is a third value: the index's divergence divided by
     that of `exact`. Each value comes with a 95% confidence interval.
     """
-    kl, same = in_blocks(record["kl"], BLOCK), record["same"]
+    kl, same = _blocks(record["kl"]), record["same"]
     row: Row = {"steps": len(same), "kl": sum(record["kl"]) / len(same)}
     row |= _ends(bootstrap(kl), "kl_") | {"agreement": sum(same) / len(same)}
     row |= _ends(wilson(same), "agreement_")
-    best = [] if exact is None else in_blocks(exact["kl"], BLOCK)
+    best = [] if exact is None else _blocks(exact["kl"])
     if exact is not None and min(best) > 0:
         row["over_exact"] = row["kl"] / (sum(exact["kl"]) / len(same))
         row |= _ends(bootstrap_ratio(kl, best), "over_exact_")
     return row
+
+
+def _blocks(values: Sequence[float]) -> list[float]:
+    """Return the means of the blocks of successive values that the bootstrap resamples."""
+    return in_blocks(values, min(BLOCK, max(len(values) // FEWEST, 1)))
 
 
 def _of(who: Who) -> Row:
@@ -230,3 +289,58 @@ def _of(who: Who) -> Row:
 
 def _ends(interval: Interval, name: str = "") -> Row:
     return {f"{name}low": interval[0], f"{name}high": interval[1]}
+
+
+def field_rows(records: Records) -> list[Row]:
+    """Return a row for each cell of the suite `field`: one method, budget and prompt length.
+
+    The row is about all texts on which the cell was measured. If it was measured on none, its
+    field `reason` says why, and it has no figures.
+    """
+    cells: dict[Any, dict[str, list[tuple[Key, Record]]]] = {}
+    for kind in (TEXT, SKIPPED):
+        for key, record in records.of(kind):
+            for budget in record.get("budgets", []):
+                cell = record["method"], budget, key.tokens
+                kinds = cells.setdefault(cell, {TEXT: [], SKIPPED: []})
+                kinds[kind].append((key, record))
+    exact = {
+        (key.tokens, key.k, key.text): record
+        for key, record in records.of(TEXT)
+        if key.index == "exact"
+    }
+    rows = []
+    for (method, budget, tokens), kinds in sorted(cells.items(), key=lambda cell: _place(*cell[0])):
+        key, _ = (kinds[TEXT] or kinds[SKIPPED])[0]
+        row: Row = {"method": method, "budget": budget, **_of((str(key.index), key.k))}
+        row |= {"tokens": tokens, "texts": [str(one.text) for one, _ in kinds[TEXT]]}
+        row["reason"] = kinds[SKIPPED][0][1]["words"] if kinds[SKIPPED] else None
+        if kinds[TEXT]:
+            best = [exact.get((tokens, key.k, one.text)) for one, _ in kinds[TEXT]]
+            known = [one for one in best if one is not None]
+            record = pooled([record for _, record in kinds[TEXT]])
+            row |= _figures(record, pooled(known) if known and len(known) == len(best) else None)
+        rows.append(row)
+    return rows
+
+
+def _place(method: str, budget: str, tokens: int) -> tuple[Any, ...]:
+    """Return the place of a cell in the table: by length, by method, and by budget."""
+    return tokens, method != "exact", method, not budget.isdigit(), int(budget.isdigit() and budget)
+
+
+READ = ("rows_read", "rows_full", "rows_found", "key_bytes", "step_bytes", "scan_bytes")
+"""Fields with what a decode step reads, which cells of the suite have."""
+
+
+def _figures(record: Record, exact: Record | None) -> Row:
+    """Return the figures of a cell of the suite."""
+    errors = record["error_by_layer"]
+    worst = max(range(len(errors)), key=errors.__getitem__)
+    row = divergence(record, exact) | {"error": sum(errors) / len(errors)}
+    row |= _ends(bootstrap(_blocks(record["error_by_step"])), "error_")
+    row |= {"error_worst": errors[worst], "worst_layer": worst}
+    row |= {name: record[name] for name in (*FOUND, "weighted", *READ, "read_bytes", "full_bytes")}
+    read = record["read_bytes"]
+    row["read_fraction"] = None if read is None else read / record["full_bytes"]
+    return row

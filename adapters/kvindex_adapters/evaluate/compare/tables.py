@@ -45,9 +45,73 @@ class Table:
 def tables(summary: dict[str, Any]) -> list[Table]:
     """Make all tables of the report, except those that would have no row."""
     by_task = [_by_task(summary, tokens) for tokens in summary["tokens"]]
-    found = [_overview(summary), _failures(summary), *by_task]
+    found = [*_field(summary), _overview(summary), _failures(summary), *by_task]
     found += [_rows_needed(summary), _differences(summary), _texts(summary)]
     return [table for table in found if table.rows]
+
+
+FIELD = (
+    *("index", "budget", "k", "error", "worst layer", "KL, nats", "KL over exact's"),
+    *("coverage", "recall", "rows found", "code bytes per key", "bytes read"),
+)
+"""Columns of the tables of the suite `field`."""
+
+
+def _field(summary: dict[str, Any]) -> Iterator[Table]:
+    """Yield a table of the suite `field` for each prompt length."""
+    about = (
+        "Every index attends to the same queries at three budgets and at its published setting. "
+        "The columns are: the error of a layer's output relative to full attention, for the "
+        "queries, keys and values that full attention computed, as a mean over layers and in the "
+        "worst layer, with a 95% interval; the KL divergence of the next-token distribution, if "
+        "all layers use the index; coverage, the attention weight of the retrieved rows; recall, "
+        "the fraction of the k rows with the largest logits that were retrieved, both low by "
+        "design where an index samples rows; the rows that the index retrieved; the bytes of codes "
+        "per token and KV head; and the bytes that a decode step reads in all layers, as a "
+        "fraction of those of full attention."
+    )
+    rows = summary.get("field", [])
+    for tokens in sorted({row["tokens"] for row in rows}):
+        cells = [_cells(row) for row in rows if row["tokens"] == tokens and "kl" in row]
+        texts = sorted({_title(text) for row in rows for text in row["texts"]})
+        named = f"The texts are: {', '.join(texts)}." if texts else ""
+        yield Table(f"The field, {tokens:,} tokens", f"{about} {named}", FIELD, cells)
+    reasons = [
+        [
+            Cell(row["index"]),
+            Cell(row["budget"]),
+            _number(row["k"], "{}"),
+            _number(row["tokens"], "{:,}"),
+            Cell(row["reason"]),
+        ]
+        for row in rows
+        if row["reason"] is not None
+    ]
+    columns = ["index", "budget", "k", "tokens", "why"]
+    yield Table("Cells that are not measured", "Why a cell has no figures.", columns, reasons)
+
+
+def _cells(row: Row) -> list[Cell]:
+    """Return the table cells of one row of the suite `field`."""
+    read = row["read_fraction"]
+    return [
+        Cell(row["index"]),
+        Cell(row["budget"]),
+        _number(row["k"], "{}"),
+        _number(row["error"], "{:.3f}", _range(row, "error_", "{:.3f}")),
+        _number(row["error_worst"], "{:.3f}", f"layer {row['worst_layer']}"),
+        _number(row["kl"], "{:.4f}", _range(row, "kl_", "{:.4f}")),
+        _number(row["over_exact"], "{:.2f}") if "over_exact" in row else EMPTY,
+        *(_found([row], name) for name in FOUND),
+        _number(row["rows_found"], "{:.0f}"),
+        _key_bytes([row]),
+        EMPTY if read is None else _percent(read),
+    ]
+
+
+def _title(text: str) -> str:
+    """Return the name of a text without its hash."""
+    return text.partition(" (sha256")[0]
 
 
 def _overview(summary: dict[str, Any]) -> Table:
@@ -109,11 +173,11 @@ def _means(rows: Sequence[Row]) -> list[Cell]:
         _percent(
             mean(*(row["rows_read"] / (row["rows_full"] or 1) for row in rows)), _rows_of(rows)
         ),
-        _number(mean(*(1000 * row["step_s"] for row in rows)), "{:.1f}"),
+        _milliseconds(rows),
         _key_bytes(rows),
         _mib(mean(*(row["step_bytes"] for row in rows))),
         _mib(mean(*(sum(row["nbytes"].values()) for row in rows))),
-        _mib(max(sum(row["peak_bytes"].values()) for row in rows)),
+        _peak(rows),
     ]
 
 
@@ -122,6 +186,21 @@ def _found(rows: Sequence[Row], name: str) -> Cell:
     known = [row[name] for row in rows if row[name] is not None]
     note = "sampled" if rows[0]["weighted"] else ""
     return _percent(sum(known) / len(known), note) if known else EMPTY
+
+
+def _milliseconds(rows: Sequence[Row]) -> Cell:
+    """Return a cell with the time of a step, as a mean over text lengths. A suite measures none."""
+    known = [1000 * row["step_s"] for row in rows if row["step_s"] is not None]
+    return _number(sum(known) / len(known), "{:.1f}") if known else EMPTY
+
+
+def _peak(rows: Sequence[Row], *, note: bool = False) -> Cell:
+    """Return a cell with the largest peak memory, if wanted by place. A suite measures none."""
+    known = [row["peak_bytes"] for row in rows if row["peak_bytes"] is not None]
+    if not known:
+        return EMPTY
+    largest = max(known, key=lambda sizes: sum(sizes.values()))
+    return _mib(sum(largest.values()), _tiers(largest) if note else "")
 
 
 def _key_bytes(rows: Sequence[Row]) -> Cell:
@@ -234,11 +313,11 @@ def _texts(summary: dict[str, Any]) -> Table:
             _percent(row["agreement"], _range(row, "agreement_", "{:.1%}")),
             *(_found([row], name) for name in FOUND),
             _number(row["rows_read"], "{:.0f}", _rows_of([row]).partition(" ")[2]),
-            _number(1000 * row["step_s"], "{:.1f}"),
+            _milliseconds([row]),
             _key_bytes([row]),
             _mib(row["step_bytes"]),
             _mib(sum(row["nbytes"].values()), _tiers(row["nbytes"])),
-            _mib(sum(row["peak_bytes"].values()), _tiers(row["peak_bytes"])),
+            _peak([row], note=True),
         ]
         for row in summary["text"]
     ]

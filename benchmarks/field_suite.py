@@ -1,0 +1,52 @@
+"""Convert the table of `kvindex compare --suite field` to a file for `benchmarks/report.py`.
+
+    python -m benchmarks.field_suite FOLDER --json benchmarks/results/field_suite.json
+
+FOLDER is the folder that `kvindex compare` has written. Numbers are rounded, and `machine` is the
+last machine of the run; otherwise the file has the format of field.json
+(docs/results/field-suite.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.answers import rounded
+from kvindex_adapters.evaluate.compare.report import FIELD_SCHEMA
+from kvindex_adapters.evaluate.output_files import output, write_json
+
+
+def reduced(table: dict[str, Any]) -> dict[str, Any]:
+    """Return the table with rounded numbers.
+
+    Raises:
+        ValueError: The table has another format.
+    """
+    if table.get("schema") != FIELD_SCHEMA:
+        raise ValueError(f"schema: got {table.get('schema')!r}, allowed is {FIELD_SCHEMA!r}")
+    found: dict[str, Any] = rounded({**table, "machine": table["machines"][-1]})
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line: write the file, and print its table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, help="Folder that `kvindex compare` has written")
+    parser.add_argument(
+        "--json",
+        type=output(".json"),
+        required=True,
+        help="JSON file to which the table is written",
+    )
+    given = parser.parse_args(arguments)
+    result = reduced(json.loads((given.folder / "field.json").read_text(encoding="utf-8")))
+    write_json(given.json, result)
+    print(report.TABLES["field_suite"](result))
+
+
+if __name__ == "__main__":
+    main()
