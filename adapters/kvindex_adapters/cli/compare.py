@@ -61,7 +61,7 @@ FIELD_QUICK: dict[str, Any] = FIELD | dict(tokens="2K", steps=16)
 """Default values of the options with `--suite field --quick`."""
 
 FIELD_QUICK_MINUTES = 4
-"""CPU minutes that `kvindex compare --suite field --quick` takes: 2 to 3 minutes on two cores."""
+"""CPU minutes that `kvindex compare --suite field --quick` takes with SmolLM2-135M."""
 
 QUICK_MINUTES = 4
 """CPU minutes that `kvindex compare --quick` takes if all other options have their defaults."""
@@ -142,7 +142,7 @@ def compare(
         str | None,
         typer.Option(
             help="Prompt lengths in tokens, separated by commas, for example 4K,16K. "
-            f"{_DEFAULTS['tokens']}"
+            f"{_DEFAULTS['tokens']} With --suite field --quick {FIELD_QUICK['tokens']}."
         ),
     ] = None,
     tries: Annotated[
@@ -162,7 +162,8 @@ def compare(
         typer.Option(
             help="Compare the predictions for this number of tokens of the text. 0 measures only "
             "the answers to tasks. "
-            f"{_DEFAULTS['steps']}"
+            f"{_DEFAULTS['steps']} With --suite field {FIELD['steps']}, and with --quick as well "
+            f"{FIELD_QUICK['steps']}."
         ),
     ] = None,
     quick: Annotated[
