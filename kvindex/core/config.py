@@ -38,12 +38,13 @@ def make_config(
     """
     fields = {}
     if preset is not None:
+        check.text("preset", preset)
         if not owner.presets:
             raise ValueError(
                 f"preset: got {preset!r}, allowed is None: {owner.__name__} has no presets, only "
                 "options"
             )
-        if check.text("preset", preset) not in owner.presets:
+        if preset not in owner.presets:
             raise ValueError(unknown("preset", preset, owner.presets))
         fields = dict(owner.presets[preset])
     known = [field.name for field in dataclasses.fields(owner.Config)]

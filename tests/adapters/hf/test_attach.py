@@ -188,7 +188,8 @@ def test_attaching_from_many_threads_attaches_one_at_a_time(model):
     with ThreadPoolExecutor(8) as pool, torch.no_grad():
         list(pool.map(attach_and_run, range(8)))
     assert set(refusals) == {
-        "model: got a model that is attached already; end its attach() context first"
+        "model: got a model that is attached already; end its attach() context first (several "
+        "chats: chat.fork(), or Chat(…, cache=…) with one attach() for all)"
     }
     assert not any(module in attached for module in model.modules())
     assert type(model.model).__mro__[0].__module__ == type(model.model).__module__
