@@ -77,8 +77,8 @@ class DraftGraphs:
     Args:
         session: A session that has read its prompt.
         sampler: The sampler of the generation.
-        size: Number of tokens of every step, at most; None if it varies. Steps of more than 16
-            tokens run without a graph.
+        size: Number of tokens of every step, at most; None if it varies. Steps that `refusal`
+            refuses run without a graph.
         graphs: Whether decode steps may be captured in CUDA graphs.
     """
 
