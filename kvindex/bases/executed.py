@@ -306,13 +306,10 @@ class ExecutedIndex(BaseIndex):
         wrong = self._flagged_queries()
         return self._capturing_tokens().prepare_tokens(resident, k, tokens, wrong)
 
-    def captured_tokens(
-        self, queries: Tensor, tokens: Rows, resident: ResidentRows, *, k: int
-    ) -> Attended:
+    def captured_tokens(self, queries: Tensor, tokens: Rows, resident: ResidentRows) -> Attended:
         """Run a decode step of several tokens that the caller can capture in a CUDA graph.
 
-        `k` is the number that was passed to `prepare_tokens`. See
-        `protocol.CapturesTokens.captured_tokens`.
+        See `protocol.CapturesTokens.captured_tokens`.
         """
         g = self.geometry
         shape = {"T": None, "H": g.q_heads, "D": g.head_dim}

@@ -158,7 +158,7 @@ class CapturedSteps(Restorable):
         index, resident = self._capturing(queries.shape[2])
         if queries.shape[2] > 1:
             parts = queries, token.keys, token.values
-            return self._several(index, resident, parts, sinks, wanted)
+            return self._several(index, resident, parts, sinks)
         sinks = None if sinks is None else sinks[..., 0]
         how = self._asked(wanted, sinks)
         step = required(index, CapturesStep).captured_step
@@ -172,7 +172,6 @@ class CapturedSteps(Restorable):
         resident: ResidentRows,
         parts: Sequence[Tensor],
         sinks: Tensor | None,
-        wanted: Wanted,
     ) -> Tensor:
         """Launch the kernels of a decode step of several tokens of one sequence.
 
@@ -180,8 +179,8 @@ class CapturedSteps(Restorable):
         """
         # each token is a sequence of a batch for the kernels
         queries, keys, values = (one.transpose(0, 2) for one in parts)
-        step, k = required(index, CapturesTokens).captured_tokens, rows_to_ask(index, wanted.k)
-        attended = step(queries[:, :, 0], Rows(keys, values), resident, k=k)
+        step = required(index, CapturesTokens).captured_tokens
+        attended = step(queries[:, :, 0], Rows(keys, values), resident)
         self._tally.watch(attended.found, tokens=len(queries))
         output = output_of(attended, None if sinks is None else sinks[0].T)
         return output.transpose(0, 1)[None]

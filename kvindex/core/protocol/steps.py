@@ -153,9 +153,7 @@ class CapturesTokens(Protocol):
         """
         ...
 
-    def captured_tokens(
-        self, queries: Tensor, tokens: Rows, resident: ResidentRows, *, k: int
-    ) -> Attended:
+    def captured_tokens(self, queries: Tensor, tokens: Rows, resident: ResidentRows) -> Attended:
         """Append `T` tokens to `resident`, search for each of them, and attend causally.
 
         The tokens are written from position `resident.count` on, which is then increased by `T` on
@@ -166,8 +164,7 @@ class CapturesTokens(Protocol):
         Args:
             queries: `[T, H, D]`, after the rotary embedding.
             tokens: Keys `[T, G, 1, D]` and values `[T, G, 1, Dv]`.
-            resident: Rows of sink and window, with room for `T` more.
-            k: Rows to select per KV head and token.
+            resident: The rows that were passed to `prepare_tokens`, with room for `T` more.
 
         Returns:
             Attention `[T, H, Dv]` in tensors that the next replay overwrites. `found` is int64

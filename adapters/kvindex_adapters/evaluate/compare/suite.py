@@ -57,7 +57,7 @@ class Published:
 
 
 PUBLISHED = {
-    "arkvale": Published("arkvale", 2048, None, "paper: 2K to 4K tokens"),
+    "arkvale": Published("arkvale", 2048, None, "paper: 2K to 4K tokens (not checked)"),
     "clusterkv": Published("clusterkv", 1024, None, "paper: 1K to 2K tokens"),
     "ctkvr": Published("ctkvr", 512, None, "paper: 512 rows, lists of 1,280 keys"),
     "doublesparsity": Published("doublesparsity", None, 1 / 16, "paper: 1/16 of the tokens"),
@@ -77,7 +77,7 @@ PUBLISHED = {
         "shadowkv", 2048, None, "authors' code: 2,048 rows, rank 160, chunks of 8"
     ),
     "snapkv": Published("snapkv", 2048, None, "authors' code: 2,048 rows"),
-    "squeezed": Published("squeezed", None, 0.1, "paper: 10% of the tokens"),
+    "squeezed": Published("squeezed", None, 0.1, "paper: 10% of the tokens (not checked)"),
     "streaming": Published("streaming", 2004, None, "authors' script: 4 first, 2,000 latest rows"),
     "triattention": Published("triattention", 2048, None, "paper: 2,048 rows"),
 }
@@ -163,16 +163,11 @@ def names() -> list[str]:
     return sorted(kvindex.names(), key=lambda name: order.get(name, 1))
 
 
-def published(method: str) -> Published | None:
-    """Return the published setting of a method that is named without options, or None."""
-    return PUBLISHED.get(method)
-
-
 def _settings(method: str, tokens: int) -> Iterator[tuple[str, int, str]]:
     """Yield name and options of an index, `k`, and the name of the budget, for each budget."""
     for k in BUDGETS:
         yield _filled(LINES.get(method, method), k), k, str(k)
-    known = published(method)
+    known = PUBLISHED.get(method)
     if known is not None:
         k = known.rows(tokens)
         same = LINES.get(method) if known.index == method else None
@@ -185,7 +180,7 @@ def _filled(line: str, k: int) -> str:
 
 def described(method: str) -> dict[str, Any]:
     """Return the published setting of a method for the table of the suite."""
-    known = published(method)
+    known = PUBLISHED.get(method)
     if known is None:
         return {"method": method, "published": None, "source": None}
     rows = {"k": known.k, "fraction": known.fraction}
