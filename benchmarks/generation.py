@@ -12,11 +12,11 @@ number of rounds that were therefore not run.
         [--dtype …] [--device …] [--without-graphs] --json OUT
     python -m benchmarks.generation --decoder SHAPE [--context N] [--index SPEC] [--written T]
         [--turn T] [--batch B] [--hit-rate R] [--rows N…] [--drafts N…]
-        [--weights fp8] [--torch-products] [--device …] --json OUT
+        [--verified N=K…] [--weights fp8] [--torch-products] [--device …] --json OUT
     python -m benchmarks.generation --decoder SHAPE --through transformers [--context N] …
         --json OUT
     python -m benchmarks.generation --decoder SHAPE --prefill N [--sparse SELECTOR=F…]
-        [--weights fp8] … --json OUT
+        [--through transformers] [--weights fp8] … --json OUT
 
 **With --text** there are two parts:
 
@@ -57,6 +57,10 @@ Results of each plan:
 - `cached+N`, `weights+N`: only with `--drafts`: steps of one token and `N` drafted ones, of which
   half are accepted. `token_ms` is the time of a step for the host, which reads the results and
   counts the accepted tokens.
+- `verified+N`: only with `--verified N=K`: rounds in which the index writes `N` drafts and full
+  attention verifies them (`verify="full"`). K tokens of a round stay. `token_ms` is the time of a
+  round divided by K. With N = 0, full attention computes one token at a time, over the rows of the
+  index.
 - `ratio`: ratio to the time of `dense`, or of `weights` if `dense` does not fit. With `--rows` or
   `--drafts`, it is the ratio to the time of `cached`, which retrieves 100 rows.
 
@@ -80,7 +84,8 @@ needed: for the weights, the keys and values of one layer, and the activations o
 is the time of the matrix products and of attention alone (`common.prompt.floor`), and `ratio` the
 ratio to it. `--sparse SELECTOR=F` also reads the prompt with sparse attention (plan `SELECTOR=F`).
 Random weights have no sparsity, so random blocks replace those that the selector chooses, a
-fraction F of all blocks.
+fraction F of all blocks. With `--through transformers`, a transformers model with the same weights
+reads the prompt, too (plan `transformers`), and ratios are those to the decoder with the index.
 """
 
 from __future__ import annotations
@@ -130,6 +135,14 @@ WARM, CHUNK = 16, 1024
 
 `CHUNK`: number of tokens of the prompt that the model reads in one forward pass.
 """
+
+
+def drafts_and_kept(text: str) -> tuple[int, int]:
+    """Parse `N=K`, a number of drafts and how many tokens of a round stay."""
+    drafts, _, kept = text.partition("=")
+    if not (drafts.isdecimal() and kept.isdecimal() and 1 <= int(kept) <= int(drafts) + 1):
+        raise argparse.ArgumentTypeError(f"got {text!r}, allowed is N=K with 1 <= K <= N + 1")
+    return int(drafts), int(kept)
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -202,6 +215,15 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         help="With --decoder, also measure steps of one token and N drafted ones",
     )
     parser.add_argument(
+        "--verified",
+        nargs="+",
+        type=drafts_and_kept,
+        default=[],
+        metavar="N=K",
+        help="With --decoder, also measure rounds in which the index writes N drafts, full "
+        "attention verifies them, and K tokens stay",
+    )
+    parser.add_argument(
         "--tokens",
         type=int,
         default=7000,
@@ -269,10 +291,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         if getattr(found, name) < low:
             parser.error(f"{name}: got {getattr(found, name)}, allowed is at least {low}")
     part = found.through or found.prefill
-    if (part and not found.decoder) or (found.through and found.prefill):
-        parser.error(
-            "through, prefill: got both, or one without --decoder; pass --decoder and one of them"
-        )
+    if part and not found.decoder:
+        parser.error("through, prefill: got one without --decoder; pass --decoder as well")
     if found.batch > 1 and (part or not found.decoder):
         parser.error(
             f"batch: got {found.batch}, but several sequences need --decoder without --through "
@@ -286,6 +306,11 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         parser.error(
             f"drafts: got {found.drafts}, allowed are numbers from 1 on with --decoder, one "
             "sequence, and without --through and --prefill"
+        )
+    if found.verified and (part or not found.decoder):
+        parser.error(
+            f"verified: got {found.verified}, allowed with --decoder, without --through and "
+            "--prefill"
         )
     if found.rows and not all(LEAST <= rows <= AUTO_ROWS for rows in found.rows):
         parser.error(f"rows: got {found.rows}, allowed are {LEAST} to {AUTO_ROWS}")
@@ -415,7 +440,7 @@ def main() -> None:
     if given.without_graphs:
         del parts["layers"]
     if given.decoder:
-        name = given.through or ("prefill" if given.prefill else "decoder")
+        name = "prefill" if given.prefill else given.through or "decoder"
         parts = {name: OF_DECODER[name].measured}
     with torch.no_grad():
         for part, measured in parts.items():

@@ -1,11 +1,12 @@
 """Measure how many drafted tokens a model accepts, and how often its tokens differ.
 
     python -m benchmarks.speculation [--topic NAME …] [--tokens N …] [--new N] [--lookup N|auto …]
-        [--full N|auto …] [--temperature T …] [--questions N] [--seconds S] [--lora FILE]
-        [--device …] [--json OUT]
+        [--full N|auto …] [--temperature T …] [--questions N] [--seconds S] [--dtype …]
+        [--lora FILE] [--device …] [--json OUT]
 
-The decoder reads the beginning of a text, a topic of the Python language reference, once with an
-index and once with full attention. It then answers each question about the text in these ways:
+The decoder reads the beginning of a text, once with an index and once with full attention. The text
+is a topic of the Python language reference, and the topics that follow it in alphabetical order. It
+then answers each question about the text in these ways:
 
 - `index`: with the index, one token at a time.
 - `lookup N`: with the index and drafts of `N` tokens by prompt lookup.
@@ -47,6 +48,13 @@ QUESTIONS = (
 SEED = 1
 
 
+def text_from(topic: str) -> str:
+    """Return a topic of the Python language reference, followed by those after it."""
+    names = sorted(topics)
+    first = names.index(topic)
+    return "\n\n".join(topics[name] for name in names[first:] + names[:first])
+
+
 def count_or_auto(text: str) -> int | str:
     """Parse a number of drafted tokens, or "auto"."""
     return text if text == AUTO else int(text)
@@ -67,6 +75,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--k", type=int, default=100)
     parser.add_argument("--questions", type=int, default=len(QUESTIONS))
     parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     add_model(parser)
     return parser.parse_args(given)
 
@@ -154,15 +163,15 @@ def measured(
 def main(given: list[str] | None = None) -> None:
     """Measure, print a line for each answer, and write the results."""
     options = arguments(given)
-    model, tokenizer = loaded(options, dtype=torch.float32)
+    model, tokenizer = loaded(options, dtype=getattr(torch, options.dtype))
     decoder = Decoder.of(model, tokenizer)
-    result = {**described(options), "index": options.index, "k": options.k, "dtype": "float32"}
+    result = {**described(options), "index": options.index, "k": options.k, "dtype": options.dtype}
     cells: list[dict[str, Any]] = []
     for topic in options.topic:
-        ids = tokenizer(topics[topic], add_special_tokens=False)["input_ids"]
+        ids = tokenizer(text_from(topic), add_special_tokens=False)["input_ids"]
         for tokens in options.tokens:
             if len(ids) < tokens:
-                raise SystemExit(f"--tokens: got {tokens}, but topic {topic} has {len(ids)} tokens")
+                raise SystemExit(f"--tokens: got {tokens}, but all topics have {len(ids)} tokens")
             text = tokenizer.decode(ids[:tokens])
             sessions = {
                 "index": decoder.session(index=options.index, k=options.k),

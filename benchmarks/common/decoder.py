@@ -38,6 +38,7 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     by_torch = given.torch_products or refusal(weights, given.batch) is not None
     about |= dict(products="torch" if by_torch else "triton", kind=given.weights)
     about["weights_bytes"] = read
+    about |= dict(kept={n: kept for n, kept in given.verified}) if given.verified else {}
     about |= dict(read_bytes_per_s=rate, floor_ms=1e3 * read / rate)
     plan = partial(token.Plan, shape, g, weights, **how)
     rows, rounds = given.context * given.batch, given.written // given.turn
@@ -47,6 +48,7 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     )
     room += MOST_ADAPTED if given.rows else 0
     room += sum(2 * (rounds + 1) * (given.turn * (n + 1) + token.REFILLED) for n in given.drafts)
+    room += sum(2 * (rounds + 1) * (given.turn + token.REFILLED + n) for n, _ in given.verified)
     sizes = given.context, shape.layers, room, given.batch
     layers = token.indexed(g, given.index, *sizes, k=automatic)
     through, errors, most = plan(layers), [0.0] * shape.layers, layers[0].k
@@ -89,6 +91,14 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
         about["hit_rates"].setdefault(f"cached+{drafts}", []).append(hits.rate())
         return found
 
+    def verified(drafts: int, kept: int) -> Figures:
+        use("cached")
+        through.turn(token.REFILLED)
+        hits.rate()
+        found = through.turn_verified(given.turn, drafts, kept)
+        about["hit_rates"].setdefault(f"verified+{drafts}", []).append(hits.rate())
+        return found
+
     befores: dict[str, Any] = {"cached": None, "uncached": emptied}
     if given.rows:
         befores["auto"] = None
@@ -103,6 +113,8 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     for drafts in given.drafts:
         turns[f"weights+{drafts}"] = partial(alone.turn_drafts, given.turn, drafts)
         turns[f"cached+{drafts}"] = partial(drafted, drafts)
+    for drafts, kept in given.verified:
+        turns[f"verified+{drafts}"] = partial(verified, drafts, kept)
     if token.fits(g, rows, shape.layers):
         dense = [token.Everything(g, given.context, given.batch) for _ in range(shape.layers)]
         turns["dense"] = partial(plan(dense).turn, given.turn)

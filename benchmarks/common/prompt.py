@@ -25,6 +25,9 @@ from kvindex.selectors.base import kept_always
 from kvindex_adapters.decoder import layers
 from kvindex_adapters.decoder.decoder import Decoder
 from kvindex_adapters.decoder.prefill import default_chunk, token_bytes
+from kvindex_adapters.hf.attach import attach
+from kvindex_adapters.hf.generation.prefill import default_chunk as default_chunk_of
+from kvindex_adapters.hf.generation.prefill import prefill
 from kvindex_adapters.llama.weights import Weights
 
 ROUNDS = 3
@@ -57,6 +60,18 @@ def read(
     if on_gpu:
         found["peak_bytes"] = [torch.cuda.max_memory_allocated(decoder.device)]
     return found
+
+
+def read_through(model: Any, ids: Tensor, index: str) -> Figures:
+    """Read a prompt like `read`, with a transformers model that `attach` connects to an index."""
+    ids = ids.to(model.device)
+    with attach(model, index=index) as cache:
+        gc.collect()
+        settled()
+        start = time.perf_counter()
+        prefill(model, ids, cache, stop=len(ids), chunk=default_chunk_of(model), room=len(ids))
+        drained()
+        return {"seconds": [time.perf_counter() - start]}
 
 
 def read_sparsely(
@@ -146,7 +161,10 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     """
     shape, tokens = SHAPES[given.decoder], given.prefill
     g = shape.geometry(getattr(torch, given.dtype), given.device)
-    decoder = Decoder.of(model_of(shape, g, tokens), weights=given.weights)
+    model = model_of(shape, g, tokens)
+    decoder = Decoder.of(model, weights=given.weights)
+    if not given.through:
+        del model
     workload.free()
     embedding = 0 if shape.tied else decoder.weights.embedding.nbytes
     needed = {"weights": bytes_read(decoder.weights) + embedding}
@@ -160,6 +178,8 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     turns: dict[str, Callable[[], Figures]] = {
         plan: partial(read, decoder, ids, index) for plan, index in indexes.items()
     }
+    if given.through:
+        turns[given.through] = partial(read_through, model, ids, given.index)
     for plan in given.sparse or ():
         selector, fraction = plan.split("=")
         turns[plan] = partial(read_sparsely, decoder, ids, given.index, float(fraction), selector)
@@ -167,7 +187,7 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     about = dict(shape=shape._asdict(), tokens=tokens, chunk=chunk, kind=given.weights)
     about |= dict(first=first, needed_bytes=needed, over_bytes=over)
     turns["floor"] = partial(floor, decoder, tokens, chunk)
-    for found in in_turns(turns, ROUNDS, end, "floor"):
+    for found in in_turns(turns, ROUNDS, end, "indexed" if given.through else "floor"):
         peaks = {plan: found[plan].get("peak_bytes") for plan in turns if found["rounds"]}
         yield about | found | {"memory": {p: peak / over for p, peak in peaks.items() if peak}}
 
@@ -180,7 +200,8 @@ def shown(found: dict[str, Any]) -> Iterator[str]:
         if found["rounds"]:
             line += f", then {found[plan]['seconds']:.2f} s"
         if plan in found.get("ratio", {}):
-            line += f", {found['ratio'][plan]['seconds']:.3f} times the floor"
+            over = "the decoder with the index" if "transformers" in found["first"] else "the floor"
+            line += f", {found['ratio'][plan]['seconds']:.3f} times {over}"
         if plan in found["memory"]:
             line += f"; {found[plan]['peak_bytes'] / 1e9:.2f} GB at most"
             line += f", {found['memory'][plan]:.3f} of weights, a layer's rows and a chunk"

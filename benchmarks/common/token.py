@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -306,6 +307,36 @@ class Plan:
             self.scored(self._ids[first : first + drafts + 1], 1 + drafts // 2)
             at.append(time.perf_counter())
         return of_tokens(at)
+
+    def turn_verified(self, tokens: int, drafts: int, kept: int) -> Figures:
+        """Generate `tokens` tokens in rounds of `drafts` drafts, which full attention verifies.
+
+        The model writes drafts as in `turn`, but one after the other. `kept` tokens of each round
+        stay.
+
+        Returns:
+            The milliseconds per token: the time of a round divided by `kept`.
+        """
+        session, between = self._session, list[float]()
+        drained()
+        at = time.perf_counter()
+        for _ in range(max(1, tokens // kept)):
+            first = self._written % (self._ids.numel() - (drafts + 1) * len(session.token))
+            some = self._ids[first : first + (drafts + 1) * len(session.token)]
+            ids = some.view(len(session.token), -1)
+            self._written += ids.numel()
+            start = session.length
+            with session.speculating(drafts + 1):
+                for place in range(drafts):
+                    session.token.copy_(ids[:, place, None])
+                    self._graph.step(drafts=True)
+                session.keep(start)
+                session.score(ids, full=True).argmax(-1).tolist()
+                session.keep(start + kept)
+            now = time.perf_counter()
+            between.append(1e3 * (now - at) / kept)
+            at = now
+        return {"between_ms": between, "token_ms": [statistics.fmean(between)]}
 
     def scored(self, ids: Tensor, kept: int) -> Tensor:
         """Run a decode step of several tokens, of which the first `kept` stay.

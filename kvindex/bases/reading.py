@@ -13,11 +13,12 @@ from torch import Tensor
 
 from kvindex.bases.state import StatefulIndex
 from kvindex.core import check
-from kvindex.core.protocol import UNUSED, Attended, Hits, Placement, Rows
+from kvindex.core.protocol import UNUSED, Attended, AttendsToAll, Hits, Placement, Rows
 from kvindex.core.resident import ResidentRows
-from kvindex.storage.store import AttendsToRows, PinsAhead, PlacedRows
+from kvindex.storage.store import AttendsToAllRows, AttendsToRows, PinsAhead, PlacedRows
 
-_attend: dict[tuple[type, type], bool] = {}  # (index class, store class) -> can the store attend?
+# (index class, store class, protocol of stores) -> does the store have the methods?
+_able: dict[tuple[type, type, type], bool] = {}
 
 
 class ReadingIndex(StatefulIndex):
@@ -121,12 +122,47 @@ class ReadingIndex(StatefulIndex):
         None.
         """
         store: Any = self._store
+        return store if self._store_has(AttendsToRows) and store.attends else None
+
+    def _store_has(self, wanted: type) -> bool:
+        """Return True if `fetch` returns the rows of the store, and the store has all methods of
+        the protocol `wanted`.
+        """
         own = type(self)
-        known = own, type(store)
-        if known not in _attend:  # isinstance() with a protocol takes longer than a kernel
+        known = own, type(self._store), wanted
+        if known not in _able:  # isinstance() with a protocol takes longer than a kernel
             plain = own.fetch is ReadingIndex.fetch and own._summaries is StatefulIndex._summaries
-            _attend[known] = plain and isinstance(store, AttendsToRows)
-        return store if _attend[known] and store.attends else None
+            _able[known] = plain and isinstance(self._store, wanted)
+        return _able[known]
+
+    def _offers(self, wanted: type) -> bool:
+        if wanted is AttendsToAll:
+            return self.most_tokens > 0
+        return super()._offers(wanted)
+
+    @property
+    def most_tokens(self) -> int:
+        """Largest number of tokens per sequence that `attend_all` supports (see
+        `protocol.AttendsToAll`).
+        """
+        store: Any = self._store
+        return store.most_tokens if self._store_has(AttendsToAllRows) else 0
+
+    def attend_all(self, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """Attend to all rows of the index (see `protocol.AttendsToAll.attend_all`).
+
+        queries: `[B, H, T, D]`.
+        """
+        check.at_least("len(index)", self._length, 1)
+        g, most, store = self.geometry, self.most_tokens, self._store
+        shape = {"B": self._batch, "H": g.q_heads, "T": None, "D": g.head_dim}
+        self._check_tensor("queries", queries, shape)
+        if queries.shape[2] > most or not isinstance(store, AttendsToAllRows):
+            raise ValueError(
+                f"queries: got {queries.shape[2]} tokens, allowed are up to {most}; an "
+                "AttentionLayer attends with any number"
+            )
+        return store.attend_all(queries.detach())
 
     def attend(self, queries: Tensor, resident: ResidentRows, *, k: int) -> Attended:
         """Search, and attend to the selected rows and to the rows of `resident`.

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvindex.core.protocol import Hits, KVIndex, Rows
+from kvindex.core.capability import capability
+from kvindex.core.protocol import AttendsToAll, Hits, KVIndex, Rows
 from kvindex.layer.retrieval import bias_of
 from kvindex.layer.sink import Sink
 from kvindex.ops.attention import attend_blocks, attend_causal, with_sink_logits
@@ -17,6 +18,9 @@ from kvindex.ops.attention import attend_blocks, attend_causal, with_sink_logits
 BLOCK = 1024
 """Number of queries, and number of rows, that are processed at a time. The block size limits the
 memory in use, and does not change the result."""
+
+FETCHED = 16 * BLOCK
+"""Number of rows that one call of `fetch` returns where all rows are copied into one tensor."""
 
 GATHERED_BYTES = 2**30
 """If all rows of the index have at most this many bytes, they are copied into one tensor for a
@@ -57,6 +61,10 @@ def attend_densely(
     """
     g, indexed = index.geometry, len(index) if indexed is None else indexed
     plain = g.softcap is None and bias is None and sink_logits is None and visible is None
+    if plain and valid is None and 0 < indexed == len(index):
+        reading = capability(index, AttendsToAll)
+        if reading is not None and queries.shape[2] <= reading.most_tokens:
+            return _in_place(reading, window, queries, g.scale)
     width = g.kv_heads * (g.head_dim + g.value_dim) * queries.element_size()
     if plain and indexed * queries.shape[0] * width <= GATHERED_BYTES:
         return _gathered(index, window, indexed, queries, valid, sink)
@@ -98,6 +106,18 @@ def attend_by_block(
     return torch.cat(outputs, dim=2), torch.cat(sums, dim=2)
 
 
+def _in_place(index: AttendsToAll, window: Rows, queries: Tensor, scale: float) -> Tensor:
+    """Attend from the newest tokens to all tokens, without copying the rows of the index."""
+    output, lse = index.attend_all(queries)
+    T, W = queries.shape[2], window.keys.shape[2]
+    places = torch.arange(W, device=queries.device)
+    bias = bias_of(places <= torch.arange(W - T, W, device=queries.device)[:, None])  # [T, W]
+    block = window.keys, window.values, bias[None, None]
+    newer, newer_lse = attend_blocks(queries, [block], scale=scale, return_lse=True)
+    fraction = torch.sigmoid(newer_lse - lse)[..., None]
+    return torch.lerp(output.float(), newer.float(), fraction).to(output.dtype)
+
+
 def _gathered(
     index: KVIndex,
     window: Rows,
@@ -125,7 +145,7 @@ def _all_rows(
     if not indexed:
         return window
     end = indexed + window.keys.shape[2]
-    blocks = [rows for _, rows in _blocks(index, window, indexed, end, valid, sink)]
+    blocks = [rows for _, rows in _blocks(index, window, indexed, end, valid, sink, FETCHED)]
     keys = torch.cat([rows.keys for rows in blocks], dim=2)
     return Rows(keys, torch.cat([rows.values for rows in blocks], dim=2))
 
@@ -176,19 +196,26 @@ def _visible_blocks(
 
 
 def _blocks(
-    index: KVIndex, window: Rows, indexed: int, end: int, valid: Tensor | None, sink: Sink | None
+    index: KVIndex,
+    window: Rows,
+    indexed: int,
+    end: int,
+    valid: Tensor | None,
+    sink: Sink | None,
+    size: int = BLOCK,
 ) -> Iterator[tuple[int, Rows]]:
-    """Yield blocks of keys and values before position `end`, each with its first position."""
+    """Yield blocks of up to `size` keys and values before position `end`, each with its first
+    position."""
     keys, values = window.keys, window.values
-    for start in range(0, min(indexed, end), BLOCK):
-        ids = torch.arange(start, min(start + BLOCK, indexed, end), device=keys.device)
+    for start in range(0, min(indexed, end), size):
+        ids = torch.arange(start, min(start + size, indexed, end), device=keys.device)
         ids = ids.expand(*keys.shape[:2], -1)
         rows = index.fetch(Hits(ids, torch.zeros_like(ids, dtype=torch.float32)))
         if sink is not None and (valid is not None or start < sink.ids.shape[1]):
             rows = _with_sink(rows, start, sink)
         yield start, rows
-    for start in range(indexed, end, BLOCK):
-        some = slice(start - indexed, min(start + BLOCK, end) - indexed)
+    for start in range(indexed, end, size):
+        some = slice(start - indexed, min(start + size, end) - indexed)
         yield start, Rows(keys[:, :, some], values[:, :, some])
 
 

@@ -201,6 +201,22 @@ class AttendsToRows(Protocol):
 
 
 @runtime_checkable
+class AttendsToAllRows(Protocol):
+    """A store that can compute attention to all of its rows without copying them first."""
+
+    @property
+    def most_tokens(self) -> int:
+        """Largest number of tokens per sequence that `attend_all` supports; 0 if no kernel can read
+        the rows.
+        """
+        ...
+
+    def attend_all(self, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """Attend to all rows (see `kvindex.core.protocol.AttendsToAll.attend_all`)."""
+        ...
+
+
+@runtime_checkable
 class AddressedRows(Protocol):
     """A store whose rows kernels can read by address.
 

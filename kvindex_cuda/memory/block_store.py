@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -35,6 +37,10 @@ DEVICE_SLAB_BYTES = 4 * 2**20
 
 AT_ONCE = 64 * BLOCK
 """Maximum number of tokens of a saved state that are on the device at a time."""
+
+MOST_PAIRS = 128
+"""Largest number of pairs of a token and a query head of one KV head that a program of the kernel
+`attend_pages` processes."""
 
 FEW = BLOCK
 """Up to this number of tokens (a window update), one kernel launch takes the host less time than
@@ -346,6 +352,36 @@ class BlockStore(Restorable):
         )
         return Attended(output, lse, (hits.ids >= 0).sum(-1, dtype=torch.int32))
 
+    @property
+    def most_tokens(self) -> int:
+        """Largest number of tokens per sequence for which `attend_all` reads each row only once; 0
+        if its kernel cannot read the rows."""
+        g = self._geometry
+        plain = self.row_codec == "plain" and not g.value_in_key and g.softcap is None
+        if not plain or g.device.type != "cuda" or not has_triton():
+            return 0
+        return MOST_PAIRS // g.group_size
+
+    def attend_all(self, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """Attend with queries `[B, H, T, D]` to all rows, which are read where they are. Return
+        outputs `[B, H, T, Dv]` and log-sum-exp values, float32 `[B, H, T]`."""
+        from kvindex_cuda.triton import attend_pages  # imported here, because Triton is optional
+
+        self.wait()
+        g = self._geometry
+        return attend_pages(
+            queries.contiguous(),
+            self.table,
+            torch.full((len(queries),), len(self), device=queries.device),
+            kv_heads=g.kv_heads,
+            value_dim=g.value_dim,
+            scale=g.scale,
+            row_bytes=self.row_bytes,
+            head_bytes=self.head_bytes,
+            page_tokens=BLOCK,
+            causal=False,
+        )
+
     def _gathered(self, ids: Tensor) -> Tensor:
         """Return the encoded rows of token ids `[B, G, K]`, uint8 `[B, G, K, row_bytes]`."""
         if self._geometry.device.type == "cuda" and len(self):
@@ -507,6 +543,12 @@ class BlockStore(Restorable):
         """Bytes of all allocated slabs. A slab contains rows or room for further rows. One slab may
         have been pinned before it is needed."""
         return self._pool.pinned_bytes
+
+
+@cache
+def has_triton() -> bool:
+    """Return True if Triton is installed, which is optional."""
+    return find_spec("triton") is not None
 
 
 def _in_blocks(part: Tensor) -> Tensor:

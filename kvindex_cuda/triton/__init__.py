@@ -1,7 +1,7 @@
 """Triton kernels for the layers of a language model.
 
 Most of them process one token of each of 1 to 16 sequences, that is, a decode step. The kernels
-`attend_prompt`, `rotate_heads` and `swiglu` process a chunk of a prompt.
+`attend_pages`, `rotate_heads` and `swiglu` process several tokens of each sequence.
 
 The module `reference` implements the same functions in plain torch. This package imports `triton`,
 which no other part of `kvindex_cuda` needs. Therefore it must be imported by its full name.
@@ -12,13 +12,13 @@ from kvindex_cuda.triton.chunk import rotate_heads, swiglu
 from kvindex_cuda.triton.ends import begin_token, most_likely
 from kvindex_cuda.triton.heads import project_heads
 from kvindex_cuda.triton.operands import Matrix, Norm, Tile, stack, to_fp8
+from kvindex_cuda.triton.pages import attend_pages
 from kvindex_cuda.triton.products import (
     linear_residual,
     norm_linear,
     norm_swiglu,
     swiglu_linear,
 )
-from kvindex_cuda.triton.prompt import attend_prompt
 from kvindex_cuda.triton.tiles import tile_of
 from kvindex_cuda.triton.token import attend_token
 
@@ -26,7 +26,7 @@ __all__ = [
     "Matrix",
     "Norm",
     "Tile",
-    "attend_prompt",
+    "attend_pages",
     "attend_token",
     "begin_token",
     "linear_residual",

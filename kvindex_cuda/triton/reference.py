@@ -144,7 +144,7 @@ def most_likely(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
-def attend_prompt(
+def attend_pages(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -153,7 +153,7 @@ def attend_prompt(
     scale: float,
     causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Attend from the tokens of a prompt to the first `lengths[b]` rows of each sequence. Returns
+    """Attend from the newest tokens to the first `lengths[b]` rows of each sequence. Returns
     outputs `[B, H, T, Dv]` and log-sum-exp values, float32 `[B, H, T]`."""
     T, R = queries.shape[2], keys.shape[2]
     rows = torch.arange(R, device=queries.device)

@@ -116,6 +116,7 @@ def attend_token(
         parts=parts,
         lse=lse,
         output=output,
+        merged_lse=None,
         **sizes,
     )
     return output

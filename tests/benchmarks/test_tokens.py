@@ -67,10 +67,19 @@ def test_a_prefill_is_timed_with_an_index_and_without(tiny_decoder, monkeypatch)
     assert f"| 700 | {found['full']['seconds']:.2f} ({first:.2f}) |" in page
 
 
+@pytest.mark.slow
+def test_transformers_reads_a_prompt_beside_the_decoder(tiny_decoder, monkeypatch):
+    given = ["--prefill", 700, "--through", "transformers", *tiny_decoder]
+    found = ran(generation.main, given, monkeypatch)["prefill"]
+    assert found["ratio"].keys() == {"full", "transformers", "floor"}
+    lines = [*prompt.shown(found)]
+    assert "times the decoder with the index" in lines[2]
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--prefill", "9"], "through, prefill: got both, or one without --decoder"),
+        (["--prefill", "9"], "through, prefill: got one without --decoder"),
         (
             ["--decoder", "qwen3-8b", "--prefill", "9", "--batch", "2"],
             "batch: got 2, but several sequences need --decoder",
@@ -85,6 +94,8 @@ def test_a_prefill_is_timed_with_an_index_and_without(tiny_decoder, monkeypatch)
             ["--decoder", "qwen3-8b", "--prefill", "9", "--rows", "50"],
             "rows: got [50], allowed with --decoder, without --through and --prefill",
         ),
+        (["--decoder", "qwen3-8b", "--verified", "3=5"], "got '3=5', allowed is N=K with 1 <= K"),
+        (["--verified", "3=4"], "verified: got [(3, 4)], allowed with --decoder"),
         (["--decoder", "qwen3-8b", "--drafts", "0"], "drafts: got [0], allowed are numbers from 1"),
     ],
 )
@@ -174,6 +185,16 @@ def test_steps_of_several_tokens_are_timed_and_wrong_ones_are_not(tiny_decoder, 
     monkeypatch.setattr(Session, "captured_score", wrong)
     with recorded(WholeGraph), pytest.raises(SystemExit, match="drafts: step 0 of 4 tokens"):
         generation.main()
+
+
+@pytest.mark.slow
+def test_rounds_that_full_attention_verifies_are_timed(tiny_decoder, monkeypatch):
+    given = ["--verified", "0=1", "3=2", "--batch", 2, *tiny_decoder]
+    with recorded(WholeGraph):
+        found = ran(generation.main, given, monkeypatch)["decoder"]
+    assert found["over"] == "dense"
+    assert {"verified+0", "verified+3"} < found["ratio"].keys()
+    assert found["kept"] == {"0": 1, "3": 2}
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from kvindex.core.capability import capability
 from kvindex.core.protocol import (
     AppendsAsync,
     Attends,
+    AttendsToAll,
     CapturesStep,
     CapturesTokens,
     ChecksTokens,
@@ -52,7 +53,7 @@ ONLY_ITS_OWN = {
 NOT_PASSED_ON = {
     # a fused step of the inner index would bypass the wrapper's search
     *((name, step) for name in CLASSES for step in (DecodesStep, ChecksTokens, CapturesStep)),
-    *((name, CapturesTokens) for name in CLASSES),
+    *((name, step) for name in CLASSES for step in (CapturesTokens, AttendsToAll)),
     *((name, step) for name in CLASSES for step in (LimitsSteps, JoinsBatch, SearchesShard)),
     # these have a search of their own, without a limit of the error
     *((name, LimitsError) for name in ("reuse", "sample", "sharded", "vattention")),
@@ -69,6 +70,11 @@ class Able(Exact):
 
     offered = frozenset(CAPABILITIES)
     block_tokens = 256
+
+    most_tokens = 8
+
+    def attend_all(self):
+        """Never called, like the following methods."""
 
     def decode_step(self):
         """Never called, like the following methods."""

@@ -6,7 +6,10 @@ from copy import deepcopy
 import pytest
 import torch
 
+from kvindex.core.protocol import AttendsToAll
 from kvindex.layer import AttentionLayer
+from kvindex.ops.attention import attend_blocks
+from kvindex.storage.store import TensorStore
 from tests.support.helpers import Case
 from tests.support.sequences import Sequence
 
@@ -14,8 +17,8 @@ PROMPT = 60
 SIZES = dict(sink=3, local_window=0, update_every=4, dense_below=0)
 
 
-def layer_with(case, name="exact", **options):
-    return AttentionLayer(case.index(name), k=9, **{**SIZES, **options})
+def layer_with(case, name="exact", store="device", **options):
+    return AttentionLayer(case.index(name, store=store), k=9, **{**SIZES, **options})
 
 
 @pytest.mark.parametrize("name", ["exact", "pariskv", "quest"])
@@ -63,6 +66,39 @@ def test_steps_that_attend_fully(options):
     assert not torch.allclose(got, searched, atol=1e-3)
     sequence.feed(layer, PROMPT + 5, PROMPT + 7)  # now a chunk of a prompt again
     assert layer.decodes(5) == ("search_up_to" in options)
+
+
+class AttendingStore(TensorStore):
+    """A store that attends to all of its rows itself, for up to 4 tokens."""
+
+    calls, most_tokens = 0, 4
+
+    def attend_all(self, queries):
+        self.calls += 1
+        ids = torch.arange(len(self)).expand(*self._columns["rows"].shape[:2], -1)
+        rows = self.gather(ids)
+        blocks = [(rows.keys, rows.values, None)]
+        return attend_blocks(queries, blocks, scale=self._geometry.scale, return_lse=True)
+
+
+def test_a_store_attends_to_all_rows_for_few_tokens():
+    case = Case(batch=2)
+    store = AttendingStore(case.index("exact").geometry)
+    sequence, layer = Sequence.of(case, 80), layer_with(case, store=store)
+    sequence.feed(layer, 0, PROMPT)
+    for first, count, calls in ((PROMPT, 1, 1), (PROMPT + 1, 4, 2), (PROMPT + 5, 5, 2)):
+        with layer.speculating(5), layer.attending_fully():
+            got = sequence.feed(layer, first, first + count)
+        sequence.assert_equals(got, sequence.dense(), first)
+        assert layer.index._store.calls == calls
+    queries = torch.zeros(2, case.q_heads, 5, case.head_dim)
+    assert layer.index.capability(AttendsToAll) is layer.index
+    with pytest.raises(ValueError, match="queries: got 5 tokens, allowed are up to 4"):
+        layer.index.attend_all(queries)
+    with pytest.raises(ValueError, match="queries: got shape"):
+        layer.index.attend_all(queries[:1])
+    assert case.index("exact").capability(AttendsToAll) is None
+    assert case.index("shadowkv", store=AttendingStore(store._geometry)).most_tokens == 0
 
 
 def test_an_exception_postpones_the_move():

@@ -46,6 +46,7 @@ from kvindex.core.protocol.capabilities import (
 )
 from kvindex.core.protocol.steps import (
     Attends,
+    AttendsToAll,
     CapturesStep,
     CapturesTokens,
     ChecksTokens,
@@ -86,6 +87,7 @@ __all__ = [
     "ReservesAhead",
     "WarmsUp",
     "Attends",
+    "AttendsToAll",
     "DecodesStep",
     "CapturesStep",
     "CapturesTokens",

@@ -50,6 +50,37 @@ class Attends(Protocol):
 
 
 @runtime_checkable
+class AttendsToAll(Protocol):
+    """An index that can attend to all of its rows without copying them first.
+
+    Full attention verifies drafted tokens in this way.
+    """
+
+    @property
+    def most_tokens(self) -> int:
+        """Largest number of tokens per sequence for which `attend_all` may be called.
+
+        With more tokens, it is faster to copy the rows first. 0 if no kernel can read the rows.
+        """
+        ...
+
+    def attend_all(self, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """Attend with each query to all rows of the index, which must not be empty.
+
+        Args:
+            queries: `[B, H, T, D]`, after the rotary embedding.
+
+        Returns:
+            Outputs `[B, H, T, Dv]`, and the log-sum-exp of the logits, float32 `[B, H, T]`.
+
+        Raises:
+            ValueError: A shape, dtype or device does not fit, or `T` is above `most_tokens`.
+            TypeError: `queries` is not a tensor.
+        """
+        ...
+
+
+@runtime_checkable
 class DecodesStep(Attends, Protocol):
     """An index that runs the whole decode step of a layer.
 

@@ -1,7 +1,7 @@
-"""Attention of a prompt or of one token to rows (key and value of a token), with a running softmax
-over tiles of rows.
+"""Attention of several tokens or of one token to rows (key and value of a token), with a running
+softmax over tiles of rows.
 
-References: `attend_prompt` and `attend_token` in `kvindex_cuda/triton/reference.py`.
+References: `attend_pages` and `attend_token` in `kvindex_cuda/triton/reference.py`.
 """
 
 import triton
@@ -13,18 +13,19 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def attend_prompt(
-    queries, table, table_step, lengths, output, lse, scale, T, head_step, row_step,
+def attend_pages(
+    queries, table, table_step, lengths, parts, lse, scale, T, head_step, row_step,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, WIDE_V: tl.constexpr,
-    CAUSAL: tl.constexpr, OVERLAP: tl.constexpr,
+    SPLITS: tl.constexpr, CAUSAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of the tokens of a prompt to rows that are stored in pages.
+    """Compute attention of the newest tokens of sequences to rows that are stored in pages.
 
-    Grid: (pairs / BLOCK_M, sequences · G). A program processes `BLOCK_M` pairs of a token and a
-    query head of one group. It reads all rows that its tokens may attend to; it writes `DV` numbers
-    and one log-sum-exp (lse) per pair. Programs for the last tokens start first, because they read
-    the most rows.
+    Grid: (pairs / BLOCK_M, sequences · G, SPLITS). A program processes `BLOCK_M` pairs of a token
+    and a query head of one group. The rows that its tokens may attend to are divided into `SPLITS`
+    parts, of which it reads one. It writes `DV` numbers and the log-sum-exp (lse) to base 2 per
+    pair; without splits, the natural logarithm. Programs for the last tokens start first, because
+    they read the most rows.
 
     The arguments `*_step` are strides in elements, not bytes. A page whose address is 0 contains no
     rows.
@@ -45,7 +46,10 @@ def attend_prompt(
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, WIDE_V], tl.float32)
-    for first in range(0, tl.minimum(tl.max(end, 0), length), BLOCK_N):
+    last = tl.minimum(tl.max(end, 0), length)
+    piece = tl.cdiv(tl.cdiv(last, SPLITS), BLOCK_N) * BLOCK_N
+    begin = tl.program_id(2) * piece
+    for first in range(begin, tl.minimum(begin + piece, last), BLOCK_N):
         address = tl.load(table + batch * table_step + first // PAGE)
         page = address.to(tl.pointer_type(queries.dtype.element_ty))
         page = tl.multiple_of(page, 16) + group.to(tl.int64) * head_step
@@ -68,9 +72,11 @@ def attend_prompt(
         total = total * shrink + tl.sum(weights, 1)
         peak = new_peak
     sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
-    at = output + query[:, None] * DV + value_column[None, :]
-    tl.store(at, sums.to(output.dtype.element_ty), asked[:, None] & (value_column[None, :] < DV))
-    tl.store(lse + query, (peak + tl.log2(total)) / LOG2E, asked)
+    to = query * SPLITS + tl.program_id(2)
+    at = parts + to[:, None] * DV + value_column[None, :]
+    tl.store(at, sums.to(parts.dtype.element_ty), asked[:, None] & (value_column[None, :] < DV))
+    found = peak + tl.log2(total)
+    tl.store(lse + to, found if SPLITS > 1 else found / LOG2E, asked)
 
 
 @triton.jit
@@ -128,12 +134,13 @@ def attend_split(
 
 @triton.jit
 def merge_splits(
-    parts, lse, output, DV: tl.constexpr, WIDE_V: tl.constexpr, SPLITS: tl.constexpr,
+    parts, lse, output, merged_lse, DV: tl.constexpr, WIDE_V: tl.constexpr, SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Merge the outputs of all splits of a head.
+    """Merge the outputs of all splits of a query.
 
-    Grid: (sequences · heads). Reads `SPLITS` outputs and log-sum-exp values; writes one output.
+    Grid: (queries). Reads `SPLITS` outputs and log-sum-exp values to base 2; writes one output, and
+    the natural log-sum-exp unless `merged_lse` is None.
     """
     after_previous(OVERLAP)
     head = tl.program_id(0).to(tl.int64)
@@ -146,3 +153,5 @@ def merge_splits(
     total = tl.sum(weights, 0)
     merged = tl.sum(found, 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(output + head * DV + column, merged.to(output.dtype.element_ty), column < DV)
+    if merged_lse is not None:
+        tl.store(merged_lse + head, (peak + tl.log2(total)) / LOG2E)

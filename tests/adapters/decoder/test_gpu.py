@@ -7,6 +7,7 @@ import torch
 
 import kvindex
 import kvindex_adapters.hf as kvhf
+from kvindex.core.protocol import AttendsToAll
 from kvindex.layer import AttentionLayer
 from kvindex.ops.attention import attend_causal
 from kvindex_adapters.decoder import Decoder, Sampling
@@ -146,3 +147,29 @@ def test_a_sparse_prompt_on_a_gpu_is_that_of_a_cpu(stored):
     assert made[0][1] < 0.8
     close = torch.isclose(made[0][0], made[1][0], rtol=1e-3, atol=1e-3)
     assert close.float().mean() > 0.97  # a block at the threshold may be chosen on one device alone
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spec", ["pariskv:store=host", "pariskv:store=device", "exact:store=auto"])
+def test_full_attention_reads_rows_where_they_are(spec, dtype):
+    """A step of a few tokens attends to all rows as torch does, and copies none of them."""
+    pytest.importorskip("triton")
+    B, H, G, D, N = 2, 8, 2, 64, 3000
+    torch.manual_seed(0)
+    shapes = (B, H, N + 40, D), (B, G, N + 40, D), (B, G, N + 40, D)
+    given = [torch.randn(shape).to("cuda", dtype) for shape in shapes]
+    index = kvindex.create(spec, q_heads=H, kv_heads=G, head_dim=D, dtype=dtype, device="cuda")
+    layer = AttentionLayer(index, k=20)
+    layer.step(*(part[:, :, :N] for part in given))
+    reading = index.capability(AttendsToAll)
+    assert reading is index
+    assert reading.most_tokens == 32
+    read, place = attend_causal(*given, scale=D**-0.5), N
+    for count in (1, 7, 32):
+        with layer.speculating(count), layer.attending_fully():
+            output = layer.step(*(part[:, :, place : place + count] for part in given))
+        expected = read[:, :, place : place + count].float()
+        error = (output.float() - expected).abs().max() / expected.abs().max()
+        assert error < (1e-5 if dtype == torch.float32 else 0.02)
+        place += count

@@ -55,9 +55,10 @@ FLOATS = {"eps", "query_eps", "key_eps", "factor"}
 PRODUCT = dict(BLOCK_N=16, BLOCK_K=256, SLICES=4, STAGES=3, AHEAD=2, bias=None, scale=None)
 MULTIPLY = PRODUCT | dict(GATED=False, PAIRED=False, EARLY=False)
 HEADS = PRODUCT | dict(H=32, G=8, D=128, BATCH=1)
-PROMPT = dict(G=8, GROUP=4, D=128, DV=128, PAGE=256, WIDE=128, WIDE_V=128, BLOCK_M=64, BLOCK_N=64)
+PAGES = dict(G=8, GROUP=4, D=128, DV=128, PAGE=256, WIDE=128, WIDE_V=128, BLOCK_M=64, BLOCK_N=64)
+PAGES |= dict(scale="fp32")
 SPLIT = dict(G=8, GROUP=4, D=128, DV=128, ROWS=16, BLOCK_N=64, WIDE=128, WIDE_V=128, SPLITS=64)
-MERGE = dict(DV=128, WIDE_V=128, SPLITS=64, output="*bf16")
+MERGE = dict(DV=128, WIDE_V=128, SPLITS=64, output="*bf16", merged_lse=None)
 ROTATED = dict(H=32, G=8, D=128, WIDE=64, BLOCK=16, cos="*bf16", sin="*bf16", values="*bf16")
 BEGIN = dict(D=128, BLOCK=1024, HALF=64, cos="*bf16", sin="*bf16")
 CASES = [
@@ -75,13 +76,14 @@ CASES = [
     (ends.most_likely, "fp32", dict(BLOCK=2048)),
     (heads.project_heads, "bf16", HEADS),
     (heads.project_heads, "bf16", HEADS | dict(BATCH=16, query_norm=None, key_norm=None)),
-    (attention.attend_prompt, "bf16", PROMPT | dict(CAUSAL=True, scale="fp32")),
-    (attention.attend_prompt, "fp16", PROMPT | dict(CAUSAL=False, scale="fp32")),
+    (attention.attend_pages, "bf16", PAGES | dict(CAUSAL=True, SPLITS=1, parts="*bf16")),
+    (attention.attend_pages, "fp16", PAGES | dict(CAUSAL=False, SPLITS=64)),
     (chunk.rotate_heads, "bf16", ROTATED),
     (chunk.rotate_heads, "fp16", ROTATED | dict(query_norm=None, key_norm=None, values="*fp16")),
     (chunk.swiglu, "bf16", dict(BLOCK=2048)),
     (attention.attend_split, "bf16", SPLIT | dict(STAGES=3, scale="fp32", values="*bf16")),
     (attention.merge_splits, "bf16", MERGE),
+    (attention.merge_splits, "bf16", MERGE | dict(merged_lse="*fp32")),
 ]
 SHARED = 227 * 1024
 """Bytes of shared memory of a multiprocessor of compute capability 9.0."""

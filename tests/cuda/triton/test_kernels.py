@@ -325,16 +325,17 @@ def pages_of(keys, values, page):
 
 
 @weightless
+@pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     ("B", "H", "G", "T", "D", "Dv", "lengths"),
     [(1, 2, 2, 5, 16, 16, [5]), (2, 6, 2, 9, 20, 12, [70, 41]), (2, 4, 1, 3, 8, 24, [2, 33])],
 )
-def test_attend_prompt(run, causal, B, H, G, T, D, Dv, lengths):
+def test_attend_pages(run, splits, causal, B, H, G, T, D, Dv, lengths):
     queries, keys = drawn(run, B, H, T, D), drawn(run, B, G, max(lengths), D)
     values, lengths = drawn(run, B, G, max(lengths), Dv), torch.tensor(lengths, device=run[0])
     pages, table = pages_of(keys, values, 32)
-    found, lse = layers.attend_prompt(
+    found, lse = layers.attend_pages(
         queries,
         table,
         lengths,
@@ -345,10 +346,11 @@ def test_attend_prompt(run, causal, B, H, G, T, D, Dv, lengths):
         head_bytes=pages[0, 0, 0].nbytes,
         page_tokens=32,
         causal=causal,
+        splits=splits,
         tile=Tile(rows=16, columns=16),
     )
     given = queries, keys, values, lengths
-    expected, sums = reference.attend_prompt(*given, scale=D**-0.5, causal=causal)
+    expected, sums = reference.attend_pages(*given, scale=D**-0.5, causal=causal)
     close(found, expected, run[1])
     close(lse, sums, run[1])
 

@@ -1,4 +1,5 @@
-"""Attention of a chunk of a prompt to the keys and values that a store has in its pages."""
+"""Attention of several tokens of each sequence to the rows (keys and values) that are stored in
+pages."""
 
 from __future__ import annotations
 
@@ -13,11 +14,18 @@ PAGE = 256
 """Tokens of a page of `kvindex_cuda.memory.block_store.BlockStore`."""
 
 TILE = Tile(rows=64, columns=64, warps=4, stages=2)
-"""Tile of the launch. `rows` is the number of (token, head) pairs per program, and `columns` the
-number of keys that it reads at once."""
+"""Tile of a launch for up to 64 pairs of a token and a query head. `rows` is the number of pairs of
+a program, and `columns` the number of keys that it reads at once."""
+
+WIDE_TILE = Tile(rows=128, columns=64, warps=8, stages=2)
+"""Tile of a launch for more pairs."""
+
+PROGRAMS = 512
+"""Number of Triton programs that a launch should have: about four for each multiprocessor of an
+H200."""
 
 
-def attend_prompt(
+def attend_pages(
     queries: Tensor,
     table: Tensor,
     lengths: Tensor,
@@ -29,7 +37,8 @@ def attend_prompt(
     head_bytes: int,
     page_tokens: int = PAGE,
     causal: bool = True,
-    tile: Tile = TILE,
+    splits: int | None = None,
+    tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend with `T` queries per head to rows that are stored in pages.
 
@@ -49,7 +58,10 @@ def attend_prompt(
         page_tokens: Tokens of a page.
         causal: Whether attention is causal: the queries belong to the last `T` rows, and each query
             sees its own row and earlier ones. If not, they see all rows.
-        tile: Sizes of the launch.
+        splits: Number of parts into which the rows of a sequence are split, a power of two. Each
+            part is processed by one program, and a second launch merges the results
+            (Flash-Decoding: Dao et al., 2023). None for as many as keep a GPU busy.
+        tile: Sizes of the launch. None for the default, with few rows for few queries.
 
     Returns:
         Output `[B, H, T, Dv]`, and the natural logarithm of the sum of exponentials, float32
@@ -66,24 +78,38 @@ def attend_prompt(
     gapless("lengths", shaped("lengths", lengths, B), torch.int64, device)
     _check_bytes("row_bytes", row_bytes, size * (D + value_dim))
     _check_bytes("head_bytes", head_bytes, page_tokens * row_bytes)
+    pairs = T * (H // kv_heads)
+    if tile is None:
+        few = TILE._replace(rows=max(16, next_power_of_2(pairs)))
+        tile = few if pairs <= TILE.rows else WIDE_TILE
     for name, value in dict(rows=tile.rows, columns=tile.columns).items():
         if value < 16:
             raise ValueError(f"{name}: got {value}, allowed is at least 16")
     if page_tokens % tile.columns:
         raise ValueError(f"page_tokens: got {page_tokens}, allowed is a multiple of {tile.columns}")
+    programs = cdiv(pairs, tile.rows) * B * kv_heads
+    if splits is None:
+        splits = next_power_of_2(max(1, PROGRAMS // programs))
+    if splits < 1 or splits & (splits - 1):
+        raise ValueError(f"splits: got {splits}, allowed is a power of two")
     output = torch.empty((B, H, T, value_dim), dtype=queries.dtype, device=device)
     lse = torch.empty((B, H, T), dtype=torch.float32, device=device)
+    parts, part_lse = output, lse
+    if splits > 1:
+        parts = torch.empty((B, H, T, splits, value_dim), dtype=torch.float32, device=device)
+        part_lse = torch.empty((B, H, T, splits), dtype=torch.float32, device=device)
+    wide = max(16, next_power_of_2(value_dim))
     launch(
-        attention.attend_prompt,
-        (cdiv(T * (H // kv_heads), tile.rows), B * kv_heads),
+        attention.attend_pages,
+        (cdiv(pairs, tile.rows), B * kv_heads, splits),
         tile,
         device,
         queries=queries,
         table=table,
         table_step=table.stride(0),
         lengths=lengths,
-        output=output,
-        lse=lse,
+        parts=parts,
+        lse=part_lse,
         scale=scale,
         T=T,
         head_step=head_bytes // size,
@@ -96,9 +122,24 @@ def attend_prompt(
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
         WIDE=max(16, next_power_of_2(D)),
-        WIDE_V=max(16, next_power_of_2(value_dim)),
+        WIDE_V=wide,
+        SPLITS=splits,
         CAUSAL=causal,
     )
+    if splits > 1:
+        launch(
+            attention.merge_splits,
+            (B * H * T,),
+            tile,
+            device,
+            parts=parts,
+            lse=part_lse,
+            output=output,
+            merged_lse=lse,
+            DV=value_dim,
+            WIDE_V=wide,
+            SPLITS=splits,
+        )
     return output, lse
 
 
