@@ -37,6 +37,7 @@ from kvindex_adapters.hf.cache.layer import (
 )
 from kvindex_adapters.hf.cache.layer_kinds import indexed_layer
 from kvindex_adapters.hf.cache.padding import Padding
+from kvindex_adapters.hf.cache.prompt_rows import ExpectedPrompt
 from kvindex_adapters.hf.cache.recording import check_window, stop_recording
 from kvindex_adapters.hf.cache.report import Report, sum_up
 from kvindex_adapters.hf.cache.saving import load_cache, save_cache
@@ -270,8 +271,11 @@ class IndexCache(DynamicCache):
             length: Number of tokens, those in the cache included. None withdraws the announcement.
         """
         with self.attachment.exclusive():
-            for layer in self._indexed():
-                layer.expected = length
+            indexed = self._indexed()
+            prompt = None if length is None else ExpectedPrompt(length, len(indexed))
+            for layer in indexed:
+                layer.forget_prompt()
+                layer.expected = prompt
 
     def indexes(self) -> list[KVIndex]:
         """Return the index of each layer that has an index and contains at least one token."""

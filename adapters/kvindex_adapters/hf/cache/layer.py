@@ -11,10 +11,12 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvindex.core import check
+from kvindex.core.protocol import Rows
 from kvindex.core.transaction import in_plain_torch
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.cache.padding import MaskInfo, Padding
+from kvindex_adapters.hf.cache.prompt_rows import ExpectedPrompt, PromptRows
 
 LayerFactory = Callable[..., AttentionLayer]
 """A function that makes an attention layer from the keyword arguments of `Geometry` (`head_dim`,
@@ -32,14 +34,15 @@ class IndexedLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
     supports_early_init = False
-    ours = frozenset({"_make", "_padding", "attention", "expected"})
+    ours = frozenset({"_make", "_padding", "_rows", "attention", "expected"})
     """Attributes of this class that the cache layers of transformers do not have."""
 
     def __init__(self, make: LayerFactory, padding: Padding) -> None:
         self._make, self._padding = make, padding
         self.attention: AttentionLayer | None = None
-        self.expected: int | None = None
-        """Length of the sequence at the end of the next prompt, or None if unknown."""
+        self.expected: ExpectedPrompt | None = None
+        """The prompt that is read next, or None if its length is unknown."""
+        self._rows: PromptRows | None = None  # rows of a prompt that is being read, or None
 
     @property
     def is_croppable(self) -> bool:
@@ -133,15 +136,50 @@ class IndexedLayer(CacheLayerMixin):
         terms: Any = dict(valid=valid, bias=bias, sink_logits=sink_logits, ids=ids)
         if mask.visible is not None:
             terms["visible"] = mask.visible
-        if self.expected is not None:
-            self.attention.expect_prompt(max(self.expected, len(self.attention)))
-            self.expected = None
-        output = self.attention.step(queries, keys, values, **terms)
+        self._begin_prompt(keys, values)
+        plain = all(term is None for term in terms.values()) and not value_in_key
+        rows = self._rows_with(keys, values) if plain else None
+        if rows is None:
+            output = self.attention.step(queries, keys, values, **terms)
+        else:
+            output = self.attention.read_chunk(queries, rows)
         if tokens is not None and tokens.shape == (batch, T):
             # pass the ids after `step`, because `step` may report the end of the prompt to the
             # index
             self.attention.index.observe_tokens(tokens, first=len(self.attention) - T)
         return output
+
+    def _begin_prompt(self, keys: Tensor, values: Tensor) -> None:
+        """Before the first chunk of an announced prompt, decide where its rows are stored."""
+        assert self.attention is not None
+        if (prompt := self.expected) is None:
+            return
+        before, self.expected, self._rows = len(self.attention), None, None
+        self.attention.expect_prompt(max(prompt.length, before))
+        several = 1 < keys.shape[2] < prompt.length and not before
+        plain = type(self.attention).step is AttentionLayer.step  # otherwise `step` must be called
+        if several and plain and prompt.fits(keys, values):
+            self._rows = PromptRows(prompt.length, keys, values)
+
+    def _rows_with(self, keys: Tensor, values: Tensor) -> Rows | None:
+        """Return all rows of a prompt that is being read, including the new ones, or None if only
+        the index has them."""
+        held, attention = self._rows, self.attention
+        assert attention is not None
+        if held is None:
+            return None
+        end = held.length + keys.shape[2]
+        fits = held.length == len(attention) and end <= held.room
+        if not fits or attention.decodes(keys.shape[2]):
+            self._rows = None
+            return None
+        if end == held.room:
+            self._rows = None  # this is the last chunk
+        return held.extended(keys, values)
+
+    def forget_prompt(self) -> None:
+        """Forget an announced prompt, and free the rows of one that is being read."""
+        self.expected = self._rows = None
 
     def attend_captured(
         self,
@@ -223,7 +261,7 @@ class IndexedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Remove all tokens."""
-        self.attention = None
+        self.attention = self._rows = None
 
     def checkpoint(self) -> Any:
         """Return a checkpoint for `rollback`. It is None for an empty layer."""
@@ -231,7 +269,7 @@ class IndexedLayer(CacheLayerMixin):
 
     def rollback(self, checkpoint: Any) -> None:
         """Return to the state that `checkpoint` recorded."""
-        self.attention = None
+        self.attention = self._rows = None
         if checkpoint is not None:
             attention, before = checkpoint
             attention.rollback(before)
@@ -241,11 +279,13 @@ class IndexedLayer(CacheLayerMixin):
         """Remove the newest tokens. The argument is their number, negated; positive values raise
         ValueError."""
         removed = check_crop(tokens_to_remove)
+        self._rows = None
         if self.attention is not None:
             self.attention.truncate(max(len(self.attention) + removed, 0))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace each sequence `b` of the batch by sequence `beam_idx[b]`."""
+        self._rows = None
         if self.attention is not None:
             self.attention.reorder(beam_idx.long())
 

@@ -108,9 +108,9 @@ def _device_of(module: nn.Module) -> torch.device | None:
     return None
 
 
-def layer_geometry(config: Any, number: int) -> dict[str, Any]:
-    """Return the keyword arguments of `Geometry` for a layer (heads, head dimension), from the
-    configuration."""
+def layer_geometry(config: Any, device: torch.device, number: int) -> dict[str, Any]:
+    """Return the keyword arguments of `Geometry` for a layer: heads and head dimension, from the
+    configuration, and the device."""
     layers = layer_configs(config)
     config = layers[number] if len(layers) > 1 else config
     heads = getattr(config, "num_attention_heads", 1)
@@ -118,12 +118,13 @@ def layer_geometry(config: Any, number: int) -> dict[str, Any]:
     if rank is not None:  # latent attention, in which the index stores latents (latent.py)
         width = rank + config.qk_rope_head_dim
         latent = {"head_dim": width, "value_dim": rank, "value_in_key": True}
-        return {"q_heads": heads, "kv_heads": 1, **latent}
+        return {"q_heads": heads, "kv_heads": 1, **latent, "device": device}
     per_head = getattr(config, "head_dim", None) or config.hidden_size // heads
     return {
         "q_heads": heads,
         "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": per_head,
+        "device": device,
     }
 
 
