@@ -3,6 +3,8 @@ pages."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from triton import cdiv, next_power_of_2
@@ -25,6 +27,23 @@ PROGRAMS = 512
 H200."""
 
 
+class Newest(NamedTuple):
+    """The newest rows of sequences, which are not in their pages. Attention to them is causal.
+
+    Attributes:
+        table: Address of the rows of each sequence, int64 `[B, 1]`, on the device.
+        lengths: Number of rows of each sequence, int64 `[B]`, on the device. The last `T` are those
+            of the queries.
+        rows: The rows, `[B, G, W, D + Dv]`, contiguous.
+        begin: Number of rows at the beginning that are left out, because pages contain them.
+    """
+
+    table: Tensor
+    lengths: Tensor
+    rows: Tensor
+    begin: int
+
+
 def attend_pages(
     queries: Tensor,
     table: Tensor,
@@ -37,6 +56,7 @@ def attend_pages(
     head_bytes: int,
     page_tokens: int = PAGE,
     causal: bool = True,
+    newest: Newest | None = None,
     splits: int | None = None,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -58,6 +78,7 @@ def attend_pages(
         page_tokens: Tokens of a page.
         causal: Whether attention is causal: the queries belong to the last `T` rows, and each query
             sees its own row and earlier ones. If not, they see all rows.
+        newest: Further rows to attend to, or None. Attention to the pages must not be causal then.
         splits: Number of parts into which the rows of a sequence are split, a power of two. Each
             part is processed by one program, and a second launch merges the results
             (Flash-Decoding: Dao et al., 2023). None for as many as keep a GPU busy.
@@ -78,6 +99,8 @@ def attend_pages(
     gapless("lengths", shaped("lengths", lengths, B), torch.int64, device)
     _check_bytes("row_bytes", row_bytes, size * (D + value_dim))
     _check_bytes("head_bytes", head_bytes, page_tokens * row_bytes)
+    if newest is not None:
+        _check_newest(newest, queries, kv_heads, value_dim, causal)
     pairs = T * (H // kv_heads)
     if tile is None:
         few = TILE._replace(rows=max(16, next_power_of_2(pairs)))
@@ -92,54 +115,34 @@ def attend_pages(
         splits = next_power_of_2(max(1, PROGRAMS // programs))
     if splits < 1 or splits & (splits - 1):
         raise ValueError(f"splits: got {splits}, allowed is a power of two")
+    slots = splits if newest is None else 2 * splits
     output = torch.empty((B, H, T, value_dim), dtype=queries.dtype, device=device)
     lse = torch.empty((B, H, T), dtype=torch.float32, device=device)
     parts, part_lse = output, lse
-    if splits > 1:
-        parts = torch.empty((B, H, T, splits, value_dim), dtype=torch.float32, device=device)
-        part_lse = torch.empty((B, H, T, splits), dtype=torch.float32, device=device)
+    if slots > 1:
+        parts = torch.empty((B, H, T, slots, value_dim), dtype=torch.float32, device=device)
+        part_lse = torch.empty((B, H, T, slots), dtype=torch.float32, device=device)
     wide = max(16, next_power_of_2(value_dim))
-    launch(
-        attention.attend_pages,
-        (cdiv(pairs, tile.rows), B * kv_heads, splits),
-        tile,
-        device,
-        queries=queries,
-        table=table,
-        table_step=table.stride(0),
-        lengths=lengths,
-        parts=parts,
-        lse=part_lse,
-        scale=scale,
-        T=T,
-        head_step=head_bytes // size,
-        row_step=row_bytes // size,
-        G=kv_heads,
-        GROUP=H // kv_heads,
-        D=D,
-        DV=value_dim,
-        PAGE=page_tokens,
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.columns,
-        WIDE=max(16, next_power_of_2(D)),
-        WIDE_V=wide,
-        SPLITS=splits,
-        CAUSAL=causal,
-    )
-    if splits > 1:
-        launch(
-            attention.merge_splits,
-            (B * H * T,),
-            tile,
-            device,
-            parts=parts,
-            lse=part_lse,
-            output=output,
-            merged_lse=lse,
-            DV=value_dim,
-            WIDE_V=wide,
-            SPLITS=splits,
-        )
+    given = dict(queries=queries, parts=parts, lse=part_lse, scale=scale, T=T)
+    given |= dict(G=kv_heads, GROUP=H // kv_heads, D=D, DV=value_dim)
+    given |= dict(BLOCK_M=tile.rows, BLOCK_N=tile.columns, SPLITS=splits, SLOTS=slots)
+    given |= dict(WIDE=max(16, next_power_of_2(D)), WIDE_V=wide)
+    grid = cdiv(pairs, tile.rows), B * kv_heads, splits
+    pages = dict(table=table, table_step=table.stride(0), lengths=lengths, PAGE=page_tokens)
+    pages |= dict(head_step=head_bytes // size, row_step=row_bytes // size)
+    pages |= dict(begin=0, slot=0, CAUSAL=causal)
+    launch(attention.attend_pages, grid, tile, device, **given, **pages)
+    if newest is not None:
+        rows = newest.rows
+        pages = dict(table=newest.table, table_step=newest.table.stride(0), lengths=newest.lengths)
+        pages |= dict(PAGE=next_power_of_2(max(rows.shape[2], tile.columns)))
+        pages |= dict(head_step=rows.stride(1), row_step=rows.stride(2))
+        pages |= dict(begin=newest.begin, slot=splits, CAUSAL=True)
+        launch(attention.attend_pages, grid, tile, device, **given, **pages)
+    if slots > 1:
+        given = dict(parts=parts, lse=part_lse, output=output, merged_lse=lse)
+        given |= dict(DV=value_dim, WIDE_V=wide, SPLITS=slots)
+        launch(attention.merge_splits, (B * H * T,), tile, device, **given)
     return output, lse
 
 
@@ -156,6 +159,21 @@ def _sizes(queries: Tensor, kv_heads: int) -> tuple[int, int, int, int]:
     if kv_heads < 1 or H % kv_heads:
         raise ValueError(f"kv_heads: got {kv_heads}, allowed is a divisor of the {H} query heads")
     return B, H, T, D
+
+
+def _check_newest(
+    newest: Newest, queries: Tensor, kv_heads: int, value_dim: int, causal: bool
+) -> None:
+    """Raise ValueError if the newest rows do not fit the queries."""
+    (B, _, _, D), rows, device = queries.shape, newest.rows, queries.device
+    if causal:
+        raise ValueError("causal: got True with newest rows, allowed is False")
+    gapless("newest.table", shaped("newest.table", newest.table, B, 1), torch.int64, device)
+    gapless("newest.lengths", shaped("newest.lengths", newest.lengths, B), torch.int64, device)
+    gapless("newest.rows", rows, queries.dtype, device)
+    shaped("newest.rows", rows, B, kv_heads, rows.shape[2], D + value_dim)
+    if not rows.is_contiguous():
+        raise ValueError(f"newest.rows: got strides {rows.stride()}, allowed are contiguous rows")
 
 
 def _check_bytes(name: str, value: int, least: int) -> None:

@@ -14,18 +14,19 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def attend_pages(
-    queries, table, table_step, lengths, parts, lse, scale, T, head_step, row_step,
+    queries, table, table_step, lengths, parts, lse, scale, T, head_step, row_step, begin, slot,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, WIDE_V: tl.constexpr,
-    SPLITS: tl.constexpr, CAUSAL: tl.constexpr, OVERLAP: tl.constexpr,
+    SPLITS: tl.constexpr, SLOTS: tl.constexpr, CAUSAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of the newest tokens of sequences to rows that are stored in pages.
 
     Grid: (pairs / BLOCK_M, sequences · G, SPLITS). A program processes `BLOCK_M` pairs of a token
     and a query head of one group. The rows that its tokens may attend to are divided into `SPLITS`
     parts, of which it reads one. It writes `DV` numbers and the log-sum-exp (lse) to base 2 per
-    pair; without splits, the natural logarithm. Programs for the last tokens start first, because
-    they read the most rows.
+    pair, to one of `SLOTS` slots, from `slot` on; with a single slot, the natural logarithm.
+    Programs for the last tokens start first, because they read the most rows. The first `begin`
+    rows are left out.
 
     The arguments `*_step` are strides in elements, not bytes. A page whose address is 0 contains no
     rows.
@@ -48,13 +49,13 @@ def attend_pages(
     sums = tl.zeros([BLOCK_M, WIDE_V], tl.float32)
     last = tl.minimum(tl.max(end, 0), length)
     piece = tl.cdiv(tl.cdiv(last, SPLITS), BLOCK_N) * BLOCK_N
-    begin = tl.program_id(2) * piece
-    for first in range(begin, tl.minimum(begin + piece, last), BLOCK_N):
+    start = tl.program_id(2) * piece
+    for first in range(start, tl.minimum(start + piece, last), BLOCK_N):
         address = tl.load(table + batch * table_step + first // PAGE)
         page = address.to(tl.pointer_type(queries.dtype.element_ty))
         page = tl.multiple_of(page, 16) + group.to(tl.int64) * head_step
         row = first + tl.arange(0, BLOCK_N)
-        there = (row < length) & (address != 0)
+        there = (row >= begin) & (row < length) & (address != 0)
         at = page + (row % PAGE) * row_step
         k = tl.load(
             at[None, :] + column[:, None], there[None, :] & (column[:, None] < D), other=0.0
@@ -72,11 +73,11 @@ def attend_pages(
         total = total * shrink + tl.sum(weights, 1)
         peak = new_peak
     sums = sums / tl.where(total == 0.0, 1.0, total)[:, None]
-    to = query * SPLITS + tl.program_id(2)
+    to = query * SLOTS + slot + tl.program_id(2)
     at = parts + to[:, None] * DV + value_column[None, :]
     tl.store(at, sums.to(parts.dtype.element_ty), asked[:, None] & (value_column[None, :] < DV))
     found = peak + tl.log2(total)
-    tl.store(lse + to, found if SPLITS > 1 else found / LOG2E, asked)
+    tl.store(lse + to, found if SLOTS > 1 else found / LOG2E, asked)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ import kvindex_cuda.triton as layers  # noqa: E402
 from kvindex_cuda.triton import Matrix, Norm, Tile, reference  # noqa: E402
 from kvindex_cuda.triton import products as products_of  # noqa: E402
 from kvindex_cuda.triton.operands import OVERLAPS  # noqa: E402
+from kvindex_cuda.triton.pages import Newest  # noqa: E402
 from tests.cuda.triton import interpreter  # noqa: E402
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -351,6 +352,43 @@ def test_attend_pages(run, splits, causal, B, H, G, T, D, Dv, lengths):
     )
     given = queries, keys, values, lengths
     expected, sums = reference.attend_pages(*given, scale=D**-0.5, causal=causal)
+    close(found, expected, run[1])
+    close(lse, sums, run[1])
+
+
+@weightless
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(
+    ("B", "H", "G", "T", "D", "Dv"), [(1, 8, 2, 5, 16, 16), (2, 6, 2, 1, 8, 24)]
+)
+def test_attend_pages_and_newest_rows(run, splits, B, H, G, T, D, Dv):
+    """The first rows of the buffer are also in the pages, and its last ones are not written yet."""
+    older, begin, new, room = 70, 3, 20, 40
+    queries, keys = drawn(run, B, H, T, D), drawn(run, B, G, older + new, D)
+    values = drawn(run, B, G, older + new, Dv)
+    pages, table = pages_of(keys[:, :, :older], values[:, :, :older], 32)
+    rows = pages.new_full((B, G, room, D + Dv), float("nan"))
+    rows[:, :, begin : begin + new] = torch.cat((keys, values), -1)[:, :, older:]
+    places = rows.data_ptr() + rows[0].nbytes * torch.arange(B, dtype=torch.int64)
+    lengths = torch.full((B,), begin + new, device=run[0])
+    newest = Newest(places[:, None].to(run[0]), lengths, rows, begin)
+    found, lse = layers.attend_pages(
+        queries,
+        table,
+        torch.full((B,), older, device=run[0]),
+        kv_heads=G,
+        value_dim=Dv,
+        scale=D**-0.5,
+        row_bytes=(D + Dv) * pages.element_size(),
+        head_bytes=pages[0, 0, 0].nbytes,
+        page_tokens=32,
+        causal=False,
+        newest=newest,
+        splits=splits,
+        tile=Tile(rows=16, columns=16),
+    )
+    ends = torch.full((B,), older + new, device=run[0])
+    expected, sums = reference.attend_pages(queries, keys, values, ends, scale=D**-0.5)
     close(found, expected, run[1])
     close(lse, sums, run[1])
 
