@@ -221,10 +221,13 @@ class Plan:
         )
         kernels = Fused(weights, **how) if fused and refusal(weights, batch) is None else None
         self._session = Session(weights, config, layers, [0] * batch, kernels)
+        if isinstance(layers[0], AttentionLayer):
+            self._session.length = len(layers[0])
         sampler = Sampler(Sampling(), g.device, kernels)
         self._graph = TokenGraph(self._session, sampler, graphs=graphs)
         self._drafts = partial(DraftGraphs, self._session, sampler)
         self._of_drafts: dict[int, DraftGraphs] = {}
+        self._verifies: dict[int, DraftGraphs] = {}
         self._ids = torch.randperm(shape.vocabulary, device=g.device)
         self._written = 0
 
@@ -318,6 +321,7 @@ class Plan:
             The milliseconds per token: the time of a round divided by `kept`.
         """
         session, between = self._session, list[float]()
+        graphs = self._verifies.setdefault(drafts, self._drafts(drafts + 1, full=True))
         drained()
         at = time.perf_counter()
         for _ in range(max(1, tokens // kept)):
@@ -331,8 +335,12 @@ class Plan:
                     session.token.copy_(ids[:, place, None])
                     self._graph.step(drafts=True)
                 session.keep(start)
-                session.score(ids, full=True).argmax(-1).tolist()
-                session.keep(start + kept)
+                scores = graphs.score(ids)
+                if scores is None:
+                    session.score(ids, full=True).argmax(-1).tolist()
+                    session.keep(start + kept)
+                else:
+                    graphs.count(kept, scores)
             now = time.perf_counter()
             between.append(1e3 * (now - at) / kept)
             at = now

@@ -19,6 +19,7 @@ from kvindex.core.protocol import (
     AppendsAsync,
     Attended,
     Attends,
+    CapturesAll,
     CapturesStep,
     CapturesTokens,
     Contents,
@@ -94,6 +95,24 @@ class SeveralTokensExecutor(Protocol):
 
 
 @runtime_checkable
+class AllRowsExecutor(Protocol):
+    """An executor whose decode steps with full attention can be captured in a CUDA graph."""
+
+    @property
+    def captures_all(self) -> bool:
+        """True if its kernels support the index, its rows and its batch size."""
+        ...
+
+    def prepare_all(self, resident: ResidentRows, tokens: int, skip: int) -> object:
+        """Prepare the capture or a replay (see `CapturesAll.prepare_all`)."""
+        ...
+
+    def captured_all(self, queries: Tensor, tokens: Rows, resident: ResidentRows) -> Attended:
+        """Run a decode step with full attention (see `CapturesAll.captured_all`)."""
+        ...
+
+
+@runtime_checkable
 class JoiningExecutor(Protocol):
     """An executor that can run decode steps of several indexes in one batch.
 
@@ -146,6 +165,7 @@ class ExecutedIndex(BaseIndex):
     _attends = False  # True if the executor can attend; set after every change
     _captures = False  # True if a caller can capture decode steps of the executor in a CUDA graph
     _captures_tokens = False  # the same for decode steps of several tokens
+    _captures_all = False  # the same for steps that attend to all rows
     _joins = False  # True if the executor can run decode steps in one batch with other indexes
     _limits = False  # True if decode steps of the executor can have a limit of the error
     _usual: object = None  # shape, dtype and device of the queries that were checked last
@@ -163,6 +183,8 @@ class ExecutedIndex(BaseIndex):
             several = self._executor
             captures = isinstance(several, SeveralTokensExecutor) and several.captures_tokens
             self._captures_tokens = self._attends and captures
+            entire = self._executor
+            self._captures_all = isinstance(entire, AllRowsExecutor) and entire.captures_all
 
     def _runs_alone(self, name: str) -> bool:
         executor = self._executor
@@ -176,6 +198,8 @@ class ExecutedIndex(BaseIndex):
             return self._captures
         if wanted is CapturesTokens:
             return self._captures_tokens
+        if wanted is CapturesAll:
+            return self._captures_all
         if wanted is JoinsBatch:
             return self._joins
         if wanted is LimitsSteps:
@@ -315,6 +339,35 @@ class ExecutedIndex(BaseIndex):
         shape = {"T": None, "H": g.q_heads, "D": g.head_dim}
         check.tensor("queries", queries, shape, g.dtype, g.device)
         return self._capturing_tokens().captured_tokens(queries.detach(), tokens, resident)
+
+    def prepare_all(self, resident: ResidentRows, *, tokens: int, skip: int) -> object:
+        """Prepare the capture or a replay of a decode step that attends to all tokens.
+
+        The index must have at least one token. See `protocol.CapturesAll.prepare_all`.
+        """
+        check.at_least("tokens", tokens, 1)
+        check.at_least("skip", skip, 0)
+        check.at_least("len(index)", len(self), 1)
+        return self._capturing_all().prepare_all(resident, tokens, skip)
+
+    def captured_all(self, queries: Tensor, tokens: Rows, resident: ResidentRows) -> Attended:
+        """Run a decode step that attends to all tokens, and that the caller can capture.
+
+        See `protocol.CapturesAll.captured_all`.
+        """
+        g = self.geometry
+        shape = {"T": None, "H": g.q_heads, "D": g.head_dim}
+        check.tensor("queries", queries, shape, g.dtype, g.device)
+        return self._capturing_all().captured_all(queries.detach(), tokens, resident)
+
+    def _capturing_all(self) -> AllRowsExecutor:
+        if not self._captures_all:
+            raise ValueError(
+                f"captured_all: got an index with backend={self.backend!r} and {self._batch} "
+                "sequences, whose steps with full attention cannot be captured in a CUDA graph; "
+                "call attend_all instead"
+            )
+        return cast(AllRowsExecutor, self._executor)
 
     def _capturing_tokens(self) -> SeveralTokensExecutor:
         if not self._captures_tokens:

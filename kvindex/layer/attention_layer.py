@@ -717,7 +717,7 @@ class AttentionLayer(Transactional):
         if type(self).step is not AttentionLayer.step:
             return f"layer: got {type(self).__name__}, which overrides AttentionLayer.step"
         if self._full:
-            return "layer: got a call inside attending_fully(), where no step searches"
+            return self._captured.full_refusal()
         options = self.coverage, self.error
         how: Any = dict(dense_below=self.dense_below, tokens=tokens)
         refusal = self._captured.refusal(*options, **how)
@@ -741,7 +741,8 @@ class AttentionLayer(Transactional):
         self._captured.forget()
         if self.capture_refusal(tokens) is not None:
             return None
-        return self._captured.prepare(self._situation(), self._wanted(), tokens)
+        how: Any = dict(tokens=tokens, full=self._full)
+        return self._captured.prepare(self._situation(), self._wanted(), **how)
 
     def prepare_next(self, tokens: int = 1, ahead: int = 0) -> object | None:
         """Prepare the next replay like `prepare_replay`, but in less time.
@@ -766,7 +767,7 @@ class AttentionLayer(Transactional):
         As long as the value is the same, `prepare_next` is sufficient before a replay. When it has
         changed, `prepare_replay` must be called.
         """
-        chosen = self.k, self.coverage, self.error, self.dense_below
+        chosen = self.k, self.coverage, self.error, self.dense_below, self._full
         return self.calls_begun, id(self.index), *chosen
 
     def captured_step(
@@ -779,9 +780,10 @@ class AttentionLayer(Transactional):
     ) -> Tensor:
         """Launch a decode step, so that a CUDA graph captures it.
 
-        The step has one real token of each sequence, or `T` tokens of a single sequence. The
-        kernels read the positions and the number of rows from device memory. Call `prepare_replay`
-        before the capture and before each replay, and `count_replay` after each replay.
+        The step has one real token of each sequence, or `T` tokens of a single sequence. Inside
+        `attending_fully`, the tokens of a single sequence attend to all tokens. The kernels read
+        the positions and the number of rows from device memory. Call `prepare_replay` before the
+        capture and before each replay, and `count_replay` after each replay.
 
         Args:
             queries: `[B, H, 1, D]` or `[1, H, T, D]`, after the rotary embedding.
@@ -800,7 +802,8 @@ class AttentionLayer(Transactional):
         """
         self._check_shapes(queries, keys, values)
         sinks = checked_sinks(sink_logits, queries)
-        return self._captured.step(queries, Rows(keys, values), sinks, self._wanted())
+        token, wanted = Rows(keys, values), self._wanted()
+        return self._captured.step(queries, token, sinks, wanted, full=self._full)
 
     def count_replay(self, kept: int = 1, of: int = 1) -> bool:
         """Count the tokens that a replay of the CUDA graph has appended.
@@ -820,7 +823,7 @@ class AttentionLayer(Transactional):
         """
         if not 1 <= kept <= of:
             raise ValueError(f"kept: got {kept}, allowed is 1 to {of}; truncate() removes all")
-        due = self._captured.count(kept, of)
+        due = self._captured.count(kept, of, full=self._full)
         if due:
             self._update_replayed(kept)
         return due

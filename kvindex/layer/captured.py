@@ -17,6 +17,7 @@ from torch import Tensor
 from kvindex.core.capability import capability, required
 from kvindex.core.protocol import (
     Attended,
+    CapturesAll,
     CapturesStep,
     CapturesTokens,
     ErrorLimit,
@@ -95,7 +96,26 @@ class CapturedSteps(Restorable):
         deferred = self._updates.deferred
         return "tokens must move into the index before the next token" if deferred else None
 
-    def prepare(self, situation: object, wanted: Wanted, tokens: int = 1) -> object | None:
+    def full_refusal(self) -> str | None:
+        """Return why a graph cannot capture the next step with full attention, or None if it
+        can.
+        """
+        index, length = self._contents.index, len(self._contents)
+        name = type(index).__name__
+        if capability(index, ObservesQueries) is not None:
+            return f"index: got {name}, which reads the queries of every token on the host"
+        if not self._updates.prompt_ended or not len(index):
+            return f"tokens: got {length}, allowed are some in the index, after a decode step"
+        if capability(index, CapturesAll) is None:
+            return f"index: got {name}, whose steps with full attention no CUDA graph can capture"
+        if self._contents.window.valid is not None:
+            return "valid: got padding, allowed is none for full attention in a CUDA graph"
+        deferred = self._updates.deferred
+        return "tokens must move into the index before the next token" if deferred else None
+
+    def prepare(
+        self, situation: object, wanted: Wanted, tokens: int = 1, *, full: bool = False
+    ) -> object | None:
         """Prepare a capture or a replay: write all data to the addresses that the CUDA graph reads.
 
         Args:
@@ -103,6 +123,7 @@ class CapturedSteps(Restorable):
                 `prepare_next` checks whether the value is still the same.
             wanted: How many rows to retrieve per KV head.
             tokens: Number of tokens of the decode step.
+            full: Whether the tokens attend to all tokens instead of searching.
 
         Returns:
             An object that identifies the graph. A graph that was captured earlier may be replayed
@@ -110,7 +131,11 @@ class CapturedSteps(Restorable):
         """
         index, resident = self._capturing(tokens)
         self._due_at = self._updates.due_from()
-        if tokens > 1:
+        if full:
+            skip = len(resident) - len(self._contents.window)
+            entire = required(index, CapturesAll)
+            again = partial(entire.prepare_all, resident, tokens=tokens, skip=skip)
+        elif tokens > 1:
             several, k = required(index, CapturesTokens), rows_to_ask(index, wanted.k)
             again = partial(several.prepare_tokens, resident, k=k, tokens=tokens)
         else:
@@ -142,7 +167,15 @@ class CapturedSteps(Restorable):
         k, variance = rows_to_ask(self._contents.index, wanted.k), wanted.variance
         return dict(k=k) if variance is None else dict(k=k, limit=ErrorLimit(variance, lse))
 
-    def step(self, queries: Tensor, token: Rows, sinks: Tensor | None, wanted: Wanted) -> Tensor:
+    def step(
+        self,
+        queries: Tensor,
+        token: Rows,
+        sinks: Tensor | None,
+        wanted: Wanted,
+        *,
+        full: bool = False,
+    ) -> Tensor:
         """Launch the kernels of a decode step, so that a graph captures them.
 
         Args:
@@ -151,14 +184,15 @@ class CapturedSteps(Restorable):
                 tokens.
             sinks: Logits of learned sinks `[B, H, 1]` or `[1, H, T]`, or None.
             wanted: How many rows to retrieve per KV head, as for `prepare`.
+            full: Whether the tokens attend to all tokens, as for `prepare`.
 
         Returns:
             Attention outputs `[B, H, 1, Dv]` or `[1, H, T, Dv]`.
         """
         index, resident = self._capturing(queries.shape[2])
-        if queries.shape[2] > 1:
+        if full or queries.shape[2] > 1:
             parts = queries, token.keys, token.values
-            return self._several(index, resident, parts, sinks)
+            return self._several(index, resident, parts, sinks, full=full)
         sinks = None if sinks is None else sinks[..., 0]
         how = self._asked(wanted, sinks)
         step = required(index, CapturesStep).captured_step
@@ -172,6 +206,8 @@ class CapturedSteps(Restorable):
         resident: ResidentRows,
         parts: Sequence[Tensor],
         sinks: Tensor | None,
+        *,
+        full: bool,
     ) -> Tensor:
         """Launch the kernels of a decode step of several tokens of one sequence.
 
@@ -179,18 +215,24 @@ class CapturedSteps(Restorable):
         """
         # each token is a sequence of a batch for the kernels
         queries, keys, values = (one.transpose(0, 2) for one in parts)
-        step = required(index, CapturesTokens).captured_tokens
+        if full:
+            step = required(index, CapturesAll).captured_all
+        else:
+            step = required(index, CapturesTokens).captured_tokens
         attended = step(queries[:, :, 0], Rows(keys, values), resident)
-        self._tally.watch(attended.found, tokens=len(queries))
+        if not full:
+            self._tally.watch(attended.found, tokens=len(queries))
         output = output_of(attended, None if sinks is None else sinks[0].T)
         return output.transpose(0, 1)[None]
 
-    def count(self, kept: int = 1, of: int = 1) -> bool:
+    def count(self, kept: int = 1, of: int = 1, *, full: bool = False) -> bool:
         """Count the tokens that a replay of the graph has appended.
 
         Args:
             kept: Number of tokens that stay. The others are removed.
             of: Number of tokens that the replay has appended.
+            full: Whether they have attended to all tokens. The rows that they have read are then
+                not counted, as in other steps with full attention.
 
         Returns:
             True if old tokens must move from the window into the index now.
@@ -201,7 +243,8 @@ class CapturedSteps(Restorable):
         # rows are also read for tokens that are then removed, each time one more than before
         sums = [of * (old + 1) + of * (of - 1) // 2 for old in (len(resident) - kept, before)]
         sizes = sums[0], resident.masked, sums[1], window.padded
-        self._tally.count(Counts(None, *sizes, self._row_bytes, steps=of))
+        if not full:
+            self._tally.count(Counts(None, *sizes, self._row_bytes, steps=of))
         return before + kept >= self._due_at and self._updates.is_due(kept)
 
     def forget(self) -> None:

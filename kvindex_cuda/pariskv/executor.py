@@ -20,7 +20,7 @@ from kvindex.core.protocol.results import MOST_FOUND
 from kvindex.core.resident import ResidentRows
 from kvindex.pariskv import row_budget
 from kvindex.pariskv.config import ParisKVConfig
-from kvindex.storage.store import AddressedRows, CenteredRows, PlacedRows
+from kvindex.storage.store import AddressedRows, AttendsToAllRows, CenteredRows, PlacedRows
 from kvindex_cuda.memory.code_blocks import CodeBlocks
 from kvindex_cuda.memory.layout import BLOCK
 from kvindex_cuda.memory.row_cache import RowCache
@@ -30,6 +30,7 @@ from kvindex_cuda.pariskv.append.stage_token import load_stage_token, stage_toke
 from kvindex_cuda.pariskv.append.update_state import update_state
 from kvindex_cuda.pariskv.device_state import State, opened, put, put_tiers, put_valid
 from kvindex_cuda.pariskv.dispatch import STEPS, kind_of, layout_of, room_of, unreadable
+from kvindex_cuda.pariskv.steps.all_rows import AllRows
 from kvindex_cuda.pariskv.steps.graph import Replay, Replays
 from kvindex_cuda.pariskv.steps.hits import ordered_hits
 from kvindex_cuda.pariskv.steps.ragged_batch import BatchRow, ParisKVBatch
@@ -130,6 +131,7 @@ class ParisKVExecutor(AppendedCodes):
         self._limit: tuple[Tensor, int] | None = None  # the limit in `_variances`, and its version
         self._version, self._text = object(), object()  # see `BatchRow`
         self._several: dict[int, SeveralTokens] = {}  # number of tokens -> their decode steps
+        self._all: dict[int, AllRows] = {}  # the same for steps that attend to all rows
 
     def update(self, contents: Contents) -> ParisKVExecutor:
         """Adapt to a change of the index's tokens or batch size. Return the executor for the
@@ -336,6 +338,30 @@ class ParisKVExecutor(AppendedCodes):
         if several is None:
             raise RuntimeError("graph: call prepare_tokens() before captured_tokens()")
         return several.step(queries, tokens, resident)
+
+    @property
+    def captures_all(self) -> bool:
+        """True if a caller can capture decode steps of several tokens that attend to all rows."""
+        store = self._store
+        reads = isinstance(store, AttendsToAllRows) and store.most_tokens > 0
+        return self.captures_tokens and self.attends and reads
+
+    def prepare_all(self, resident: ResidentRows, tokens: int, skip: int) -> object:
+        """Prepare the capture or the replay of a decode step of several tokens that attend to all
+        rows (`CapturesAll.prepare_all`)."""
+        rows = self._rows
+        assert rows is not None
+        rows.wait()
+        if tokens not in self._all:
+            self._all[tokens] = AllRows(self._geometry, tokens)
+        return self._all[tokens].prepare(rows, self._opened_state().length, resident, skip)
+
+    def captured_all(self, queries: Tensor, tokens: Rows, resident: ResidentRows) -> Attended:
+        """Run a decode step of several tokens that attend to all rows, and that a caller's CUDA
+        graph may capture. The arguments are those of `captured_tokens`."""
+        if len(queries) not in self._all:
+            raise RuntimeError("graph: call prepare_all() before captured_all()")
+        return self._all[len(queries)].step(queries, tokens, resident)
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
         """Attend to the rows of `hits` and to the resident rows (sink and local window)."""

@@ -11,6 +11,7 @@ from kvindex.core.protocol import (
     AppendsAsync,
     Attends,
     AttendsToAll,
+    CapturesAll,
     CapturesStep,
     CapturesTokens,
     ChecksTokens,
@@ -53,7 +54,7 @@ ONLY_ITS_OWN = {
 NOT_PASSED_ON = {
     # a fused step of the inner index would bypass the wrapper's search
     *((name, step) for name in CLASSES for step in (DecodesStep, ChecksTokens, CapturesStep)),
-    *((name, step) for name in CLASSES for step in (CapturesTokens, AttendsToAll)),
+    *((name, step) for name in CLASSES for step in (CapturesTokens, CapturesAll, AttendsToAll)),
     *((name, step) for name in CLASSES for step in (LimitsSteps, JoinsBatch, SearchesShard)),
     # these have a search of their own, without a limit of the error
     *((name, LimitsError) for name in ("reuse", "sample", "sharded", "vattention")),
@@ -95,6 +96,12 @@ class Able(Exact):
         pass
 
     def captured_tokens(self):
+        pass
+
+    def prepare_all(self):
+        pass
+
+    def captured_all(self):
         pass
 
     def new_batch(self):

@@ -11,15 +11,13 @@ from torch import Tensor
 from kvindex.core.graphs import GRAPHS, Graph
 from kvindex_adapters.decoder.sampling import Sampler
 from kvindex_adapters.decoder.session import Session
-from kvindex_adapters.llama.fused import BATCH
 
 SIZES = 2, 4, 8, 16
-"""Numbers of tokens of the graphs for drafts of varying length. A shorter step is filled up. The
-last one is the largest number that kernels for matrix products support (`llama.fused.BATCH`)."""
+"""Numbers of tokens of the graphs for drafts of varying length. A shorter step is filled up."""
 
 
-def refusal(session: Session, tokens: int) -> str | None:
-    """Return why no CUDA graph runs steps of `tokens` tokens in this session, or None.
+def refusal(session: Session) -> str | None:
+    """Return why no CUDA graph runs steps of several tokens in this session, or None.
 
     The reasons of its layers are those of `Session.capture_refusal`.
     """
@@ -28,11 +26,6 @@ def refusal(session: Session, tokens: int) -> str | None:
         return f"device: got {device}"
     if session.ranks is not None:
         return "ranks: got several processes, allowed is one"
-    if session.fused is not None and tokens > BATCH:
-        return (
-            f"speculative_tokens: got {tokens - 1}, allowed in a graph with Triton kernels is up "
-            f"to {BATCH - 1}"
-        )
     return None
 
 
@@ -80,22 +73,28 @@ class DraftGraphs:
         size: Number of tokens of every step, at most; None if it varies. Steps that `refusal`
             refuses run without a graph.
         graphs: Whether decode steps may be captured in CUDA graphs.
+        full: Whether the tokens of a step attend to all tokens instead of searching.
     """
 
     def __init__(
-        self, session: Session, sampler: Sampler, size: int | None, *, graphs: bool = True
+        self,
+        session: Session,
+        sampler: Sampler,
+        size: int | None,
+        *,
+        graphs: bool = True,
+        full: bool = False,
     ) -> None:
-        self._session, self._sampler = session, sampler
-        self._serves = graphs and len(session.token) == 1
-        sizes = SIZES if size is None else (size,)
-        self._sizes = [one for one in sizes if refusal(session, one) is None]
+        self._session, self._sampler, self._full = session, sampler, full
+        self._serves = graphs and len(session.token) == 1 and refusal(session) is None
+        self._sizes = SIZES if size is None else (size,)
         self._steps: dict[int, _Step] = {}
 
     def score(self, inputs: Tensor) -> Scores | None:
         """Append tokens to the session, and compute the logits after each of them.
 
-        Call `session.count_replay` next, with the number of tokens that stay. If an exception is
-        raised in between, call `session.undo_replay`.
+        Call `count` next, with the number of tokens that stay. If an exception is raised in
+        between, call `session.undo_replay`.
 
         Args:
             inputs: Int64 `[1, n]`.
@@ -103,6 +102,15 @@ class DraftGraphs:
         Returns:
             The logits, or None if no graph can run this step. The session is then unchanged.
         """
+        with self._session.fully(self._full):
+            return self._score(inputs)
+
+    def count(self, kept: int, scores: Scores) -> None:
+        """Keep the first `kept` tokens of the last step, whose results are `scores`."""
+        with self._session.fully(self._full):
+            self._session.count_replay(kept, scores.count)
+
+    def _score(self, inputs: Tensor) -> Scores | None:
         n = inputs.shape[1]
         size = next((size for size in self._sizes if size >= n), None)
         if not self._serves or size is None:
@@ -125,7 +133,8 @@ class DraftGraphs:
             step.graph.replay()
         else:
             return None
-        self._session.prepare_ahead(size)  # while the device computes
+        if not self._full:  # otherwise the index writes drafts next
+            self._session.prepare_ahead(size)  # while the device computes
         assert step.logits is not None
         chosen = None if step.chosen is None else step.chosen.tolist()
         return Scores(step.logits, chosen, size)

@@ -120,7 +120,8 @@ class Run:
         if self.known is not None:
             known[0] = [*self.known.tolist(), *known[0]]
         ids = [[*row, one] for row, one in zip(known, first.tolist(), strict=True)]
-        drafts = DraftGraphs(self.session, sampler, self._draft_size, graphs=self.graphs)
+        kind: Any = dict(graphs=self.graphs, full=speculation.full)
+        drafts = DraftGraphs(self.session, sampler, self._draft_size, **kind)
         how: Any = dict(step=graph.step, draft=partial(graph.step, drafts=True))
         how |= dict(read=read, graphs=drafts)
         speculator = Speculator(self.session, sampler, speculation, ids, **how)
@@ -154,12 +155,11 @@ class Run:
 
     def _explained_drafts(self) -> str:
         """Say how steps of several tokens run."""
-        if self.speculation is None or self.speculation.full:
-            return "full attention verifies op by op"
         if not self.graphs:
             return "steps of several tokens run op by op (graphs: got False)"
         tokens = 2 if (size := self._draft_size) is None else size
-        why = refusal(self.session, tokens) or self.session.capture_refusal(tokens)
+        with self.session.fully(self.verifies_fully):
+            why = refusal(self.session) or self.session.capture_refusal(tokens)
         if why is not None:
             return f"steps of several tokens run op by op ({why})"
         return "a step of several tokens is one graph"

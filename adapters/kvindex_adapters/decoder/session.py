@@ -30,7 +30,7 @@ from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.decoder.dense import DenseAttention
 from kvindex_adapters.decoder.prefill import read_by_layer
 from kvindex_adapters.hf.cache.report import Report, sum_up
-from kvindex_adapters.llama.fused import Fused, refusal
+from kvindex_adapters.llama.fused import BATCH, Fused, refusal
 from kvindex_adapters.llama.heads import HeadRanks
 from kvindex_adapters.llama.weights import Weights
 
@@ -187,7 +187,7 @@ class Session:
         Returns:
             Logits `[B, V]` for the token after the prompt.
         """
-        with self.exclusive(), self._fully(full):
+        with self.exclusive(), self.fully(full):
             return self._read_prompt(ids, chunk, room, report)
 
     def _read_prompt(self, ids: Tensor, chunk: int, room: int, report: Progress | None) -> Tensor:
@@ -239,7 +239,7 @@ class Session:
         Returns:
             Logits `[B, V]` for the token that follows `tokens`.
         """
-        with self.exclusive(), self._fully(full):
+        with self.exclusive(), self.fully(full):
             self.token.copy_(tokens[:, None])
             logits = self._read(self.token)
             self._observe(tokens[:, None])
@@ -287,7 +287,7 @@ class Session:
         positions = self._position + torch.arange(T, device=ids.device)
         given = self._weights, ids, positions, self._attentions, self._config.head_dim
         self.forget_prepared()
-        with self._fully(full):
+        with self.fully(full):
             logits = layers.forward(*given, every=True)
         self._position += T
         self.length += T
@@ -335,8 +335,11 @@ class Session:
         check_verifiable(self._indexed())
 
     @contextmanager
-    def _fully(self, full: bool) -> Iterator[None]:
-        """Context manager in which decoded tokens attend to all tokens, if `full` is True."""
+    def fully(self, full: bool = True) -> Iterator[None]:
+        """Context manager in which decoded tokens attend to all tokens, if `full` is True.
+
+        Layers without an index always do.
+        """
         with ExitStack() as stack:
             for layer in self._indexed() if full else ():
                 stack.enter_context(layer.attending_fully())
@@ -442,7 +445,7 @@ class Session:
         """
         T, D = ids.shape[1], self._config.head_dim
         positions = self._position + torch.arange(T, device=ids.device)
-        if self.fused is not None:
+        if self.fused is not None and T <= BATCH:
             together = [CapturedTogether(layer) for layer in self._attentions]
             logits = self.fused.forward(ids.mT.contiguous(), positions.mT.contiguous(), together, D)
         else:

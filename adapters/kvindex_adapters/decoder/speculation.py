@@ -5,8 +5,7 @@ logits after each of them. Drafts are accepted up to the first that the verifier
 yields the accepted tokens and one more, which the verifier's logits give. Rejected tokens are
 removed from the session.
 
-Verification by an index runs as a CUDA graph where possible (`draft_graphs`), and verification by
-full attention op by op.
+Verification runs as a CUDA graph where possible (`draft_graphs`).
 """
 
 from __future__ import annotations
@@ -173,7 +172,7 @@ class Speculator:
                 kept += token == draft
                 if token != draft or token in stops:
                     break
-            session.count_replay(len(made), scores.count)
+            graphs.count(len(made), scores)
         except BaseException:
             session.undo_replay(before)
             session.token.copy_(first)
@@ -246,7 +245,36 @@ class Speculator:
         """
         session, start, count = self._session, self._session.length, drafts.shape[1]
         inputs = torch.cat([session.token, drafts], dim=1)
-        logits = session.score(inputs, full=full)
+        graphs = self._graphs if full else None
+        try:
+            scores = None if graphs is None else graphs.score(inputs)
+            if graphs is None or scores is None:
+                logits = session.score(inputs, full=full)
+                made, kept = self._judged(logits, count, judge, running, stops)
+                session.keep(start + len(made))
+            else:
+                made, kept = self._judged(scores.logits[None], count, judge, running, stops)
+                graphs.count(len(made), scores)
+        except BaseException:
+            if graphs is not None:
+                session.undo_replay(start)
+            raise
+        session.observe(inputs[:, : len(made)])
+        session.token.copy_(made[-1][:, None])
+        return made, kept
+
+    def _judged(
+        self,
+        logits: Tensor,
+        count: int,
+        judge: Judge,
+        running: Collection[int],
+        stops: Collection[int],
+    ) -> tuple[list[Tensor], int]:
+        """Choose tokens from logits `[B, T, V]` up to the first rejected draft, of `count` drafts.
+
+        Returns the tokens, and how many of them all running sequences had drafted.
+        """
         made, kept, open_rows = list[Tensor](), 0, set(running)
         for place in range(count + 1):
             token, accepted = judge(place, logits[:, place])
@@ -257,9 +285,6 @@ class Speculator:
             open_rows -= {row for row in open_rows if seen[row] in stops}
             if not open_rows or not agrees:
                 break
-        session.keep(start + len(made))
-        session.observe(inputs[:, : len(made)])
-        session.token.copy_(made[-1][:, None])
         return made, kept
 
 

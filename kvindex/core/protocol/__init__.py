@@ -47,6 +47,7 @@ from kvindex.core.protocol.capabilities import (
 from kvindex.core.protocol.steps import (
     Attends,
     AttendsToAll,
+    CapturesAll,
     CapturesStep,
     CapturesTokens,
     ChecksTokens,
@@ -91,6 +92,7 @@ __all__ = [
     "DecodesStep",
     "CapturesStep",
     "CapturesTokens",
+    "CapturesAll",
     "ChecksTokens",
     "IndexBatch",
     "JoinsBatch",

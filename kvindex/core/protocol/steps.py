@@ -205,6 +205,39 @@ class CapturesTokens(Protocol):
 
 
 @runtime_checkable
+class CapturesAll(Protocol):
+    """An index with one sequence, for which a CUDA graph can capture decode steps of several tokens
+    that attend to all tokens, to verify drafted tokens. See `CapturesTokens`.
+    """
+
+    def prepare_all(self, resident: ResidentRows, *, tokens: int, skip: int) -> object:
+        """Prepare a capture or a replay of a decode step of `tokens` tokens on the current stream.
+
+        Args:
+            resident: The rows of sink and window. No row is masked.
+            tokens: Number of tokens of the step, at least 1.
+            skip: Number of rows at the beginning of `resident` that are also in the index.
+
+        Returns:
+            An object that stands for the memory addresses that the decode step reads. As long as
+            this method returns the same object, a graph that was captured earlier may be replayed.
+
+        Raises:
+            ValueError: A number is out of range, or the index has several sequences.
+        """
+        ...
+
+    def captured_all(self, queries: Tensor, tokens: Rows, resident: ResidentRows) -> Attended:
+        """Run a decode step that the caller can capture in a CUDA graph.
+
+        The arguments and the result are those of `CapturesTokens.captured_tokens`. Each token
+        attends to all rows of the index, to those of `resident` after the first `skip`, and to the
+        new tokens up to its own. `found` is 0, because no search was run.
+        """
+        ...
+
+
+@runtime_checkable
 class LimitsSteps(Protocol):
     """An index whose decode steps can choose the number of rows by their expected error.
 

@@ -23,6 +23,7 @@ from kvindex_cuda.pariskv.executor import ParisKVExecutor
 from kvindex_cuda.pariskv.steps import workspace
 from tests.adapters.decoder.families import ids_of, model_of
 from tests.adapters.hf.generation.test_generation import Words
+from tests.cuda.pages import reads_pages  # noqa: F401
 from tests.support.fused import on_a_cpu
 from tests.support.helpers import mostly_slow, slow
 
@@ -112,15 +113,67 @@ def test_steps_without_a_draft_are_replays(device, graphs, monkeypatch, verify):
         assert torch.equal(got.answer_ids, full.answer_ids)
 
 
-def test_drafts_of_the_index_are_replays_and_full_attention_verifies_them(device, graphs):
+@pytest.mark.usefixtures("reads_pages")
+@pytest.mark.parametrize("tokens", [4, slow("auto")])
+def test_drafts_of_the_index_and_their_verification_are_replays(device, graphs, tokens):
     decoder, prompt = decoder_of(device, layers=2), ids_of(60)
-    plain = given(device, 24, regions=dict(update_every=40))
-    full = decoder.generate(prompt, index=None, max_new_tokens=24, graphs=False)
-    with recorded_calls(Session, "draft") as drafted:
-        got = decoder.generate(prompt, speculative_tokens=4, verify="full", **plain)
+    plain = given(device, 44, regions=dict(update_every=20))
+    full = decoder.generate(prompt, index=None, max_new_tokens=44, graphs=False)
+    with (
+        recorded_calls(Session, "draft") as drafted,
+        recorded_calls(Session, "score") as scored,
+        recorded_calls(Session, "captured_score") as captured,
+    ):
+        got = decoder.generate(prompt, speculative_tokens=tokens, verify="full", **plain)
     assert torch.equal(got.answer_ids, full.answer_ids)
+    rounds = got.acceptance.rounds
     assert len(drafted) < got.acceptance.drafted / 2  # the others are replays
-    assert graphs.replays > got.acceptance.drafted / 2
+    assert len(scored) <= 2  # before the first decode step
+    assert len(captured) < rounds / 2  # the others are replays
+    assert graphs.replays > rounds + got.acceptance.drafted / 2
+
+
+@pytest.mark.usefixtures("reads_pages")
+def test_sampled_answers_that_full_attention_verifies(device, graphs):
+    decoder, prompt = decoder_of(device, layers=2), ids_of(60)
+    plain = given(device, 24, regions=dict(update_every=20)) | dict(sampling=Sampling(0.8, seed=3))
+    mine, theirs = (
+        decoder.generate(prompt, speculative_tokens=3, verify="full", graphs=on, **plain)
+        for on in (True, False)
+    )
+    assert torch.equal(mine.answer_ids, theirs.answer_ids)
+    assert mine.acceptance == theirs.acceptance
+    assert graphs.replays >= mine.acceptance.rounds - 3
+
+
+@pytest.mark.usefixtures("reads_pages")
+@pytest.mark.parametrize("calls", [1, 3, 9])
+def test_an_interrupted_verification_leaves_the_last_verified_token(
+    device, graphs, monkeypatch, calls
+):
+    decoder, prompt = decoder_of(device, layers=2), ids_of(60)
+    plain = given(device, 24, regions=dict(update_every=20))
+    want = decoder.generate(prompt, index=None, max_new_tokens=24, graphs=False).answer_ids
+    count, left = Session.count_replay, [calls]
+
+    def interrupted(self, kept=1, of=1):
+        if of > 1:
+            left[0] -= 1
+            if not left[0]:
+                count(self, kept, of)
+                raise KeyboardInterrupt
+        count(self, kept, of)
+
+    monkeypatch.setattr(Session, "count_replay", interrupted)
+    run = decoder.start(prompt, speculative_tokens=3, verify="full", **plain)
+    got = []
+    with pytest.raises(KeyboardInterrupt):
+        got.extend(int(token) for token in run.tokens())
+    assert got == want[: len(got)].tolist()
+    session = run.session
+    assert session.length == 60 + len(got) - 1
+    logits = [session.step(want[place : place + 1], full=True) for place in range(len(got) - 1, 20)]
+    assert [int(one.argmax()) for one in logits] == want[len(got) : 21].tolist()
 
 
 DRAFTS = {"first wrong": 0, "some right": 2, "all right": 3}
@@ -151,6 +204,7 @@ def test_drafts_in_a_graph_give_the_tokens_of_single_steps(
     assert got.acceptance.accepted >= right * (got.acceptance.rounds - 1)
 
 
+@pytest.mark.usefixtures("reads_pages")
 def test_a_run_says_how_steps_of_several_tokens_run(device, graphs):
     decoder, plain = decoder_of(device), given(device, 8)
     said = {}
@@ -162,7 +216,7 @@ def test_a_run_says_how_steps_of_several_tokens_run(device, graphs):
         list(run.tokens())
         said[name] = run.explain().rpartition("\n")[2]
     assert said["few"].endswith("; a step of several tokens is one graph")
-    assert said["full"].endswith("; full attention verifies op by op")
+    assert said["full"].endswith("; a step of several tokens is one graph")
     dense = decoder.start(ids_of(60), index=None, max_new_tokens=4, speculative_tokens=3)
     list(dense.tokens())
     assert "(layer 0: layer: got full attention, which runs a step of 4" in dense.explain()
@@ -287,7 +341,7 @@ def test_a_fork_and_a_saved_folder_during_an_answer(device, graphs, monkeypatch,
 
 
 @pytest.mark.parametrize("tokens", [15, 16])
-def test_steps_with_more_tokens_than_the_kernels_take_run_op_by_op(
+def test_steps_with_more_tokens_than_the_kernels_take_use_products_of_torch(
     device, graphs, monkeypatch, tokens
 ):
     if device == "cpu":
@@ -297,14 +351,17 @@ def test_steps_with_more_tokens_than_the_kernels_take_run_op_by_op(
     plain = given(device, 70, regions=dict(update_every=40)) | ALL_ROWS
     want = decoder.generate(prompt, graphs=False, **plain).answer_ids.tolist()
     drafted(monkeypatch, (60, want))
-    captured, score = [], Session.captured_score
-    monkeypatch.setattr(
-        Session, "captured_score", lambda *given: captured.append(1) or score(*given)
-    )
+    batches, forward = [], Fused.forward
+
+    def counted(self, ids, *given):
+        batches.append(len(ids))
+        return forward(self, ids, *given)
+
+    monkeypatch.setattr(Fused, "forward", counted)
     run = decoder.start(prompt, speculative_tokens=tokens, **plain)
     assert [int(token) for token in run.tokens()] == want
-    why = "op by op (speculative_tokens: got 16, allowed in a graph with Triton kernels is up to 15"
-    assert (why in run.explain()) == (tokens > 15) == (not captured)
+    assert "a step of several tokens is one graph" in run.explain()
+    assert (max(batches) == 16) == (tokens == 15)
 
 
 @pytest.mark.slow

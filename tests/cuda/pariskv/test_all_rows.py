@@ -1,0 +1,124 @@
+"""Steps of several tokens with full attention in a caller's graph.
+
+On a CPU, the graph is recorded work (`graphs.py`), and torch attends to the pages (`pages.py`).
+"""
+
+import pytest
+import torch
+
+from kvindex.core.graphs import GRAPHS
+from kvindex.core.protocol import AttendsToAll, CapturesAll
+from tests.cuda.pages import reads_pages  # noqa: F401
+from tests.cuda.pariskv.test_captured_step import graphs  # noqa: F401
+from tests.cuda.pariskv.test_several_tokens import CASE, PROMPT, Several, near
+from tests.support.helpers import Case, slow
+
+pytestmark = pytest.mark.usefixtures("reads_pages")
+
+
+class Full(Several):
+    """A layer whose steps with full attention go through a graph."""
+
+    def replay(self, count, kept=None):
+        """Return the output of a step of `count` tokens, of which `kept` stay, and the attention of
+        these tokens in float64."""
+        start, kept = self.length, count if kept is None else kept
+        parts = self.parts(count)
+        self.length += kept - count
+        with self.layer.attending_fully():
+            reads = self.layer.prepare_next(count) or self.layer.prepare_replay(count)
+            assert reads is not None, self.layer.capture_refusal(count)
+            if reads is not self._reads:
+                self._parts = [one.clone() for one in parts]
+                where = torch.device(self.device)
+                self._graph = GRAPHS[where.type](where, self._capture)
+                self._reads, self.captures = reads, self.captures + 1
+            for own, given in zip(self._parts, parts, strict=True):
+                own.copy_(given)
+            self._graph.replay()
+            mine = self._output.clone()
+            self.layer.count_replay(kept, count)
+        sinks = None if self.sinks is None else self.sinks.cpu().double()[None, :, None]
+        dense = self.sequence.dense(sinks=sinks)
+        return mine.cpu(), dense[:, :, start : start + count].float()
+
+
+def ready(device, **options):
+    layer = Full(device, **options)
+    layer.feed(PROMPT, 1)
+    return layer
+
+
+@pytest.mark.parametrize("count", [1, 4, slow(7)])
+def test_the_step_is_full_attention(device, count):
+    layer = ready(device)
+    before = layer.layer.traffic.steps
+    for _ in range(3):
+        near(*layer.replay(count))
+    assert layer.captures == 1
+    assert layer.layer.traffic.steps == before  # no step has searched
+    assert layer.layer.index.capability(AttendsToAll) is not None
+
+
+def test_rejected_tokens_leave_no_trace(device):
+    """Each number of accepted tokens, while tokens move into the index."""
+    layer, kept = ready(device), [1, 4, 2, 3, 1, 4, 4, 2]
+    for count in kept:
+        near(*layer.replay(4, count))
+    assert len(layer.layer) == layer.length == PROMPT + 1 + sum(kept)
+    assert len(layer.layer.index) > PROMPT
+    assert layer.captures == 1
+
+
+def test_steps_that_search_take_turns_with_it(device):
+    few = dict(update_every=80)  # no tokens move into an index meanwhile
+    layer, other = ready(device, **few), Several(device, **few)
+    other.feed(PROMPT, 1)
+    for _ in range(4):
+        near(*layer.replay(3, 2))
+        other.feed(1, 1)
+        mine, theirs = layer.layer, other.layer
+        assert layer.length == other.length
+        parts = other.parts(1)
+        near(mine.step(*parts), theirs.step(*parts))
+        layer.length += 1
+    assert layer.captures == 1
+
+
+def test_learned_sinks(device):
+    layer = ready(device, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]))
+    for kept in (4, 2):
+        near(*layer.replay(4, kept))
+
+
+def test_what_no_graph_can_capture_is_said(device):
+    layer = Full(device)
+    layer.feed(PROMPT)
+    with layer.layer.attending_fully():
+        assert "allowed are some in the index, after a decode step" in layer.layer.capture_refusal(
+            4
+        )
+        layer.feed(1)
+        assert layer.layer.capture_refusal(4) is None
+        several = Full(device, case=Case(q_heads=2, kv_heads=1, head_dim=64, value_dim=64, batch=2))
+        several.feed(PROMPT, 1)
+        assert several.layer.capture_refusal(4) is not None
+    with several.layer.attending_fully():
+        why = several.layer.capture_refusal(4)
+        assert "whose steps with full attention no CUDA graph can capture" in why
+        assert several.layer.prepare_replay(4) is None
+    index = several.layer.index
+    with pytest.raises(ValueError, match="captured_all: got an index with backend="):
+        index.prepare_all(several.layer._window.resident(len(index)), tokens=2, skip=0)
+
+
+def test_it_must_be_prepared(device):
+    layer = ready(device)
+    index, resident = layer.layer.index, layer.layer._window.resident(len(layer.layer.index), 9)
+    assert index.capability(CapturesAll) is index
+    queries = torch.zeros(2, CASE.q_heads, CASE.head_dim, device=device)
+    with pytest.raises(RuntimeError, match="call prepare_all"):
+        index.captured_all(queries, None, resident)
+    for numbers, name in ((dict(tokens=0, skip=0), "tokens"), (dict(tokens=2, skip=-1), "skip")):
+        with pytest.raises(ValueError, match=f"^{name}: got"):
+            index.prepare_all(resident, **numbers)
