@@ -83,6 +83,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "prefill_decoder": prompts.prefill,
     "prefill_summary": prompts.summary,
     "prompt_summary": prompts.sentence,
+    "block_sparse": prompts.block_sparse,
     "selectors": prompts.selectors,
     "selectors_all": prompts.all_selectors,
     "transformers_tokens": tokens.through,

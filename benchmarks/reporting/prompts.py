@@ -101,6 +101,72 @@ def sentence(result: Result) -> str:
     )
 
 
+def block_sparse(result: Result) -> str:
+    """Make the table of kernels that compute attention to chosen blocks of keys."""
+    cells = result["cells"]
+    release = result["versions"]["flashinfer-python"]
+    names = [name for name in KERNELS if any(name in cell["kernels"] for cell in cells)]
+    rows = []
+    for name in names:
+        each = [_kernel(cell["kernels"].get(name)) for cell in cells]
+        preparing = f"{cells[0]['kernels'][name]['prepare_ms']:.2f}" if name in OTHERS else ""
+        rows.append((KERNELS[name].format(release), *each, preparing))
+    head = [f"{cell['fraction']:.0%} of the blocks: ms, TFLOP/s" for cell in cells]
+    about = (
+        f"The table shows how long attention of {result['queries']:,} queries to "
+        f"{result['tokens']:,} keys takes in {result['dtype']}, with {result['heads']} query "
+        f"heads, {result['kv_heads']} KV heads and head dimension {result['head_dim']}. Each block "
+        "of 128 queries of each query head reads its own random blocks of 128 keys, and its own "
+        "block. Full attention reads all blocks. All outputs were first compared with the "
+        "reference implementation in float32. Kernels took turns. Times are medians, with "
+        "quartiles in parentheses. *Preparing* is the time to convert a tensor of booleans into "
+        "what the kernel needs, which a model must do in each layer and chunk. In kvindex's times, "
+        "this is included."
+    )
+    page = f"{about}\n\n{table(('kernel', *head, 'preparing, ms'), rows)}"
+    compared = [_rate(cell) for cell in cells if {"full", "kvindex"} <= cell["kernels"].keys()]
+    if compared:
+        page += (
+            f"\n\nCompared with full attention, kvindex's kernel takes {', and '.join(compared)}."
+        )
+    skipped = {name: why for cell in cells for name, why in cell["skipped"].items()}
+    for name, why in skipped.items():
+        page += f"\n\nNot measured: {KERNELS[name].format(release)} ({why})."
+    return f"{page}\n\n{_machines([result])}"
+
+
+KERNELS = {
+    "full": "full attention with cuDNN",
+    "kvindex": "kvindex, in Triton",
+    "flex": "FlexAttention of torch, compiled",
+    "flashinfer-fa2": "FlashInfer {}, `BlockSparseAttentionWrapper`, FA2",
+    "flashinfer-fa3": "FlashInfer {}, `BlockSparseAttentionWrapper`, FA3",
+    "flashinfer-variable-fa2": "FlashInfer {}, `VariableBlockSparseAttentionWrapper`, FA2",
+    "flashinfer-variable-fa3": "FlashInfer {}, `VariableBlockSparseAttentionWrapper`, FA3",
+}
+"""Name of a kernel of `benchmarks/block_sparse.py` -> its name in the table."""
+
+OTHERS = [*KERNELS][2:]
+"""Kernels that are prepared for a choice of blocks before they are called."""
+
+
+def _kernel(found: Result | None) -> str:
+    """Format the time and the rate of a kernel; empty if not measured."""
+    if found is None or "ms" not in found:
+        return ""
+    times = f"{found['ms']:.2f} ({found['ms_low']:.2f} to {found['ms_high']:.2f})"
+    return f"{times}, {found['tflops']:.0f}"
+
+
+def _rate(cell: Result) -> str:
+    """Compare the time and the rate of kvindex's kernel with full attention."""
+    mine, full = cell["kernels"]["kvindex"], cell["kernels"]["full"]
+    return (
+        f"{mine['ms'] / full['ms']:.2f} of the time with {cell['fraction']:.0%} of the blocks "
+        f"({mine['tflops'] / full['tflops']:.2f} of the rate)"
+    )
+
+
 def selectors(result: Result) -> str:
     """Make the table for users of what sparse attention changes: the longest texts, and the
     selectors that `prefill_selector` offers."""

@@ -132,3 +132,28 @@ def test_selectors_that_kvindex_lacks_are_left_out():
     assert "| `oracle:mass=0.9` | 25% to 40% | 0.012 (50%) | 0.012 (50%) |" in users
     assert "queries=16" not in users
     assert "pooled" not in users  # measured with a shorter text only
+
+
+def test_kernels_for_chosen_blocks_are_compared():
+    def cell(fraction, **kernels):
+        found = {
+            name: dict(ms=ms, ms_low=ms - 0.1, ms_high=ms + 0.1, tflops=rate, prepare_ms=0.5)
+            for name, (ms, rate) in kernels.items()
+        }
+        return dict(fraction=fraction, kernels=found, skipped={"flashinfer-fa3": "no GPU"})
+
+    cells = [
+        cell(0.25, full=(14.0, 600.0), kvindex=(4.2, 450.0), flex=(5.5, 400.0)),
+        cell(0.1, kvindex=(2.1, 390.0)),
+    ]
+    result = dict(cells=cells, heads=32, kv_heads=8, head_dim=128, tokens=131_072, queries=4096)
+    machine = dict(gpu="NVIDIA H200", torch="2", transformers="5")
+    result |= dict(dtype="bfloat16", machine=machine, versions={"flashinfer-python": "0.7"})
+    page = report.TABLES["block_sparse"](result)
+    assert "| kernel | 25% of the blocks: ms, TFLOP/s | 10% of the blocks: ms, TFLOP/s |" in page
+    assert "| kvindex, in Triton | 4.20 (4.10 to 4.30), 450 | 2.10 (2.00 to 2.20), 390 |  |" in page
+    line = "| FlexAttention of torch, compiled | 5.50 (5.40 to 5.60), 400 |  | 0.50 |"
+    assert line in page
+    assert "takes 0.30 of the time with 25% of the blocks (0.75 of the rate)." in page
+    text = "Not measured: FlashInfer 0.7, `BlockSparseAttentionWrapper`, FA3 (no GPU)."
+    assert text in page
