@@ -291,7 +291,7 @@ def prepared(
             got = KERNELS[name](chunk, chosen)()
             drained()
         except Exception as problem:  # a kernel of another package must not end the measurement
-            skipped[name] = f"{type(problem).__name__}: {problem}"[:500]
+            skipped[name] = " ".join(f"{type(problem).__name__}: {problem}".split())[:500]
             continue
         first_s = time.perf_counter() - start
         error = error_of(got, want[id(chosen)])

@@ -105,6 +105,7 @@ def block_sparse(result: Result) -> str:
     """Make the table of kernels that compute attention to chosen blocks of keys."""
     cells = result["cells"]
     release = result["versions"]["flashinfer-python"]
+    release = f" {release}" if release[0].isdigit() else ""
     names = [name for name in KERNELS if any(name in cell["kernels"] for cell in cells)]
     rows = []
     for name in names:
@@ -139,10 +140,10 @@ KERNELS = {
     "full": "full attention with cuDNN",
     "kvindex": "kvindex, in Triton",
     "flex": "FlexAttention of torch, compiled",
-    "flashinfer-fa2": "FlashInfer {}, `BlockSparseAttentionWrapper`, FA2",
-    "flashinfer-fa3": "FlashInfer {}, `BlockSparseAttentionWrapper`, FA3",
-    "flashinfer-variable-fa2": "FlashInfer {}, `VariableBlockSparseAttentionWrapper`, FA2",
-    "flashinfer-variable-fa3": "FlashInfer {}, `VariableBlockSparseAttentionWrapper`, FA3",
+    "flashinfer-fa2": "FlashInfer{}, `BlockSparseAttentionWrapper`, FA2",
+    "flashinfer-fa3": "FlashInfer{}, `BlockSparseAttentionWrapper`, FA3",
+    "flashinfer-variable-fa2": "FlashInfer{}, `VariableBlockSparseAttentionWrapper`, FA2",
+    "flashinfer-variable-fa3": "FlashInfer{}, `VariableBlockSparseAttentionWrapper`, FA3",
 }
 """Name of a kernel of `benchmarks/block_sparse.py` -> its name in the table."""
 

@@ -157,3 +157,5 @@ def test_kernels_for_chosen_blocks_are_compared():
     assert "takes 0.30 of the time with 25% of the blocks (0.75 of the rate)." in page
     text = "Not measured: FlashInfer 0.7, `BlockSparseAttentionWrapper`, FA3 (no GPU)."
     assert text in page
+    result["versions"] = {"flashinfer-python": "not installed"}
+    assert "Not measured: FlashInfer, `Block" in report.TABLES["block_sparse"](result)
