@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvindex.core import check
-from kvindex_adapters.llama.fused import Fused
+from kvindex_adapters.llama.fused import BATCH, Fused
 
 TOP_K = 50
 """Default of transformers for `top_k` when tokens are sampled."""
@@ -142,7 +142,8 @@ class Sampler:
     def choose(self, logits: Tensor) -> Tensor:
         """Choose the next token, int64 `[B]`, from logits `[B, V]`."""
         if not self.samples:
-            return self._most_likely(logits)
+            few = len(logits) <= BATCH  # as many as the kernel supports
+            return self._most_likely(logits) if few else logits.argmax(-1)
         return self.draw(self.probabilities(logits))
 
     @property
