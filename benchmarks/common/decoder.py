@@ -16,6 +16,9 @@ from benchmarks.common.shapes import SHAPES, bytes_read, weights_of
 from benchmarks.common.timing import Figures, check_floor, in_turns
 from kvindex_adapters.llama.fused import refusal
 
+VERIFIED = 3
+"""Number of timed rounds of a turn in which full attention verifies drafts."""
+
 MOST_ADAPTED = 14 * 8 + 2 * token.WARM
 """Number of tokens that `token.allow_errors` generates, and the tokens to warm up."""
 
@@ -30,6 +33,10 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     for drafts in given.drafts:
         fused = not given.torch_products
         token.check_drafts(shape, g, given.index, drafts, given.weights, fused=fused)
+    if given.verified and given.batch == 1:
+        most = max(drafts for drafts, _ in given.verified)
+        fused = not given.torch_products
+        token.check_verified(shape, g, given.index, most, fused=fused)
     rate = token.read_rate(g.device)
     weights = weights_of(shape, g, given.weights)
     read = bytes_read(weights)
@@ -48,7 +55,10 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     )
     room += MOST_ADAPTED if given.rows else 0
     room += sum(2 * (rounds + 1) * (given.turn * (n + 1) + token.REFILLED) for n in given.drafts)
-    room += sum(2 * (rounds + 1) * (given.turn + token.REFILLED + n) for n, _ in given.verified)
+    room += sum(
+        2 * (rounds + 1) * (token.REFILLED + (VERIFIED + token.CAPTURES) * kept + drafts)
+        for drafts, kept in given.verified
+    )
     sizes = given.context, shape.layers, room, given.batch
     layers = token.indexed(g, given.index, *sizes, k=automatic)
     through, errors, most = plan(layers), [0.0] * shape.layers, layers[0].k
@@ -95,7 +105,7 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
         use("cached")
         through.turn(token.REFILLED)
         hits.rate()
-        found = through.turn_verified(given.turn, drafts, kept)
+        found = through.turn_verified(VERIFIED, drafts, kept)
         about["hit_rates"].setdefault(f"verified+{drafts}", []).append(hits.rate())
         return found
 

@@ -225,7 +225,7 @@ class Plan:
             self._session.length = len(layers[0])
         sampler = Sampler(Sampling(), g.device, kernels)
         self._graph = TokenGraph(self._session, sampler, graphs=graphs)
-        self._drafts = partial(DraftGraphs, self._session, sampler)
+        self._drafts, self._captures = partial(DraftGraphs, self._session, sampler), graphs
         self._of_drafts: dict[int, DraftGraphs] = {}
         self._verifies: dict[int, DraftGraphs] = {}
         self._ids = torch.randperm(shape.vocabulary, device=g.device)
@@ -311,20 +311,21 @@ class Plan:
             at.append(time.perf_counter())
         return of_tokens(at)
 
-    def turn_verified(self, tokens: int, drafts: int, kept: int) -> Figures:
-        """Generate `tokens` tokens in rounds of `drafts` drafts, which full attention verifies.
+    def turn_verified(self, rounds: int, drafts: int, kept: int) -> Figures:
+        """Generate tokens in rounds of `drafts` drafts, which full attention verifies.
 
         The model writes drafts as in `turn`, but one after the other. `kept` tokens of each round
         stay.
 
         Returns:
-            The milliseconds per token: the time of a round divided by `kept`.
+            The milliseconds per token: the time of a round divided by `kept`. The first two rounds
+            are left out, because they capture the graph of the verification.
         """
         session, between = self._session, list[float]()
         graphs = self._verifies.setdefault(drafts, self._drafts(drafts + 1, full=True))
         drained()
         at = time.perf_counter()
-        for _ in range(max(1, tokens // kept)):
+        for _ in range(CAPTURES + rounds):
             first = self._written % (self._ids.numel() - (drafts + 1) * len(session.token))
             some = self._ids[first : first + (drafts + 1) * len(session.token)]
             ids = some.view(len(session.token), -1)
@@ -344,7 +345,23 @@ class Plan:
             now = time.perf_counter()
             between.append(1e3 * (now - at) / kept)
             at = now
-        return {"between_ms": between, "token_ms": [statistics.fmean(between)]}
+        timed = between[CAPTURES:]
+        return {"between_ms": timed, "token_ms": [statistics.fmean(timed)]}
+
+    def verified(self, ids: Tensor) -> Tensor:
+        """Append the tokens `ids`, int64 `[T]`, with full attention, and return logits `[T, V]`."""
+        session, graphs = (
+            self._session,
+            self._verifies.setdefault(
+                len(ids) - 1, self._drafts(len(ids), full=True, graphs=self._captures)
+            ),
+        )
+        with session.speculating(len(ids)):
+            scores = graphs.score(ids[None])
+            if scores is None:
+                return session.score(ids[None], full=True)[0]
+            graphs.count(len(ids), scores)
+            return scores.logits.clone()
 
     def scored(self, ids: Tensor, kept: int) -> Tensor:
         """Run a decode step of several tokens, of which the first `kept` stay.
@@ -385,6 +402,34 @@ class Mark:
         return self._event.elapsed_time(later._event)
 
 
+def check_verified(shape: Shape, g: Geometry, spec: str, drafts: int, **how: bool) -> None:
+    """Check that steps with full attention compute the same logits in a CUDA graph and without.
+
+    Uses a model of two layers over 4,096 tokens, and the limit of `check_drafts`.
+    """
+    few = shape._replace(layers=2)
+    weights = weights_of(few, g)
+    mine, theirs = (
+        Plan(few, g, weights, indexed(g, spec, 4096, few.layers, 40), graphs=graphs, **how)
+        for graphs in (True, False)
+    )
+    for plan in (mine, theirs):
+        plan.tokens(3)
+    ids = torch.arange(drafts + 1, device=g.device)
+    for number in range(4):
+        off = _difference(*(plan.verified(ids) for plan in (mine, theirs)))
+        if off > 0.1:
+            raise SystemExit(
+                f"verified: step {number} with full attention gives logits that differ by "
+                f"{off:.3f} of their standard deviation with a CUDA graph; nothing is timed"
+            )
+
+
+def _difference(mine: Tensor, theirs: Tensor) -> float:
+    """Return the largest difference of logits, divided by their standard deviation."""
+    return float((mine - theirs).float().abs().max() / theirs.float().std())
+
+
 def check_drafts(
     shape: Shape, g: Geometry, spec: str, drafts: int, kind: str = PLAIN, **how: bool
 ) -> None:
@@ -403,7 +448,7 @@ def check_drafts(
     ids = torch.arange(drafts + 1, device=g.device)
     for number in range(4):  # the first step compiles, and the second one is captured
         mine, theirs = several.scored(ids, len(ids)), one.logits(ids.tolist())
-        off = float((mine - theirs).float().abs().max() / theirs.float().std())
+        off = _difference(mine, theirs)
         if off > 0.1:
             raise SystemExit(
                 f"drafts: step {number} of {len(ids)} tokens gives logits that differ by {off:.3f} "
@@ -513,6 +558,9 @@ def allow_errors(
             (low if mean > wanted[i] else high)[i] = layer.error
     return [layer.error or 0.0 for layer in layers]
 
+
+CAPTURES = 2
+"""Number of rounds that `Plan.turn_verified` runs before those that it times."""
 
 MOST_SHARPENED = 640
 """Maximum number of tokens that `sharpen_for` generates."""
