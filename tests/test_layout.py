@@ -29,7 +29,7 @@ ROOMS = {
         *("core", "ops", "storage", "selectors", "bases", "layer", "pariskv", "indexes"),
         *("cpu", "wrappers", "registry", "saving", "pool", "__init__", "testing"),
     ),
-    "kvindex_cuda": ("runtime", "ops", "memory", "triton", "pariskv", "__init__"),
+    "kvindex_cuda": ("runtime", "ops", "triton", "memory", "pariskv", "__init__"),
     "adapters/kvindex_adapters": (
         *("__init__", "common", "llama", "hf", "decoder", "vllm", "evaluate", "lm_eval", "cli"),
         "__main__",

@@ -48,6 +48,27 @@ def prefill(result: Result) -> str:
     return f"{about}\n\n{table(head, rows)}\n\n{_machines(results)}"
 
 
+def through(result: Result) -> str:
+    """State how long a transformers model takes to read a prompt, compared with the decoder."""
+    found = result["prefill"]
+    ratio = found["ratio"]["transformers"]
+    times = ", ".join(
+        f"{found[plan]['seconds']:.2f} s {words}"
+        for plan, words in {
+            "transformers": "through transformers",
+            "indexed": "in the decoder",
+            "full": "in the decoder with full attention",
+        }.items()
+    )
+    return (
+        f"**Through transformers**, with the model's own forward pass and `{result['index']}`, a "
+        f"prompt of {found['tokens']:,} tokens takes {ratio['seconds']:.2f} times as long as in "
+        f"the decoder (quartiles {ratio['seconds_low']:.2f} to {ratio['seconds_high']:.2f}): "
+        f"{times}. The model has random weights in the shape of {result['model']}, in "
+        f"{result['dtype']}. {machine(result)}"
+    )
+
+
 _DENSE = ("full", "indexed")
 """Names of the plans in which all tokens of a prompt attend to all tokens before them."""
 

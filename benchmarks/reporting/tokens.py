@@ -132,6 +132,32 @@ def draft_steps(result: Result) -> str:
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 
+def verified(result: Result) -> str:
+    """Make the table of the time of rounds in which full attention verifies drafts."""
+    rows, found = [], result["decoder"]
+    alone = found["verified+0"]["token_ms"]
+    for count, kept in sorted((int(count), kept) for count, kept in found["kept"].items()):
+        ms, low, high = (
+            kept * found[f"verified+{count}"][f"token_ms{part}"] for part in ("", "_low", "_high")
+        )
+        ratios = [f"{ms / tokens / alone:.2f}" for tokens in (1 + count // 2, 1 + count)]
+        spread = f"{ms:.0f} ({low:.0f} to {high:.0f})"
+        rows.append((str(count), spread, *(ratios if count else ("1", "1"))))
+    place = "device" if "store=device" in result["index"] else "host"
+    about = (
+        "The table shows the time of rounds in which the index writes drafts and full attention "
+        f"verifies them. The model has random weights in the shape of {result['model']}, in "
+        f"{result['dtype']}. The index is `{result['index']}`, with {found['context']:,} tokens in "
+        f"{place} memory and k = {found['k']}, and the batch size is {found['batch']}. Without "
+        "drafts, a round is one token with full attention, which reads the rows of the index. "
+        "Ratios are those of the time per token to full attention's. Random weights have no "
+        "acceptance, so there are two columns: half of the drafts are accepted, or all of them. "
+        "Times are medians, with quartiles in parentheses."
+    )
+    head = ("drafts", "ms per round", "ratio, half accepted", "ratio, all accepted")
+    return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
+
+
 def row_budget(result: Result) -> str:
     """Make the table of the time per token if the expected error determines the number of rows."""
     found, rows = result["decoder"], []

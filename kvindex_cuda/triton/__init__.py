@@ -4,7 +4,8 @@ Most of them process one token of each of 1 to 16 sequences, that is, a decode s
 `attend_pages`, `rotate_heads` and `swiglu` process several tokens of each sequence.
 
 The module `reference` implements the same functions in plain torch. This package imports `triton`,
-which no other part of `kvindex_cuda` needs. Therefore it must be imported by its full name.
+which is optional. Therefore it must be imported by its full name, and other parts of `kvindex_cuda`
+import it only in the functions that use it.
 """
 
 from kvindex_cuda.triton import reference

@@ -70,10 +70,12 @@ def test_a_prefill_is_timed_with_an_index_and_without(tiny_decoder, monkeypatch)
 @pytest.mark.slow
 def test_transformers_reads_a_prompt_beside_the_decoder(tiny_decoder, monkeypatch):
     given = ["--prefill", 700, "--through", "transformers", *tiny_decoder]
-    found = ran(generation.main, given, monkeypatch)["prefill"]
+    result = ran(generation.main, given, monkeypatch)
+    found = result["prefill"]
     assert found["ratio"].keys() == {"full", "transformers", "floor"}
     lines = [*prompt.shown(found)]
     assert "times the decoder with the index" in lines[2]
+    assert " through transformers, " in report.TABLES["prefill_through"](result)
 
 
 @pytest.mark.parametrize(
@@ -191,10 +193,13 @@ def test_steps_of_several_tokens_are_timed_and_wrong_ones_are_not(tiny_decoder, 
 def test_rounds_that_full_attention_verifies_are_timed(tiny_decoder, monkeypatch):
     given = ["--verified", "0=1", "3=2", "--batch", 2, *tiny_decoder]
     with recorded(WholeGraph):
-        found = ran(generation.main, given, monkeypatch)["decoder"]
+        result = ran(generation.main, given, monkeypatch)
+    found = result["decoder"]
     assert found["over"] == "dense"
     assert {"verified+0", "verified+3"} < found["ratio"].keys()
     assert found["kept"] == {"0": 1, "3": 2}
+    page = report.TABLES["verified_host"](result)
+    assert page.count("\n| 3 | ") == 1
 
 
 @pytest.mark.slow
