@@ -125,6 +125,11 @@ class ResidentRows:
         start, self._count = self._count, self._count + count
         return start
 
+    def shorten(self, count: int) -> None:
+        """Keep the first `count` rows. The others must not be masked."""
+        self._count = count
+        self.count.fill_(count)
+
     def clear(self) -> None:
         """Remove all rows."""
         self._forget()

@@ -738,8 +738,8 @@ class AttentionLayer(Transactional):
             replay the same graph. None if no graph can be used for the next token, and the caller
             must call `step`; `capture_refusal` returns the reason.
         """
-        self._captured.forget()
         if self.capture_refusal(tokens) is not None:
+            self._captured.forget()
             return None
         how: Any = dict(tokens=tokens, full=self._full)
         return self._captured.prepare(self._situation(), self._wanted(), **how)
@@ -759,7 +759,7 @@ class AttentionLayer(Transactional):
             `prepare_replay` instead: another call has changed the layer, or the buffer with the
             rows of sink and window is full.
         """
-        return self._captured.prepare_next(self._situation(), tokens, ahead)
+        return self._captured.prepare_next(self._situation(), tokens, ahead, full=self._full)
 
     def _situation(self) -> object:
         """Return a value that shows whether the layer has changed since a CUDA graph was prepared.
@@ -767,7 +767,7 @@ class AttentionLayer(Transactional):
         As long as the value is the same, `prepare_next` is sufficient before a replay. When it has
         changed, `prepare_replay` must be called.
         """
-        chosen = self.k, self.coverage, self.error, self.dense_below, self._full
+        chosen = self.k, self.coverage, self.error, self.dense_below
         return self.calls_begun, id(self.index), *chosen
 
     def captured_step(
@@ -827,6 +827,22 @@ class AttentionLayer(Transactional):
         if due:
             self._update_replayed(kept)
         return due
+
+    def undo_replays(self, length: int) -> bool:
+        """Remove the tokens from position `length` on, if replays have appended all of them.
+
+        This takes less time than `truncate`, and `prepare_next` is still sufficient afterwards.
+
+        Args:
+            length: Number of tokens to keep.
+
+        Returns:
+            False if the caller must call `truncate`. The layer is then unchanged.
+        """
+        if not self._window.drop_staged(length - len(self.index)):
+            return False
+        self._searched = 0
+        return True
 
     def _update_replayed(self, kept: int) -> None:
         self._updates.update_if_due(kept)  # a method of its own, so that it is a transaction

@@ -34,6 +34,10 @@ from kvindex.layer.retrieval import Wanted, output_of, rows_to_ask
 from kvindex.layer.stats import Counts, Tally
 from kvindex.layer.updates import Updates
 
+Prepared = tuple[object, Callable[[], object], ResidentRows]
+"""What `CapturedSteps.prepare_next` needs: the situation, a function that prepares the index again,
+and the rows of sink and window."""
+
 
 class CapturedSteps(Restorable):
     """Decode steps that the caller captures in a CUDA graph and replays.
@@ -48,7 +52,6 @@ class CapturedSteps(Restorable):
         row_bytes: Bytes of one row (key and value) that the index fetches.
     """
 
-    _prepared: tuple[object, int, Callable[[], object], ResidentRows] | None = None
     _due_at = 0  # while the sequence is shorter than this, no tokens move into the index
 
     def __init__(
@@ -56,6 +59,8 @@ class CapturedSteps(Restorable):
     ) -> None:
         self._contents, self._updates, self._tally = contents, updates, tally
         self._row_bytes = row_bytes
+        # (number of tokens, whether they attend to all) -> arguments of the last `prepare`
+        self._prepared: dict[tuple[int, bool], Prepared] = {}
 
     def refusal(
         self, coverage: float | None, error: float | None, *, dense_below: int, tokens: int = 1
@@ -108,7 +113,7 @@ class CapturedSteps(Restorable):
             return f"tokens: got {length}, allowed are some in the index, after a decode step"
         if capability(index, CapturesAll) is None:
             return f"index: got {name}, whose steps with full attention no CUDA graph can capture"
-        if self._contents.window.valid is not None:
+        if not isinstance(self._contents.window.padded, float):
             return "valid: got padding, allowed is none for full attention in a CUDA graph"
         deferred = self._updates.deferred
         return "tokens must move into the index before the next token" if deferred else None
@@ -141,21 +146,25 @@ class CapturedSteps(Restorable):
         else:
             how = self._asked(wanted, None)
             again = partial(required(index, CapturesStep).prepare_replay, resident, **how)
-        self._prepared = situation, tokens, again, resident
+        self._prepared[tokens, full] = situation, again, resident
         return again()
 
-    def prepare_next(self, situation: object, tokens: int = 1, ahead: int = 0) -> object | None:
+    def prepare_next(
+        self, situation: object, tokens: int = 1, ahead: int = 0, *, full: bool = False
+    ) -> object | None:
         """Prepare the next replay of the CUDA graph like `prepare`, but in less time.
 
         This method only calls a method of the index. In three cases, this is not enough. Then the
-        method returns None, and you must call `prepare`: if `situation` or `tokens` is not the
-        value that was passed to `prepare`, or if the buffer with the rows of sink and window has no
-        room for the tokens, after `ahead` tokens that are not counted yet.
+        method returns None, and you must call `prepare`: if `situation` is not the value that was
+        passed to `prepare`; if no such step was prepared, or with another buffer for the rows of
+        sink and window; or if the buffer has no room for the tokens, after `ahead` tokens that are
+        not counted yet.
         """
-        if (prepared := self._prepared) is None:
+        if (prepared := self._prepared.get((tokens, full))) is None:
             return None
-        before, count, again, resident = prepared
-        if before != situation or count != tokens or len(resident) + ahead + tokens > resident.room:
+        before, again, resident = prepared
+        same = before == situation and self._contents.window.lies_in(resident)
+        if not same or len(resident) + ahead + tokens > resident.room:
             return None
         return again()
 
@@ -249,7 +258,7 @@ class CapturedSteps(Restorable):
 
     def forget(self) -> None:
         """Discard the prepared replay, so that `prepare` must be called before the next replay."""
-        self._prepared = None
+        self._prepared = {}
 
     def _capturing(self, tokens: int) -> tuple[KVIndex, ResidentRows]:
         """Return the index, and the buffer with the keys and values of sink and window.

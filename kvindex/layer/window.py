@@ -302,6 +302,22 @@ class Window(NamedState, Restorable):
             resident.count.fill_(len(resident))
         return resident
 
+    def drop_staged(self, count: int) -> bool:
+        """Keep the first `count` tokens, if all tokens after them are staged.
+
+        This takes less time than `truncate`, because no row is written again.
+
+        Returns:
+            False if other tokens would have to be removed, too. The window is then unchanged.
+        """
+        resident = self._resident
+        if self._moved or resident is None or not len(self._window) <= count <= len(self):
+            return False
+        self._counted = count
+        self.local = min(self.local, len(self) - self.leaving)
+        resident.shorten(self._sink_width + count)
+        return True
+
     @property
     def counted(self) -> int:
         """A number that represents the present end of the window. Pass it to `uncount` later, to

@@ -314,7 +314,8 @@ class Session:
         """
         self.forget_prepared()
         for layer in self._attentions:
-            layer.truncate(length)
+            if not (isinstance(layer, AttentionLayer) and layer.undo_replays(length)):
+                layer.truncate(length)
         self._position -= self.length - length
         self.length = length
 

@@ -8,6 +8,7 @@ import torch
 
 from kvindex.core.graphs import GRAPHS
 from kvindex.core.protocol import AttendsToAll, CapturesAll
+from kvindex.core.resident import ResidentRows
 from tests.cuda.pages import reads_pages  # noqa: F401
 from tests.cuda.pariskv.test_captured_step import graphs  # noqa: F401
 from tests.cuda.pariskv.test_several_tokens import CASE, PROMPT, Several, near
@@ -122,3 +123,22 @@ def test_it_must_be_prepared(device):
     for numbers, name in ((dict(tokens=0, skip=0), "tokens"), (dict(tokens=2, skip=-1), "skip")):
         with pytest.raises(ValueError, match=f"^{name}: got"):
             index.prepare_all(resident, **numbers)
+
+
+def test_drafts_are_removed_without_writing_the_window_again(device, monkeypatch):
+    layer = ready(device, update_every=80)
+    replaced, replace = [], ResidentRows.replace
+    monkeypatch.setattr(ResidentRows, "replace", lambda *it: replaced.append(it[0]) or replace(*it))
+    near(*layer.replay(3))
+    replaced.clear()
+    for _ in range(3):
+        for _ in range(2):
+            near(*layer.replay(1))
+        layer.length -= 2
+        assert layer.layer.undo_replays(layer.length)
+        near(*layer.replay(3, 2))
+    assert not replaced
+    rows, (_, *parts) = layer.layer._window.rows, layer.sequence.parts(0, layer.length)
+    window = len(layer.layer) - len(layer.layer.index)
+    for own, one in zip((rows.keys, rows.values), parts, strict=True):
+        assert torch.equal(own.cpu(), one[:, :, -window:])
