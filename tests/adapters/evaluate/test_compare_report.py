@@ -318,3 +318,22 @@ def test_one_length_and_several_k_are_drawn_along_k(tmp_path):
     drawn = panels(write_report(tmp_path, SETTINGS, Records(tmp_path)))
     assert [panel.along for panel in drawn] == ["k"]
     assert [point.x for point in drawn[0].lines["quest"]] == [32, 100]
+
+
+def test_labels_of_close_ticks_do_not_overlap(tmp_path):
+    """Budgets of a suite, to which a few indexes add numbers of rows of their own."""
+    for name, ks in {
+        "exact": (128, 512, 2048),
+        "quest": (100, 128, 512, 2048),
+        "x": (103,),
+    }.items():
+        fill(Records(tmp_path), [name], lengths=(2048,), ks=ks, tasks=())
+    found = write_report(tmp_path, SETTINGS, Records(tmp_path))
+    for figure in (picture(found), *narrow_pictures(found)):
+        figure.draw_without_rendering()
+        (axes,) = figure.axes
+        labels = [label for label in axes.get_xticklabels() if label.get_text()]
+        assert {"128", "512", "2K"} <= {label.get_text() for label in labels}
+        assert len(axes.get_xticks()) > len(labels)
+        boxes = [label.get_window_extent() for label in labels]
+        assert all(a.x1 < b.x0 for a, b in itertools.pairwise(boxes))

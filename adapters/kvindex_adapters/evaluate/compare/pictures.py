@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +35,8 @@ NARROW, ENTRY = (4.2, 3.4), 0.22
 
 `ENTRY`: height of a name below such a plot.
 """
+LABEL = 0.11
+"""Smallest distance between two labels of the x axis, as a fraction of the axis."""
 DOT = 0.42
 """Height of a dot and its name in inches."""
 
@@ -170,8 +174,9 @@ def _axes(ax: Axes, panel: Panel) -> None:
     ax.set_title(panel.title, loc="left", fontsize=11)
     ax.set_xlabel("tokens of the prompt" if panel.along == "tokens" else "rows per KV head, k")
     ax.set_xscale("log", base=2)
-    xs = sorted({point.x for line in panel.lines.values() for point in line})
-    ax.set_xticks(xs, [_count(x) for x in xs])
+    counts = Counter(point.x for line in panel.lines.values() for point in line)
+    xs = sorted(counts)
+    ax.set_xticks(xs, _labels(counts))
     ax.xaxis.set_minor_formatter(NullFormatter())
     if xs:
         ax.set_xlim(xs[0] / 1.12, xs[-1] * 1.12)
@@ -210,6 +215,21 @@ def _apart(heights: Sequence[float]) -> list[float]:
         placed.append(max(height, placed[-1] + GAP) if placed else max(height, 0.0))
     over = max(placed[-1] - 1, 0.0) if placed else 0.0
     return [height - over for height in placed]
+
+
+def _labels(counts: Mapping[int, int]) -> list[str]:
+    """Return the label of each tick of the x axis, in ascending order of the ticks.
+
+    The axis is logarithmic. If two ticks are so close that their labels would overlap, the tick
+    with fewer points gets no label. `counts` has the number of points at each tick.
+    """
+    ends = math.log(min(counts, default=1)), math.log(max(counts, default=1))
+    least = LABEL * (ends[1] - ends[0])
+    labeled: list[int] = []
+    for x in sorted(counts, key=lambda x: (-counts[x], x)):
+        if all(abs(math.log(x / other)) >= least for other in labeled):
+            labeled.append(x)
+    return [_count(x) if x in labeled else "" for x in sorted(counts)]
 
 
 def _count(value: int) -> str:
