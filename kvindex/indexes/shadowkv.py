@@ -175,11 +175,13 @@ class ShadowKV(PagedIndex):
         g, config, sizes = self.geometry, self.config, self._sizes()
         scores = self._page_scores(group.fold(queries, g.kv_heads, config.group))
         scores = scores.masked_fill((sizes == 0)[:, :, None], float("-inf"))
-        agreed = self.ops.group.agree(
-            scores, config.group, scale=g.scale, softcap=g.softcap, sizes=sizes
+        always = self._outliers(sizes, min(config.outliers, k // 2 // config.page)) & (sizes > 0)
+        others = scores.masked_fill(always[:, :, None], float("-inf"))
+        agreed, first = (
+            self.ops.group.agree(part, config.group, scale=g.scale, softcap=g.softcap, sizes=sizes)
+            for part in (scores, others)  # outliers take no part in the ranking of other chunks
         )
-        always = self._outliers(sizes, min(config.outliers, k // 2 // config.page))
-        first = agreed.masked_fill(always & (sizes > 0), float("inf"))
+        first = first.masked_fill(always, float("inf"))
         starts = torch.arange(sizes.shape[-1], device=g.device) * config.page
         members = self._members()[:, None].expand(-1, g.kv_heads, -1)
         ids = self.ops.units.best_rows(first, starts.expand_as(sizes), sizes, members, k).ids

@@ -170,6 +170,31 @@ def test_chunks_are_ranked_by_their_mean_key():
     torch.testing.assert_close(hits.scores, best)
 
 
+def test_outliers_have_no_part_in_the_ranking_of_other_chunks():
+    """Heads have softmax weights over the chunks without the outliers, of which the largest counts.
+
+    The outlier attracts one head. If it were in the softmax of this head, the head's weights of all
+    other chunks would be tiny, and the other head would choose alone.
+    """
+    case = Case(q_heads=2, kv_heads=1, head_dim=16, value_dim=8, batch=1)
+    keys, values = case.tokens(64)
+    keys[:, :, 40:48] = 0.0
+    keys[:, :, 40:48:2, 0] = 200.0  # chunk 5: opposite keys, whose mean is long
+    keys[:, :, 41:48:2, 0] = -20.0
+    index = case.index("shadowkv", outliers=1)
+    index.append(keys, values)
+    queries = case.queries()
+    queries[:, 0, 0] = 5.0
+    keys = keys.unflatten(2, (8, 8)).mean(3)
+    others = torch.tensor([0, 1, 2, 3, 4, 6, 7])
+    logits = (queries @ keys[0, 0, others].mT) * index.geometry.scale  # [B, H, chunks]
+    best = others[logits.softmax(-1).amax(1)[0].topk(3).indices]
+    hits = index.search(queries, k=32)
+    assert set((hits.ids[0, 0] // 8).tolist()) == {5, *best.tolist()}
+    alone = logits[0, 1].topk(3).indices  # what the other head would choose alone
+    assert set(best.tolist()) != set(others[alone].tolist())
+
+
 @pytest.mark.parametrize("padding", [None, [0, 11]])
 def test_outliers_are_returned_whatever_the_query_and_take_half_at_most(padding):
     keys, values = GROUPS.tokens(80)
