@@ -25,6 +25,7 @@ from benchmarks.reporting import (
     field,
     gpu,
     prompts,
+    published,
     quality,
     suite,
     tokens,
@@ -49,6 +50,7 @@ SOURCES = {
     "prompt_summary": "prefill_decoder_128k",
     "selectors": "sparse_selectors",
     "selectors_all": "sparse_selectors",
+    "arkvale_pages": "published_code",
 }
 """Name of a table -> name of the file of results (without .json), if the names differ."""
 
@@ -65,6 +67,8 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "recall_lengths": quality.lengths,
     "field": field.field,
     "field_suite": suite.field_suite,
+    "published_code": published.published_code,
+    "arkvale_pages": published.arkvale_pages,
     "answers_field": answers.field,
     "answers_lengths": answers.lengths,
     "answers_rows": answers.rows,
