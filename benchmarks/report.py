@@ -22,6 +22,7 @@ from benchmarks.reporting import (
     answers,
     choice,
     cpu,
+    experiments,
     field,
     gpu,
     prompts,
@@ -51,6 +52,7 @@ SOURCES = {
     "selectors": "sparse_selectors",
     "selectors_all": "sparse_selectors",
     "arkvale_pages": "published_code",
+    "paper_stages": "paper_along",
 }
 """Name of a table -> name of the file of results (without .json), if the names differ."""
 
@@ -69,6 +71,9 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "field_suite": suite.field_suite,
     "published_code": published.published_code,
     "arkvale_pages": published.arkvale_pages,
+    "paper_along": experiments.along,
+    "paper_stages": experiments.stages,
+    "paper_length": experiments.lengths,
     "answers_field": answers.field,
     "answers_lengths": answers.lengths,
     "answers_rows": answers.rows,
