@@ -59,6 +59,48 @@ def test_prompts_are_flash_attentions_and_decoded_tokens_search(entered):
         assert (output[4:] == 9).all()
 
 
+def test_a_batch_of_sparse_prompts_and_others(entered, monkeypatch):
+    """FlashAttention computes a decode step, a prompt without whole blocks, and padding."""
+    from kvindex_adapters.vllm import gpu_batch
+    from kvindex_adapters.vllm.attention import PagedAttention, Sequence
+    from kvindex_adapters.vllm.engine import options_of
+    from kvindex_adapters.vllm.reading import Prompt, attend_prompt
+    from tests.vllm.on_a_cpu import Attention
+
+    config = entered({**EVERY, **SPARSE})
+    layers = layers_of(config, Attention)
+    builder = builder_of(config, layers)
+    tables = torch.tensor([[3, 7, 1], [4, 2, 0], [9, 0, 0], [5, 6, 8], [0, 0, 0]]).int()
+    lengths, counts = (640, 300, 20, 600, 0), (384, 1, 20, 88, 0)
+    reading = options_of(config).reading
+    plans = [Prompt(1000, reading), Prompt(290, reading), None, Prompt(600, reading)]
+    monkeypatch.setattr(gpu_batch, "sparse_prompts", lambda: plans)
+    slots = slots_of(tables[:4], [(0, length) for length in lengths[:4]])
+    for layer in layers.values():
+        pages.write_rows(layer.kv_cache, slots, *torch.randn(2, len(slots), G, D))
+    news = [(length - count, length) for length, count in zip(lengths, counts, strict=True)]
+    metadata = builder.build(0, common(tables, lengths, counts, slots_of(tables[:4], news[:4])))
+    queries = torch.randn(sum(counts), H, D)
+    for layer in layers.values():
+        output = torch.full((sum(counts) + 3, H, D), 9.0)
+        given = queries, queries[:, :G], queries[:, :G], layer.kv_cache, metadata, output
+        layer.impl.forward(layer, *given)
+        plain = PagedAttention.of(options_of(config), layer.impl.geometry)
+        start = 0
+        for b, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+            own = slice(start, start := start + count)
+            sequence = Sequence(layer.kv_cache, None, tables[b], length)
+            if b == 0:
+                rows = pages.read_rows(layer.kv_cache, tables[b], 0, length)
+                expected = attend_prompt(queries[own], rows, plans[0], layer.impl.geometry)
+                dense = plain.attend_dense(queries[own], sequence)
+                assert (dense - expected).abs().max() > 0.01
+            elif count:
+                expected = plain.attend_dense(queries[own], sequence)
+            torch.testing.assert_close(output[own], expected[:count])
+        assert (output[start:] == 9).all()
+
+
 def test_a_layer_that_reads_the_rows_of_another(entered):
     from kvindex_adapters.vllm.gpu import SearchingFlashAttention
 
@@ -175,9 +217,14 @@ def test_the_backend_has_a_name_of_its_own(entered):
     assert SearchingFlashBackend.get_impl_cls() is SearchingFlashAttention
 
 
+ASKED = {**EVERY, "index": "pariskv:preset=fast", "dense_below": 350, "local_window": 40}
+
+SPARSE = {"prefill": "sparse", "prefill_mass": 0.4, "prefill_last": 64}
+
+
 @pytest.fixture
-def emulated_engine(stock, engine, model):
-    """Make an engine on a CPU whose decode steps search with the GPU kernels."""
+def emulated(stock, engine, model):
+    """Make engines on a CPU whose decode steps search with the GPU kernels."""
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends import registry
 
@@ -186,16 +233,37 @@ def emulated_engine(stock, engine, model):
     registry.register_backend(own, "tests.vllm.on_a_cpu.Backend")
     selector._cached_get_attn_backend.cache_clear()
     with emulator.emulated():
-        asked = {**EVERY, "index": "pariskv:preset=fast"}
-        yield engine(model, {**asked, "dense_below": 350, "local_window": 40})
+        yield lambda asked: engine(model, asked)
     registry.register_backend(own, before)
     selector._cached_get_attn_backend.cache_clear()
 
 
-def test_the_engine_decodes_by_the_kernels(emulated_engine, stock):
+def test_prompts_are_read_sparsely(engine, model, emulated):
+    """The torch backend, which reads prompts in the same chunks, writes the same tokens."""
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends import registry
+
+    prompts = [prompt(length, seed) for seed, length in enumerate((1000, 300, 20, 508))]
+    prompts += [prompts[0][:600] + prompt(300, 9)]
+    asked = ASKED | SPARSE
+    mine = emulated(asked)
+    found = tokens(mine, prompts, 8)
+    own = registry.AttentionBackendEnum.CPU_ATTN
+    before = own.get_path()
+    registry.register_backend(own, "kvindex_adapters.vllm.backend.SearchingBackend")
+    selector._cached_get_attn_backend.cache_clear()
+    theirs = engine(model, asked)
+    registry.register_backend(own, before)
+    assert found == tokens(theirs, prompts, 8)
+    assert found == [tokens(mine, [ids], 8)[0] for ids in prompts]  # with cached prefixes
+    assert found[0] != tokens(engine(model), prompts[:1], 8)[0]
+
+
+def test_the_engine_decodes_by_the_kernels(emulated, stock):
     """The batch has mixed lengths, blocks that fill, cached prefixes, and preempted sequences."""
     from tests.vllm.on_a_cpu import Attention
 
+    emulated_engine = emulated(ASKED)
     prompts = [prompt(length, seed) for seed, length in enumerate((700, 300, 20, 508))]
     before = Attention.searched
     assert tokens(emulated_engine, prompts, 8) == tokens(stock, prompts, 8)

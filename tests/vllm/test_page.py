@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from tests.vllm.conftest import SMALL
 from tests.vllm.processes import ENVIRONMENT, run
 
 pytest.importorskip("vllm")
+
+from kvindex_adapters.vllm.request_hooks import can_align
 
 PAGE = (Path(__file__).parents[2] / "docs/adapters/vllm.md").read_text()
 MODEL, PORT = "Qwen/Qwen3-8B", 8917
@@ -129,3 +132,21 @@ def test_the_servers(folder, tmp_path, environment, number):
     steps = [float(values[f"vllm:kvindex_{name}_steps_total"]) for name in ("searched", "dense")]
     # the first of 12 tokens comes from the prompt; two of four sequences are long enough
     assert steps == [22, 22]
+
+
+@pytest.mark.skipif(not can_align(), reason="this vLLM cannot align chunks")
+def test_requests_with_sparse_prompts(folder, tmp_path, environment):
+    (command,) = re.findall(r"^vllm serve MODEL .*sparse.*$", PAGE, re.MULTILINE)
+    (body,) = re.findall(r"^curl .* -d '(.*)'$", PAGE, re.MULTILINE)
+    command += " --enable-prompt-tokens-details"
+    with served(command.replace("MODEL", folder), environment, folder, tmp_path / "log"):
+        given = json.loads(body.replace("MODEL", folder)) | {"prompt": "e" * 900, "max_tokens": 2}
+        cached = []
+        for asked in (given, given, given | {"vllm_xargs": {}}):
+            usage = json.loads(ask("/v1/completions", asked))["usage"]
+            cached.append((usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
+        assert cached == [0, 768, 0]
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            ask("/v1/completions", given | {"vllm_xargs": {"kvindex_prefill": "some"}})
+        assert caught.value.code == 400
+        assert "kvindex_prefill: got 'some', allowed is one of" in caught.value.read().decode()

@@ -24,6 +24,7 @@ from kvindex.pariskv.encoding import Encoding
 from kvindex.pariskv.inputs import Queries, Tokens
 from kvindex_adapters.vllm import pages
 from kvindex_adapters.vllm.options import Options
+from kvindex_adapters.vllm.reading import Prompt, attend_prompt
 
 ROWS = 1024
 """Number of keys that attention with a soft cap or with learned sinks processes at a time, to limit
@@ -82,7 +83,7 @@ class PagedAttention:
 
     def explain(self) -> str:
         """Return a description of the layer: its index, and the sequences that use the index."""
-        return f"{self.options.explain()}, in plain torch; prefill is exact"
+        return f"{self.options.explain()}, in plain torch; {self.options.reading.explain()}"
 
     def encode(self, rows: Tensor, records: Tensor, slots: Tensor) -> None:
         """Encode the segments of 256 tokens that the new tokens complete.
@@ -110,6 +111,7 @@ class PagedAttention:
         starts: list[int],
         *,
         prompts: list[bool],
+        sparse: list[Prompt | None] | None = None,
         sinks: Tensor | None = None,
     ) -> None:
         """Compute the attention of the newest tokens of several sequences, one after another.
@@ -121,6 +123,8 @@ class PagedAttention:
             starts: Position of each sequence's first query, and the number of all queries.
             prompts: For each sequence, whether it is still reading its prompt. An empty list if
                 this is not known.
+            sparse: For each sequence, its prompt if this is read with sparse attention, otherwise
+                None. Further sequences have none.
             sinks: Logits of the learned sinks `[H]`, or None in a model without sinks.
         """
         for number, sequence in enumerate(sequences):
@@ -128,7 +132,8 @@ class PagedAttention:
             if own.start == own.stop:
                 continue
             prompt = bool(prompts and prompts[number])
-            output[own] = self.attend(queries[own], sequence, sinks, prompt=prompt)
+            chosen = sparse[number] if sparse and number < len(sparse) else None
+            output[own] = self.attend(queries[own], sequence, sinks, prompt=prompt, sparse=chosen)
 
     def attend(
         self,
@@ -137,19 +142,27 @@ class PagedAttention:
         sinks: Tensor | None = None,
         *,
         prompt: bool = False,
+        sparse: Prompt | None = None,
     ) -> Tensor:
         """Return the attention output `[T, H, Dv]` of a sequence's newest queries `[T, H, D]`.
 
         A single query in a long sequence searches the index. So does each query of a step that
-        verifies drafted tokens. Other queries use full causal attention.
+        verifies drafted tokens. Other queries use full causal attention, or attend to chosen blocks
+        of keys if they belong to a prompt that is read with sparse attention.
 
         Args:
             queries: Queries of the newest tokens.
             sequence: The sequence, whose pages already contain the rows of these tokens.
             sinks: Logits of the learned sinks `[H]`, or None in a model without sinks.
             prompt: Whether several queries are a chunk of a prompt, and none of them a draft.
+            sparse: The prompt of the sequence if it is read with sparse attention, otherwise None.
         """
         count = len(queries)
+        first = sequence.length - count
+        if sparse is not None and sparse.has_blocks(first, sequence.length):
+            pages_of = sequence.rows, sequence.table
+            rows = pages.read_rows(*pages_of, 0, sequence.length, self.geometry)
+            return attend_prompt(queries, rows, sparse, self.geometry)
         if (
             1 < count <= 1 + self.drafted and not prompt
         ):  # as if the tokens were decoded one after another

@@ -22,6 +22,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from kvindex.core.geometry import Geometry
 from kvindex_adapters.vllm import pages
 from kvindex_adapters.vllm.attention import PagedAttention, Sequence
 from kvindex_adapters.vllm.engine import (
@@ -33,7 +34,13 @@ from kvindex_adapters.vllm.engine import (
     options_of,
 )
 from kvindex_adapters.vllm.packed import codes_layer
-from kvindex_adapters.vllm.unsupported import check_causal, check_output, device_reasons
+from kvindex_adapters.vllm.request_hooks import install_runner, sparse_prompts
+from kvindex_adapters.vllm.unsupported import (
+    check_causal,
+    check_output,
+    device_reasons,
+    sparse_reasons,
+)
 
 
 class SearchingBackend(CPUAttentionBackend):
@@ -53,8 +60,9 @@ class SearchingBackend(CPUAttentionBackend):
 
 
 class SearchingBuilder(CPUAttentionMetadataBuilder):
-    """Builds vLLM's metadata of a batch, and adds the list `prompts`: whether each sequence is
-    still reading its prompt. It is empty if vLLM does not say so."""
+    """Builds vLLM's metadata of a batch, and adds two lists: `prompts`, whether each sequence is
+    still reading its prompt, and `sparse`, the prompts that are read with sparse attention. A list
+    is empty if vLLM does not say so."""
 
     def build(
         self,
@@ -65,6 +73,7 @@ class SearchingBuilder(CPUAttentionMetadataBuilder):
         """Build the metadata of a batch."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         vars(metadata)["prompts"] = prompts_of(common_attn_metadata)
+        vars(metadata)["sparse"] = sparse_prompts()
         return metadata
 
 
@@ -106,8 +115,11 @@ class TorchAttention(PluginAttention):
         if options is None:
             return
 
-        def more(geometry: object) -> list[str]:
-            return device_reasons(options.rows)
+        def more(geometry: Geometry | None) -> list[str]:
+            reasons = device_reasons(options.rows)
+            if geometry is not None and options.reading.sparse:
+                reasons += sparse_reasons(geometry, named.get("sinks"))
+            return reasons
 
         geometry = geometry_of(config, torch.device("cpu"), more, *given, **named)
         if geometry is None:
@@ -116,6 +128,8 @@ class TorchAttention(PluginAttention):
         self.codes = codes_layer(config, geometry, self.paged.layout.head_bytes, target)
         self.codes.mixed = True
         self.context = config.compilation_config.static_forward_context
+        if options.reading.sparse:
+            install_runner(config)
 
     def explain(self) -> str:
         """Return a description of the layer: its index, and the sequences that use the index."""
@@ -206,6 +220,7 @@ class SearchingAttention(TorchAttention, CPUAttentionBackendImpl):
             self.sequences(kv_cache, attn_metadata.block_table, attn_metadata.seq_lens),
             attn_metadata.query_start_loc.tolist(),
             prompts=vars(attn_metadata).get("prompts", []),
+            sparse=vars(attn_metadata).get("sparse", []),
             sinks=self.sinks,
         )
         return output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from kvindex_adapters.vllm.engine import (
 )
 from kvindex_adapters.vllm.gpu_layer import SearchingFlashAttention
 from kvindex_adapters.vllm.host import Part, single, split
+from kvindex_adapters.vllm.pages import read_rows
+from kvindex_adapters.vllm.reading import Prompt, attend_prompt
+from kvindex_adapters.vllm.request_hooks import sparse_prompts
 from kvindex_adapters.vllm.unsupported import check_causal, refuse, refuse_memory
 from kvindex_cuda.memory.pages import Pages
 from kvindex_cuda.pariskv.steps.host_rows import HostRows
@@ -67,10 +71,11 @@ class Searching:
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
+        rows: Tensor,
         output: Tensor,
     ) -> None:
         """Compute a layer's attention of queries `[T, H, D]` into `output`. Queries of decode steps
-        come first."""
+        come first. `rows` is not used."""
         some = slice(0, self._rows)
         if self._rows:
             assert impl.codes is not None  # true for every layer with an index
@@ -80,17 +85,66 @@ class Searching:
             assert (
                 impl.host is not None
             )  # there are parts only if keys and values are in host memory
-            rows, own, common = part.sequences, part.tokens, self._common
+            read, own, common = part.sequences, part.tokens, self._common
             copy = impl.host.gather(
                 impl.number,
-                tables=common.block_table_tensor[rows, : part.width],
-                lengths=common.seq_lens[rows],
-                starts=common.query_start_loc[rows.start : rows.stop + 1],
+                tables=common.block_table_tensor[read, : part.width],
+                lengths=common.seq_lens[read],
+                starts=common.query_start_loc[read.start : read.stop + 1],
                 keys=keys,
                 values=values,
             )
             given = queries[own], keys[own], values[own], copy, metadata, output[own]
             impl.attend_whole(layer, *given)
+
+
+class ReadingSparsely:
+    """Computes attention for a batch of vLLM in which some sequences read their prompts with sparse
+    attention. FlashAttention computes the other sequences.
+
+    For each sparse sequence, the keys and values of all its tokens are copied from the pages to one
+    tensor, which the kernels of kvindex read.
+
+    Args:
+        chunks: The chunks of prompts that are read with sparse attention.
+        tokens: Places of the tokens of all other sequences among the tokens of the batch, int64
+            `[T]`, or None if there are no others.
+        metadata: FlashAttention's metadata of these sequences, or None.
+        tables: Block tables of the whole batch, `[R, blocks]`.
+    """
+
+    def __init__(
+        self,
+        chunks: list[SparseChunk],
+        tokens: Tensor | None,
+        metadata: FlashAttentionMetadata | None,
+        tables: Tensor,
+    ) -> None:
+        self._chunks, self._tokens, self._metadata = chunks, tokens, metadata
+        self._tables = tables
+
+    def attend(
+        self,
+        impl: SearchingFlashAttention,
+        layer: Any,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rows: Tensor,
+        output: Tensor,
+    ) -> None:
+        """Compute a layer's attention of queries `[T, H, D]` into `output`, with the keys and
+        values in the pages `rows`."""
+        if (some := self._tokens) is not None:
+            found = torch.empty_like(output[: len(some)])
+            own = queries[some], keys[some], values[some]
+            impl.attend_whole(layer, *own, rows, self._metadata, found)
+            output[some] = found
+        g = impl.geometry
+        assert g is not None  # true for every layer with an index
+        for chunk in self._chunks:
+            read = read_rows(rows, self._tables[chunk.number], 0, chunk.length, g)
+            output[chunk.tokens] = attend_prompt(queries[chunk.tokens], read, chunk.prompt, g)
 
 
 class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
@@ -151,6 +205,7 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         """Build the metadata of a batch, and prepare the fused decode steps in it."""
         common = common_attn_metadata
         rows, starts = 0, []
+        sparse: list[SparseChunk] = []
         tables, lengths = common.block_table_tensor, common.seq_lens
         if self._layers and common.max_query_len == 1:
             rows = common.num_reqs
@@ -161,6 +216,10 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
             starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
             reading = common.is_prefilling
             rows = single(starts, None if reading is None else reading.tolist())
+        elif self._layers and (prompts := sparse_prompts()):
+            sparse = sparse_chunks(common, prompts)
+        if sparse:
+            return self._build_sparse(common, sparse)
         alone = (
             bool(rows) or self._host is not None
         )  # vLLM's schedule for FlashAttention is not needed
@@ -175,6 +234,19 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
             numbers = {layer.impl.codes: i for i, layer in enumerate(self._layers)}
             parts = self._parts(common, starts, rows) if starts else []
             metadata.searching = Searching(steps, numbers, rows, parts, common)
+        return metadata
+
+    def _build_sparse(
+        self, common: CommonAttentionMetadata, chunks: list[SparseChunk]
+    ) -> FlashAttentionMetadata:
+        """Build the metadata of a batch in which some sequences are read with sparse attention."""
+        check_causal(common.causal)
+        tables, lengths = common.block_table_tensor, common.seq_lens
+        self._opened().begin(tables, lengths, common.slot_mapping, rows=0)
+        metadata = super().build(0, common, True)  # for other attributes
+        rest, tokens = others(common, chunks)
+        theirs = None if rest is None else super().build(0, rest, True)
+        metadata.searching = ReadingSparsely(chunks, tokens, theirs, tables)
         return metadata
 
     def _parts(
@@ -261,6 +333,75 @@ def one_by_one(common: CommonAttentionMetadata) -> tuple[Tensor, Tensor]:
     later = ends[owner] - 1 - tokens  # new tokens of the same sequence after this one
     lengths = (common.seq_lens[owner] - later).masked_fill(later < 0, 0)  # below 0 for padding
     return common.block_table_tensor[owner], lengths.to(common.seq_lens.dtype)
+
+
+@dataclass(frozen=True)
+class SparseChunk:
+    """A chunk of a prompt of which some tokens attend to chosen blocks.
+
+    Args:
+        number: Number of the sequence in the batch.
+        tokens: Range of the new tokens among those of the batch.
+        length: Number of tokens of the sequence, the new ones included.
+        prompt: The prompt.
+    """
+
+    number: int
+    tokens: slice
+    length: int
+    prompt: Prompt
+
+
+def sparse_chunks(
+    common: CommonAttentionMetadata, prompts: list[Prompt | None]
+) -> list[SparseChunk]:
+    """Return the chunks of a batch of which some tokens attend to chosen blocks.
+
+    Args:
+        common: vLLM's metadata of the batch.
+        prompts: The prompt of each sequence that is read with sparse attention, None for others.
+    """
+    starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
+    known = common.seq_lens_cpu_upper_bound  # exact for sequences that read their prompts
+    lengths = (common.seq_lens if known is None else known).tolist()
+    found = []
+    for number, prompt in enumerate(prompts[: common.num_reqs]):
+        own, length = slice(starts[number], starts[number + 1]), lengths[number]
+        first = length - (own.stop - own.start)
+        if prompt is not None and prompt.has_blocks(first, length):
+            found.append(SparseChunk(number, own, length, prompt))
+    return found
+
+
+def others(
+    common: CommonAttentionMetadata, chunks: list[SparseChunk]
+) -> tuple[CommonAttentionMetadata | None, Tensor | None]:
+    """Return vLLM's metadata of the sequences of a batch that are not in `chunks`, and the places
+    of their new tokens, int64 `[T]`. Both are None if there are no such tokens."""
+    starts = common.query_start_loc_cpu[: common.num_reqs + 1]
+    counts = starts.diff()
+    left = counts > 0
+    left[[chunk.number for chunk in chunks]] = False
+    if not left.any():
+        return None, None
+    tokens = torch.arange(int(starts[-1]))[left.repeat_interleave(counts)]
+    begin = torch.nn.functional.pad(counts[left].cumsum(0), (1, 0)).int()
+    device, known = common.query_start_loc.device, common.seq_lens_cpu_upper_bound
+    numbers, tokens = left.nonzero()[:, 0].to(device), tokens.to(device)
+    rest = type(common)(
+        query_start_loc=begin.to(device),
+        query_start_loc_cpu=begin,
+        seq_lens=common.seq_lens[numbers],
+        num_reqs=len(numbers),
+        num_actual_tokens=len(tokens),
+        max_query_len=int(counts[left].max()),
+        max_seq_len=common.max_seq_len,
+        block_table_tensor=common.block_table_tensor[numbers],
+        slot_mapping=common.slot_mapping[tokens],
+        causal=common.causal,
+        seq_lens_cpu_upper_bound=None if known is None else known[: len(left)][left],
+    )
+    return rest, tokens
 
 
 def searches(impl: Any) -> bool:

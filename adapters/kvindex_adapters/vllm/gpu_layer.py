@@ -24,11 +24,13 @@ from kvindex_adapters.vllm.engine import (
 )
 from kvindex_adapters.vllm.options import Options
 from kvindex_adapters.vllm.packed import codes_layer
+from kvindex_adapters.vllm.request_hooks import install_runner
 from kvindex_adapters.vllm.unsupported import (
     check_output,
     host_reasons,
     kernel_reasons,
     refuse_capture,
+    sparse_reasons,
 )
 from kvindex_cuda.pariskv.steps.host_rows import HostRows
 from kvindex_cuda.pariskv.steps.paged import unserved
@@ -74,6 +76,8 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
                 # to those of the model while it constructs layers
                 why = in_plain_torch(unserved)(options.config, geometry)
                 reasons += kernel_reasons(why, options.local_window, drafted_tokens(config))
+                if options.reading.sparse:
+                    reasons += sparse_reasons(geometry, named.get("sinks"))
             return reasons
 
         self.geometry = geometry_of(config, device, more, *given, **named)
@@ -87,11 +91,16 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         if options.rows == "host":
             self.host = self.codes.host = host_of(config, self.geometry, options)
             self.number = self.host.add_layer()
+        if options.reading.sparse:
+            install_runner(config)
         self.options = options
 
     def explain(self) -> str:
         """Return a description of the layer: its index, and the sequences that use the index."""
+        reading = self.options.reading
         others = "FlashAttention computes all other batches"
+        if reading.sparse:
+            others = f"FlashAttention computes other tokens; {reading.explain()}"
         if self.options.rows == "host":
             others = (
                 "FlashAttention computes all other tokens, over copies of rows on the host; "
@@ -112,12 +121,12 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """Compute the attention of queries `[T, H, D]` of all sequences into `output`."""
+        rows = self._rows(kv_cache)
         if attn_metadata is None or self.codes is None or attn_metadata.searching is None:
-            rows = self._rows(kv_cache)
             given = layer, query, key, value, rows, attn_metadata, output
             return self.attend_whole(*given, output_scale, output_block_scale)
         check_output(output_scale, output_block_scale)
-        attn_metadata.searching.attend(self, layer, query, key, value, output)
+        attn_metadata.searching.attend(self, layer, query, key, value, rows, output)
         return output
 
     def _rows(self, kv_cache: Tensor) -> Tensor:

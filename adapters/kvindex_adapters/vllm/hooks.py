@@ -33,7 +33,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.executor.abstract import Executor
 
 from kvindex.pariskv.block_layout import BLOCK
-from kvindex_adapters.vllm import metrics, reports
+from kvindex_adapters.vllm import metrics, reports, request_hooks
 from kvindex_adapters.vllm.engine import CodesLayer, PluginAttention, options_of
 from kvindex_adapters.vllm.options import is_named
 from kvindex_adapters.vllm.unsupported import (
@@ -55,6 +55,7 @@ def install() -> None:
         VllmConfig.__init__ = _checked(VllmConfig.__init__)
     if on_a_cpu():
         _keep_settings(type(current_platform))
+    request_hooks.install()
     Executor.__init__ = reports.restating(Executor.__init__)
     engine_processes.wait_for_engine_startup = reports.restating(
         engine_processes.wait_for_engine_startup

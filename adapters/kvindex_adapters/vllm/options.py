@@ -14,6 +14,7 @@ from kvindex.core.config import make_config, read_options, split_spec, unknown
 from kvindex.pariskv.block_layout import BLOCK, Layout, SubspaceLayout
 from kvindex.pariskv.config import ParisKVConfig
 from kvindex_adapters.vllm import reports
+from kvindex_adapters.vllm.reading import Reading
 
 BACKEND = "KVINDEX"
 """Value of vLLM's option `attention_backend` that switches the plug-in on. Without the plug-in,
@@ -57,6 +58,14 @@ class Options:
             memory.
         cached_rows: With `rows="host"`, number of rows per KV head and layer in the device's cache,
             for all sequences together. A power of two.
+        prefill: How the tokens of a prompt attend: "dense" to all tokens before them, or "sparse"
+            to chosen blocks.
+        prefill_selector: With `prefill="sparse"`, the rule that chooses blocks: "sampled" or
+            "pooled".
+        prefill_mass: With `prefill="sparse"`, fraction of the estimated attention weight that the
+            chosen blocks of each query head have, in (0, 1].
+        prefill_last: With `prefill="sparse"`, number of tokens at the end of a prompt that attend
+            to all tokens.
 
     Raises:
         ValueError: A value is not supported.
@@ -69,6 +78,10 @@ class Options:
     dense_below: int = 2048
     rows: str = "device"
     cached_rows: int = 4096
+    prefill: str = "dense"
+    prefill_selector: str = "sampled"
+    prefill_mass: float = 0.95
+    prefill_last: int = 128
 
     def __post_init__(self) -> None:
         if isinstance(self.k, str):
@@ -85,6 +98,7 @@ class Options:
         cached = check.at_least("cached_rows", self.cached_rows, 4)
         if cached & (cached - 1):
             raise ValueError(f"cached_rows: got {cached}, allowed is a power of two, at least 4")
+        _ = self.reading  # checks its options
         self.layout(8)
 
     @staticmethod
@@ -168,6 +182,12 @@ class Options:
         preset = given.pop("preset", None)
         config: ParisKVConfig = make_config(kind, preset, given)
         return config
+
+    @property
+    def reading(self) -> Reading:
+        """How the tokens of a prompt attend."""
+        how = self.prefill, self.prefill_selector, self.prefill_mass, self.prefill_last
+        return Reading(*how)
 
     def explain(self) -> str:
         """Describe how many rows a decode step retrieves, and in which sequences."""

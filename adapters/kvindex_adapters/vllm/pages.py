@@ -43,7 +43,8 @@ def read_rows(
     """
     tokens = pages.shape[2]
     first = start // tokens
-    some = pages[table[first : -(-stop // tokens)].long()].transpose(0, 1).flatten(1, 2)
+    blocks = table[first : -(-stop // tokens)].long()
+    some = pages.transpose(0, 1).index_select(1, blocks).flatten(1, 2)
     return _parts(some[:, start - first * tokens : stop - first * tokens], geometry)
 
 

@@ -12,9 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvindex.core.geometry import Geometry
+from kvindex.layer.arguments import check_sparse
 from kvindex.pariskv.block_layout import BLOCK
 from kvindex_adapters.vllm import reports
 from kvindex_adapters.vllm.options import BACKEND, Options
+from kvindex_adapters.vllm.reading import ROOM
+
+MOST_WIDE = 256
+"""Largest head dimension of the GPU kernels for sparse attention of prompts."""
+
+ALIGN = "_mamba_block_aligned_split"
+"""Method of vLLM's scheduler that shortens a chunk of a prompt. It exists for linear attention."""
+
+
+def can_align() -> bool:
+    """Return True if this version of vLLM lets the plug-in shorten the chunks of a prompt, and says
+    which model runner it uses."""
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return ALIGN in vars(Scheduler) and "use_v2_model_runner" in vars(VllmConfig)
 
 
 def can_pack() -> bool:
@@ -93,7 +111,8 @@ def engine_reasons(config: Any) -> list[str]:
     if model is None:
         return reasons
     assert options is not None
-    return reasons + _setting_reasons(config) + _model_reasons(config, options)
+    reasons += _setting_reasons(config) + _model_reasons(config, options)
+    return reasons + (_sparse_engine_reasons(config, options) if options.reading.sparse else [])
 
 
 def _setting_reasons(config: Any) -> list[str]:
@@ -161,6 +180,87 @@ def _model_reasons(config: Any, options: Options) -> list[str]:
             f"state of linear attention in addition to the KV cache, with rows={options.rows!r}",
             not model.is_hybrid or packs(config, options),
             f"rows='device' and vLLM 0.28 or newer for such a model, or {other}",
+        ),
+    )
+
+
+def _sparse_engine_reasons(config: Any, options: Options) -> list[str]:
+    """Return the reasons why an engine cannot read prompts with sparse attention."""
+    model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
+    unit, threshold = cache.prefix_match_unit, scheduler.long_prefill_token_threshold
+    drafted = config.speculative_config and config.speculative_config.num_speculative_tokens
+    decoded = scheduler.max_num_seqs * (1 + (drafted or 0))
+    room = scheduler.max_num_batched_tokens
+    return _reasons(
+        ("prefill", "'sparse' with rows='host'", options.rows == "device", "'dense'"),
+        (
+            "prefill",
+            "'sparse' for a model with latent attention (MLA)",
+            not model.use_mla,
+            "'dense'",
+        ),
+        (
+            "prefill",
+            f"'sparse' for the runner {model.runner_type!r}",
+            model.runner_type == "generate",
+            "'dense' for a model that generates no tokens",
+        ),
+        (
+            "prefill",
+            "'sparse' with this version of vLLM, whose scheduler cannot divide prompts at "
+            "multiples of a block",
+            can_align(),
+            "'dense'",
+        ),
+        (
+            "prefix_match_unit",
+            unit,
+            unit is None or unit % BLOCK == 0,
+            f"None or a multiple of {BLOCK} with prefill='sparse'",
+        ),
+        (
+            "max_num_batched_tokens",
+            room,
+            room >= decoded + ROOM,
+            f"at least {decoded + ROOM} with prefill='sparse', so that a step has room for the "
+            f"decode steps of {scheduler.max_num_seqs} sequences (max_num_seqs) and {ROOM} tokens "
+            "of a prompt",
+        ),
+        (
+            "long_prefill_token_threshold",
+            threshold,
+            not 0 < threshold < ROOM,
+            f"0 or at least {ROOM} with prefill='sparse'",
+        ),
+        (
+            "use_ubatching",
+            True,
+            not config.parallel_config.use_ubatching,
+            "False with prefill='sparse'",
+        ),
+    )
+
+
+def sparse_reasons(geometry: Geometry, sinks: Tensor | None) -> list[str]:
+    """Return the reason why the prompts of a full-attention layer cannot be read with sparse
+    attention, in a list.
+
+    Args:
+        geometry: Geometry of the layer.
+        sinks: Logits of the learned sinks, or None.
+    """
+    try:
+        check_sparse(geometry)
+    except ValueError as error:
+        return [str(error)]
+    wide = max(geometry.head_dim, geometry.value_dim)
+    return _reasons(
+        ("prefill", "'sparse' for a layer with learned sinks", sinks is None, "'dense'"),
+        (
+            "prefill",
+            f"'sparse' for a head dimension of {wide} on a GPU",
+            geometry.device.type == "cpu" or wide <= MOST_WIDE,
+            f"'dense', or a head dimension of at most {MOST_WIDE}",
         ),
     )
 
