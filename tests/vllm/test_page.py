@@ -21,7 +21,7 @@ from tests.vllm.processes import ENVIRONMENT, run
 
 pytest.importorskip("vllm")
 
-from kvindex_adapters.vllm.request_hooks import can_align
+from kvindex_adapters.vllm.unsupported import can_align
 
 PAGE = (Path(__file__).parents[2] / "docs/adapters/vllm.md").read_text()
 MODEL, PORT = "Qwen/Qwen3-8B", 8917
