@@ -1,9 +1,44 @@
 """The plug-in's GPU backend in vLLM's engine on a CPU: emulated kernels, prompts in torch."""
 
-from kvindex_adapters.vllm import pages
+import os
+from pathlib import Path
+
+from kvindex_adapters.vllm import pages, register
 from kvindex_adapters.vllm.attention import PagedAttention, Sequence
 from kvindex_adapters.vllm.engine import options_of
 from kvindex_adapters.vllm.gpu import SearchingFlashAttention, SearchingFlashBackend
+from kvindex_cuda.runtime import launch
+from tests.cuda import emulator
+
+PLUGIN = "on_a_cpu"
+"""Name of the entry point `emulate`."""
+
+_emulated = emulator.emulated()
+
+
+def emulate():
+    """Register the plug-in and this backend, in each process of vLLM."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register()
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.Backend")
+    if "cpu" not in launch.LOADERS:
+        _emulated.__enter__()
+
+
+def environment(folder):
+    """Return variables with which the processes of vLLM call `emulate`.
+
+    A package in `folder` has the entry point.
+    """
+    package = folder / "on_a_cpu-1.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: on_a_cpu\nVersion: 1.0\n")
+    entry = f"[vllm.general_plugins]\n{PLUGIN} = {__name__}:emulate\n"
+    (package / "entry_points.txt").write_text(entry)
+    root = str(Path(__file__).parents[2])
+    path = [root, *filter(None, [os.environ.get("PYTHONPATH")]), str(folder)]
+    return {"VLLM_PLUGINS": PLUGIN, "PYTHONPATH": os.pathsep.join(path)}
 
 
 class Backend(SearchingFlashBackend):

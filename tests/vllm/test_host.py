@@ -69,8 +69,6 @@ def test_what_the_host_does_not_serve_is_refused():
         (fine, True, "rows: got host in a model with sliding-window"),
         ({**fine, "prefix_match_unit": 64}, False, "prefix_match_unit: got 64"),
         ({**fine, "use_ubatching": True}, False, "use_ubatching: got True"),
-        ({**fine, "tensor_parallel_size": 2}, False, "tensor_parallel_size: got 2, allowed is 1"),
-        ({**fine, "pipeline_parallel_size": 2}, False, "pipeline_parallel_size: got 2"),
         ({**fine, "enable_sleep_mode": True}, False, "enable_sleep_mode: got True"),
         (
             {**fine, "speculative_config": SimpleNamespace(method="ngram")},

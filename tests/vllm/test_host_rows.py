@@ -6,7 +6,7 @@ import torch
 from kvindex.ops.attention import attend
 from kvindex_adapters.vllm import pages
 from tests.cuda import emulator
-from tests.vllm.conftest import answers, prompt, tokens
+from tests.vllm.conftest import answers, prompt, settings, tokens
 from tests.vllm.gpu_layers import (
     BLOCKS,
     EVERY,
@@ -21,8 +21,12 @@ from tests.vllm.gpu_layers import (
     layers_of,
     slots_of,
 )
+from tests.vllm.processes import printed_tokens, run
 
 pytest.importorskip("vllm")
+
+from tests.vllm.on_a_cpu import environment as on_a_cpu_in
+
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
 
 HOST = {**EVERY, "rows": "host", "cached_rows": 1024}
@@ -139,6 +143,42 @@ def test_the_engine_decodes_from_rows_on_the_host(emulated_engine, stock):
     prompts = [prompt(length, seed=20 + length) for length in lengths]
     expected = [tokens(stock, [ids], 20)[0] for ids in prompts]
     assert tokens(emulated_engine, prompts, 20) == expected
+
+
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_two_processes_divide_the_memory_of_the_host(stock, model, tmp_path, kind):
+    """Each process has its own KV heads or layers, in its own memory."""
+    prompts = [prompt(length, seed) for seed, length in enumerate((700, 300, 20, 508))]
+    options = {f"{kind}_parallel_size": 2, "enforce_eager": kind == "tensor"}
+    asked = {**HOST, "dense_below": 350, "local_window": 40}
+    environment = on_a_cpu_in(tmp_path)
+    done = run(tmp_path, settings(model, asked, **options), prompts, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert printed_tokens(done) == tokens(stock, prompts)
+    # 12 pages of 256 tokens, with half of the 2 KV heads and 2 layers, keys and values in float32
+    half = f"rows of 12 pages are on the host, {12 * 256 * 2 * 64 * 4 / 1e9:.2f} GB pinned"
+    assert half in done.stdout + done.stderr
+
+
+def test_a_process_may_pin_its_part_of_the_memory(entered, monkeypatch):
+    from kvindex_cuda.memory import host_pages
+    from kvindex_cuda.memory.budget import Budget
+    from kvindex_cuda.pariskv.steps import host_rows
+
+    pages_bytes = BLOCKS * 256 * G * 2 * D * 4 * LAYERS
+    for module in (host_pages, host_rows):
+        monkeypatch.setattr(module, "shared_budget", lambda: Budget(2 * pages_bytes - 1))
+    for processes in (1, 2):
+        config = entered(HOST)
+        config.parallel_config.data_parallel_size_local = processes
+        layers = layers_of(config)
+        builder = builder_of(config, layers)
+        given = common(torch.tensor([[1]]).int(), [1], [1], torch.tensor([256]))
+        if processes == 1:
+            builder.build(0, given)
+            continue
+        with pytest.raises(ValueError, match=f"got {BLOCKS} pages .*use up to {BLOCKS - 1} pages"):
+            builder.build(0, given)
 
 
 def test_more_pages_than_the_host_has_room_for_are_refused(entered, monkeypatch):

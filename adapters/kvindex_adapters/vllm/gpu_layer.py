@@ -182,8 +182,11 @@ def host_of(config: VllmConfig, geometry: Geometry, options: Options) -> HostRow
             layer.host.check_geometry(geometry)
             found: HostRows = layer.host
             return found
+    parallel = config.parallel_config
     return HostRows(
         geometry,
+        # all processes create their layers before vLLM allocates the first cache
+        processes=parallel.local_world_size * max(parallel.data_parallel_size_local, 1),
         tokens=config.model_config.max_model_len,
         page_tokens=config.cache_config.block_size,
         cached=options.cached_rows,

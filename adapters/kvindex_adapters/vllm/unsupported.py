@@ -394,13 +394,6 @@ def host_reasons(config: Any, *, sliding: bool, shared: bool = False) -> list[st
             config.speculative_config is None,
             "None with rows='host'; leave out --speculative-config",
         ),
-        *(
-            (name, value, value == 1, "1 with rows='host', because processes share host memory")
-            for name, value in (
-                ("tensor_parallel_size", parallel.tensor_parallel_size),
-                ("pipeline_parallel_size", parallel.pipeline_parallel_size),
-            )
-        ),
     )
 
 

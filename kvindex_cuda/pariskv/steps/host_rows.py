@@ -16,6 +16,7 @@ from torch import Tensor
 from kvindex.core import check
 from kvindex.core.geometry import Geometry
 from kvindex.pariskv.config import ParisKVConfig
+from kvindex_cuda.memory.budget import Budget, shared_budget
 from kvindex_cuda.memory.host_pages import HostPages
 from kvindex_cuda.memory.page_rows import gather_pages, load_kernels, write_pages
 from kvindex_cuda.memory.pages import Pages
@@ -35,12 +36,23 @@ class HostRows:
         page_tokens: Number of tokens per page.
         cached: Number of rows per KV head and layer that the device caches for all sequences
             together. It is a power of two, at least 4.
+        processes: Number of processes on this host that create such an object, for example those
+            of tensor parallelism. Each of them may pin its part of the memory that is available
+            when this object is created, which must be before the first of them calls `open`.
 
     Attributes:
         scratch: Copy of a sequence's rows, `[tokens / page_tokens, G, page_tokens, 2 D]`.
     """
 
-    def __init__(self, geometry: Geometry, *, tokens: int, page_tokens: int, cached: int) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        *,
+        tokens: int,
+        page_tokens: int,
+        cached: int,
+        processes: int = 1,
+    ) -> None:
         self._geometry, self._cached = geometry, cached
         self._tokens, self._page_tokens = check.at_least("tokens", tokens, 1), page_tokens
         g, device = geometry, geometry.device
@@ -50,6 +62,10 @@ class HostRows:
         self.scratch = torch.zeros(shape, dtype=g.dtype, device=device)
         self._numbers = torch.arange(count, dtype=torch.int32, device=device)
         self._clock = torch.zeros(1, dtype=torch.int32, device=device)
+        self._budget: Budget | None = None  # the whole memory
+        if check.at_least("processes", processes, 1) > 1:
+            limit = shared_budget().limit_bytes
+            self._budget = Budget(None if limit is None else limit // processes)
         self.caches: list[RowCache] = []
         self._host: HostPages | None = None
         self._pages: Pages | None = None
@@ -101,7 +117,11 @@ class HostRows:
             )
         self.close()
         self._host = HostPages(
-            self._geometry, layers=len(self.caches), pages=len(codes[0]), tokens=self._page_tokens
+            self._geometry,
+            layers=len(self.caches),
+            pages=len(codes[0]),
+            tokens=self._page_tokens,
+            budget=self._budget,
         )
         try:
             pages = Pages(codes, self._host.rows, self._host.places)
