@@ -358,10 +358,3 @@ def test_models_with_several_kinds_of_state(engine, saved, kind):
     gaps = [abs(a[1] - b[1]) for a, b in zip(expected[0], stock[0], strict=True)]
     assert max(gaps) > 0.01
     assert_same(likely(mine, PROMPTS), expected)
-
-
-def test_drafts_change_nothing(engine, model, sparse):
-    ngram = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=4)
-    drafting = engine(model, SPARSE, speculative_config=ngram)
-    prompts = [ids[:400] + ids[:400] for ids in PROMPTS[:1]] + PROMPTS[1:]
-    assert tokens(drafting, prompts, 24) == tokens(sparse, prompts, 24)

@@ -8,7 +8,7 @@ import torch
 
 from kvindex_adapters.vllm.attention import PagedAttention
 from kvindex_adapters.vllm.options import Options
-from kvindex_adapters.vllm.unsupported import kernel_reasons
+from kvindex_adapters.vllm.unsupported import can_align, kernel_reasons
 from tests.cuda import emulator
 from tests.vllm.conftest import EVERY, prompt, settings, tokens
 from tests.vllm.processes import printed_tokens, run
@@ -110,6 +110,17 @@ def test_each_new_token_as_a_sequence():
 def test_tokens_are_those_without_drafts(stock, engine, model, tmp_path, asked):
     expected = tokens(engine(model, asked), PROMPTS, 40)
     assert (expected == tokens(stock, PROMPTS, 40)) == (asked is EVERY)
+    found, drafted, accepted = speculated(tmp_path, model, asked, 40)
+    assert found == expected
+    assert drafted > accepted > 0
+
+
+def test_drafts_after_sparse_prompts(stock, engine, model, tmp_path):
+    if not can_align():
+        pytest.skip("this vLLM cannot align chunks")
+    asked = EVERY | {"prefill": "sparse", "prefill_mass": 0.4, "prefill_last": 64}
+    expected = tokens(engine(model, asked), PROMPTS, 40)
+    assert expected != tokens(stock, PROMPTS, 40)
     found, drafted, accepted = speculated(tmp_path, model, asked, 40)
     assert found == expected
     assert drafted > accepted > 0
