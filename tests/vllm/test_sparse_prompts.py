@@ -240,6 +240,32 @@ def test_in_worker_processes(model, sparse, tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("more", "sparse"),
+    [({}, True), ({"mm_features": ["an image"]}, False), ({"resumable": True}, False)],
+)
+def test_prompts_with_images_or_with_more_tokens_to_come_are_dense(more, sparse):
+    """The engine core sets the salt, and an option that the model runner reads."""
+    from vllm import SamplingParams
+
+    class Core:
+        """The method of vLLM's engine core that the plug-in wraps."""
+
+        @request_hooks._salting
+        def preprocess_add_request(self, request):
+            return request
+
+    core, reading = Core(), Reading("sparse")
+    vars(core)["kvindex_reading"] = reading
+    params = SamplingParams(extra_args={"other": 1})
+    fields = dict(mm_features=[], resumable=False, cache_salt="mine", sampling_params=params)
+    request = core.preprocess_add_request(SimpleNamespace(**fields | more))
+    assert request.cache_salt == (reading.salted("mine") if sparse else "mine")
+    asked = reading.of_request(request.sampling_params.extra_args)
+    assert asked == (reading if sparse else Reading())
+    assert request.sampling_params.extra_args["other"] == 1
+
+
 def test_the_prompts_of_a_batch():
     params = SimpleNamespace(extra_args={"kvindex_prefill": "dense"})
     new = [
