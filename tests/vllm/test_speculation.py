@@ -1,4 +1,4 @@
-"""Speculative decoding with n-gram drafts does not change tokens."""
+"""Speculative decoding does not change tokens."""
 
 import json
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from kvindex_adapters.vllm.attention import PagedAttention
 from kvindex_adapters.vllm.options import Options
 from kvindex_adapters.vllm.unsupported import can_align, kernel_reasons
 from tests.cuda import emulator
-from tests.vllm.conftest import EVERY, prompt, settings, tokens
+from tests.vllm.conftest import EVERY, SMALL, prompt, settings, tokens
 from tests.vllm.processes import printed_tokens, run
 from tests.vllm.test_attention import queries, served
 
@@ -19,8 +19,6 @@ DRAFTS = 3
 NGRAM = dict(
     method="ngram", num_speculative_tokens=DRAFTS, prompt_lookup_min=1, prompt_lookup_max=3
 )
-
-SPECULATING = dict(speculative_config=NGRAM, disable_log_stats=False)
 
 PROMPTS = [prompt(length, seed) * 3 for seed, length in enumerate((240, 100, 7, 330))]
 """Prompts that repeat themselves, so that there are drafts. Answers cross blocks of 256 tokens."""
@@ -54,15 +52,16 @@ if __name__ == "__main__":
         assert Attention.searched
     found = {one.name: one.value for one in llm.get_metrics() if hasattr(one, "value")}
     names = [f"vllm:spec_decode_num_{what}_tokens" for what in ("draft", "accepted")]
-    print("DRAFTS", json.dumps([found[name] for name in names]))
+    print("DRAFTS", json.dumps([found.get(name) for name in names]))
 """
 """Speculate in a process of its own: vLLM cannot start a second such engine in a process, because
 the package numba, which finds drafts, changes what it expects of modules."""
 
 
-def speculated(folder, model, asked, count, prompts=PROMPTS, emulate=False):
+def speculated(folder, model, asked, count, prompts=PROMPTS, emulate=False, how=NGRAM, **more):
     """Return tokens, and the numbers of drafted and of accepted tokens."""
-    given, env = settings(model, asked, **SPECULATING), {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    options = dict(speculative_config=how, disable_log_stats=False) | more
+    given, env = settings(model, asked, **options), {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = run(folder, given, [emulate, count, *prompts], SCRIPT, env)
     assert done.returncode == 0, done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("DRAFTS "))
@@ -133,6 +132,89 @@ def test_the_kernels_verify_drafted_tokens(stock, model, tmp_path):
     found, drafted, _ = speculated(tmp_path, model, asked, 8, prompts, emulate=True)
     assert found == tokens(stock, prompts, 8)
     assert drafted
+
+
+WHOLE = dict(max_num_batched_tokens=4096, num_gpu_blocks_override=24)
+"""Options with which each prompt is one chunk. A single token that is left of a prompt would be a
+decode step, and drafts change how much is left."""
+
+
+def with_eagle(model, folder):
+    """Make an EAGLE draft of random weights: one layer after the hidden states and the next
+    tokens."""
+    transformers = pytest.importorskip("transformers")
+    from safetensors.torch import save_file
+
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(**SMALL | {"num_hidden_layers": 1})
+    made = transformers.LlamaForCausalLM(config).state_dict()
+    weights = {
+        name.removeprefix("model."): weight.contiguous()
+        for name, weight in made.items()
+        if "layers" in name and "input_layernorm" not in name
+    }
+    weights["fc.weight"] = 0.1 * torch.randn(128, 256)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    written = config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(written))
+    return model, dict(method="eagle", model=str(folder), num_speculative_tokens=DRAFTS)
+
+
+def with_model(model, folder):
+    """Use the model as its own draft, with full attention."""
+    return model, dict(method="draft_model", model=model, num_speculative_tokens=DRAFTS)
+
+
+def with_mtp(model, folder):
+    """Make a model with a further layer that predicts the token after the next one."""
+    transformers = pytest.importorskip("transformers")
+    from safetensors.torch import load_file, save_file
+
+    torch.manual_seed(0)
+    experts = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+    config = transformers.Glm4MoeConfig(**SMALL | experts, first_k_dense_replace=1)
+    transformers.Glm4MoeForCausalLM(config).save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    layer, size = "model.layers.2.", SMALL["hidden_size"]
+    for name in [name for name in weights if ".layers.1." in name]:
+        weights[name.replace("model.layers.1.", layer)] = weights[name].clone()
+    weights[f"{layer}eh_proj.weight"] = 0.1 * torch.randn(size, 2 * size)
+    weights |= {f"{layer}{name}.weight": torch.ones(size) for name in ("enorm", "hnorm")}
+    weights[f"{layer}shared_head.norm.weight"] = torch.ones(size)
+    weights[f"{layer}shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    weights[f"{layer}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(written | {"num_nextn_predict_layers": 1}))
+    return str(folder), dict(method="mtp", num_speculative_tokens=2)
+
+
+@pytest.mark.parametrize("make", [with_eagle, with_model, with_mtp])
+def test_drafts_of_a_model(stock, engine, model, tmp_path, make):
+    """The layers of the draft use vLLM's own attention."""
+    folder, how = make(model, tmp_path)
+    if make is with_mtp:  # vLLM starts a model with experts only in a process of its own
+        expected = speculated(tmp_path, folder, FEW, 24, how=None, **WHOLE)[0]
+    else:
+        expected = tokens(engine(folder, FEW, **WHOLE), PROMPTS, 24)
+        assert expected != tokens(stock, PROMPTS, 24)
+    found, drafted, accepted = speculated(tmp_path, folder, FEW, 24, how=how, **WHOLE)
+    assert found == expected
+    assert drafted > accepted
+    assert accepted or make is not with_model
+
+
+@pytest.mark.parametrize(
+    ("asked", "how", "said"),
+    [
+        ({}, {"attention_backend": "KVINDEX"}, "speculative_config: got attention_backend=.*KVIND"),
+        ({"prefill": "sparse"}, {}, "speculative_config: got the method draft_model with prefill="),
+    ],
+)
+def test_drafts_that_are_not_supported(stock, engine, model, asked, how, said):
+    speculative = with_model(model, None)[1] | how
+    with pytest.raises(ValueError, match=said):
+        engine(model, EVERY | asked, speculative_config=speculative)
 
 
 def test_steps_of_several_tokens_are_counted():

@@ -32,7 +32,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from kvindex.core.geometry import Geometry
 from kvindex.pariskv.block_layout import BLOCK
 from kvindex_adapters.vllm.metrics import Counters, Steps
-from kvindex_adapters.vllm.options import Options
+from kvindex_adapters.vllm.options import CODES, Options
 from kvindex_adapters.vllm.unsupported import layer_reasons, refuse, sliding_reasons
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows only loggers whose names begin with "vllm"
@@ -213,7 +213,7 @@ class CodesLayer(AttentionLayerBase):
             number: Number of the `CodesLayer` in the engine. It differs from the numbers of layers
                 in other stages of pipeline parallelism.
         """
-        return f"kvindex.codes.{number}"
+        return f"{CODES}{number}"
 
     @property
     def records(self) -> Tensor:
@@ -283,7 +283,8 @@ def explain(config: VllmConfig) -> str:
         config: The configuration of an engine with an index in at least one layer.
     """
     layers = attention_layers(config.compilation_config.static_forward_context)
-    own = {name: layer.impl for name, layer in layers.items()}
+    impls = {name: layer.impl for name, layer in layers.items()}
+    own = {name: impl for name, impl in impls.items() if isinstance(impl, PluginAttention)}
     searching = [name for name, impl in own.items() if impl.codes is not None]
     sliding = [name for name, impl in own.items() if impl.codes is None]
     text = f"{len(searching)} of {len(own)} attention layers search: {', '.join(searching)}"

@@ -39,6 +39,7 @@ from kvindex_adapters.vllm.options import is_named
 from kvindex_adapters.vllm.unsupported import (
     can_pack,
     engine_reasons,
+    has_draft_model,
     on_a_cpu,
     refuse,
     refuse_dense_model,
@@ -166,10 +167,12 @@ def check_builder(made: type, *given: Any, **named: Any) -> None:
             layers = config.compilation_config.static_forward_context
             # with pipeline parallelism, the layers of another process may have indexes
             alone = config.parallel_config.pipeline_parallel_size == 1
-            check_layers(layers, index_required=alone)
+            check_layers(layers, index_required=alone, drafts=has_draft_model(config))
 
 
-def check_layers(layers: dict[str, Any], *, index_required: bool = True) -> None:
+def check_layers(
+    layers: dict[str, Any], *, index_required: bool = True, drafts: bool = False
+) -> None:
     """Check that every layer with a cache of keys and values belongs to the plug-in, and that at
     least one has an index.
 
@@ -181,6 +184,8 @@ def check_layers(layers: dict[str, Any], *, index_required: bool = True) -> None
     Args:
         layers: Maps names to the layers of an engine that uses kvindex.
         index_required: Whether at least one of the layers must have an index.
+        drafts: Whether there are also layers of a draft model. They use vLLM's own attention. An
+            attention layer of the model itself cannot do so (see `check_implementation`).
 
     Raises:
         ValueError: A layer does not belong to the plug-in, or no layer has an index.
@@ -198,8 +203,9 @@ def check_layers(layers: dict[str, Any], *, index_required: bool = True) -> None
             continue
         kind = type(layer)
         known = kind in (Attention, MLAAttention, ChunkedLocalAttention)
-        ours = known and isinstance(layer.impl, PluginAttention)
-        if not ours or (kind is ChunkedLocalAttention and layer.impl.codes is not None):
+        ours = known and (drafts or isinstance(layer.impl, PluginAttention))
+        chunked = kind is ChunkedLocalAttention
+        if not ours or (chunked and vars(layer.impl).get("codes") is not None):
             refuse_layer(name, kind.__name__)
     if index_required and not any(isinstance(layer, CodesLayer) for layer in layers.values()):
         refuse_dense_model()

@@ -30,6 +30,9 @@ def is_named(attention_config: Any) -> bool:
     return backend is not None and backend.name == BACKEND
 
 
+CODES = "kvindex.codes."
+"""First letters of the names of the layers that contain codes, among vLLM's layers of an engine."""
+
 INDEX = "pariskv"
 """The only supported index. vLLM shares blocks between sequences, so codes may depend only on the
 keys of their own block."""
@@ -150,7 +153,7 @@ class Options:
             if key != KEY and _resembles(str(key))
         ]
         on = is_named(config.attention_config)
-        if KEY in given and not on:
+        if KEY in given and not on and not _is_draft(config):
             reasons.append(
                 f"attention_backend: got no {BACKEND!r}, although additional_config has options "
                 f'for it; allowed is "{BACKEND}" (--attention-backend {BACKEND})'
@@ -210,6 +213,15 @@ class Options:
             "are the options block='key' with weights='log', weight_bits=16 and center=256 or "
             "center=0, or preset='paper'"
         )
+
+
+def _is_draft(config: Any) -> bool:
+    """Return True for the configuration that vLLM makes for the draft model of an engine that uses
+    kvindex. It has the layers of the engine, and a backend of its own."""
+    compilation = vars(config).get("compilation_config")
+    return compilation is not None and any(
+        name.startswith(CODES) for name in compilation.static_forward_context
+    )
 
 
 def _resembles(key: str) -> bool:

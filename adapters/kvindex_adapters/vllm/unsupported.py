@@ -22,6 +22,9 @@ from kvindex_adapters.vllm.reading import ROOM
 MOST_WIDE = 256
 """Largest head dimension of the GPU kernels for sparse attention of prompts."""
 
+DRAFT_MODELS = "draft_model", "eagle", "mtp"
+"""Methods of speculative decoding with a draft model that are supported on a CPU."""
+
 ALIGN = "_mamba_block_aligned_split"
 """Method of vLLM's scheduler that shortens a chunk of a prompt. It exists for linear attention."""
 
@@ -112,6 +115,7 @@ def engine_reasons(config: Any) -> list[str]:
         return reasons
     assert options is not None
     reasons += _setting_reasons(config) + _model_reasons(config, options)
+    reasons += _draft_reasons(config, options)
     return reasons + (_sparse_engine_reasons(config, options) if options.reading.sparse else [])
 
 
@@ -146,9 +150,9 @@ def _setting_reasons(config: Any) -> list[str]:
         (
             "speculative_config",
             f"the method {_method(config)}",
-            _method(config) in (None, "ngram"),
-            "the method 'ngram', because other methods are not tested, or have a draft model, "
-            "whose layers are not supported; or leave out --speculative-config",
+            _method(config) in (None, "ngram", *(DRAFT_MODELS if on_a_cpu() else ())),
+            f"the method 'ngram' or, on a CPU, one of {', '.join(DRAFT_MODELS)}, because others "
+            "are not tested; or leave out --speculative-config",
         ),
         (
             "kv_transfer_config",
@@ -169,6 +173,45 @@ def _setting_reasons(config: Any) -> list[str]:
             f"{dtype}, the model's, or auto; leave out kv_cache_dtype (--kv-cache-dtype)",
         ),
     )
+
+
+def _draft_reasons(config: Any, options: Options) -> list[str]:
+    """Return the reasons that concern a draft model."""
+    if not has_draft_model(config):
+        return []
+    backend = config.speculative_config.attention_backend
+    pipeline = config.parallel_config.pipeline_parallel_size
+    return _reasons(
+        (
+            "speculative_config",
+            f"attention_backend={backend}",
+            backend is None,
+            "None, because a draft model uses vLLM's own attention",
+        ),
+        (
+            "speculative_config",
+            f"the method {_method(config)} for a model whose codes are in the pages of its keys",
+            not packs(config, options),
+            "the method 'ngram' for such a model",
+        ),
+        (
+            "speculative_config",
+            f"the method {_method(config)} with prefill='sparse'",
+            not options.reading.sparse,
+            "the method 'ngram' with prefill='sparse', or prefill='dense'",
+        ),
+        (
+            "pipeline_parallel_size",
+            pipeline,
+            pipeline == 1,
+            "1 with a draft model",
+        ),
+    )
+
+
+def has_draft_model(config: Any) -> bool:
+    """Return True if an engine uses a draft model that the plug-in supports."""
+    return _method(config) in DRAFT_MODELS
 
 
 def _model_reasons(config: Any, options: Options) -> list[str]:
