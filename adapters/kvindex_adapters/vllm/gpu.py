@@ -5,8 +5,10 @@ behaves exactly like vLLM's own FlashAttention backend.
 
 A batch of only decode steps runs as one fused step per layer, which vLLM captures in its CUDA
 graphs. FlashAttention computes all other batches (prompts, chunks of prompts, mixed batches) with
-the same pages. If keys and values are in host memory, FlashAttention reads a temporary copy on the
-device, and decode steps in mixed batches search as well.
+the same pages. Prompts that are read with sparse attention (`prefill="sparse"`) are an exception:
+Triton kernels compute them, over copies of their keys and values. If keys and values are in host
+memory, FlashAttention reads a temporary copy on the device, and decode steps in mixed batches
+search as well.
 """
 
 from __future__ import annotations

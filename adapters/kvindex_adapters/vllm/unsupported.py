@@ -150,7 +150,7 @@ def _setting_reasons(config: Any) -> list[str]:
         (
             "speculative_config",
             f"the method {_method(config)}",
-            _method(config) in (None, "ngram", *(DRAFT_MODELS if on_a_cpu() else ())),
+            _method(config) in (None, "ngram") or (has_draft_model(config) and on_a_cpu()),
             f"the method 'ngram' or, on a CPU, one of {', '.join(DRAFT_MODELS)}, because others "
             "are not tested; or leave out --speculative-config",
         ),
