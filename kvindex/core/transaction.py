@@ -35,6 +35,7 @@ READS = frozenset(
             "search_within",
             "search_shard",
             "fetch",
+            "attend_all",
             "bytes_per_key",
             "expand_batch",
         ),
@@ -51,6 +52,7 @@ ALONE = frozenset(
     {
         *("attend", "decode_step", "attend_hits", "warm_up", "reserve"),
         *("prepare_replay", "captured_step", "prepare_tokens", "captured_tokens"),
+        *("prepare_all", "captured_all"),
         *("batch_row", "begin_decoding"),
     }
 )

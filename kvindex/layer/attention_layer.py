@@ -761,7 +761,7 @@ class AttentionLayer(Transactional):
         """
         return self._captured.prepare_next(self._situation(), tokens, ahead, full=self._full)
 
-    def _situation(self) -> object:
+    def _situation(self) -> tuple[Any, ...]:
         """Return a value that shows whether the layer has changed since a CUDA graph was prepared.
 
         As long as the value is the same, `prepare_next` is sufficient before a replay. When it has

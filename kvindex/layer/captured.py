@@ -34,7 +34,8 @@ from kvindex.layer.retrieval import Wanted, output_of, rows_to_ask
 from kvindex.layer.stats import Counts, Tally
 from kvindex.layer.updates import Updates
 
-Prepared = tuple[object, Callable[[], object], ResidentRows]
+Situation = tuple[Any, ...]
+Prepared = tuple[Situation, Callable[[], object], ResidentRows]
 """What `CapturedSteps.prepare_next` needs: the situation, a function that prepares the index again,
 and the rows of sink and window."""
 
@@ -119,13 +120,14 @@ class CapturedSteps(Restorable):
         return "tokens must move into the index before the next token" if deferred else None
 
     def prepare(
-        self, situation: object, wanted: Wanted, tokens: int = 1, *, full: bool = False
+        self, situation: Situation, wanted: Wanted, tokens: int = 1, *, full: bool = False
     ) -> object | None:
         """Prepare a capture or a replay: write all data to the addresses that the CUDA graph reads.
 
         Args:
-            situation: A value that changes when the layer changes, except by the method `count`.
-                `prepare_next` checks whether the value is still the same.
+            situation: Numbers that change when the layer changes, except by the method `count`. The
+                first is the number of calls of the layer's methods, this one included.
+                `prepare_next` checks whether they are still the same.
             wanted: How many rows to retrieve per KV head.
             tokens: Number of tokens of the decode step.
             full: Whether the tokens attend to all tokens instead of searching.
@@ -146,11 +148,17 @@ class CapturedSteps(Restorable):
         else:
             how = self._asked(wanted, None)
             again = partial(required(index, CapturesStep).prepare_replay, resident, **how)
+        # this call has changed nothing that the steps of another kind depend on
+        calls, *others = situation
+        before = calls - 1, *others
+        for kind, (seen, *_) in self._prepared.items():
+            if seen == before:
+                self._prepared[kind] = situation, *self._prepared[kind][1:]
         self._prepared[tokens, full] = situation, again, resident
         return again()
 
     def prepare_next(
-        self, situation: object, tokens: int = 1, ahead: int = 0, *, full: bool = False
+        self, situation: Situation, tokens: int = 1, ahead: int = 0, *, full: bool = False
     ) -> object | None:
         """Prepare the next replay of the CUDA graph like `prepare`, but in less time.
 

@@ -18,7 +18,11 @@ pytestmark = pytest.mark.usefixtures("reads_pages")
 
 
 class Full(Several):
-    """A layer whose steps with full attention go through a graph."""
+    """A layer whose steps with full attention go through a graph for each number of tokens."""
+
+    def __init__(self, *given, **options):
+        super().__init__(*given, **options)
+        self._graphs, self._outputs = {}, {}
 
     def replay(self, count, kept=None):
         """Return the output of a step of `count` tokens, of which `kept` stay, and the attention of
@@ -29,15 +33,17 @@ class Full(Several):
         with self.layer.attending_fully():
             reads = self.layer.prepare_next(count) or self.layer.prepare_replay(count)
             assert reads is not None, self.layer.capture_refusal(count)
-            if reads is not self._reads:
-                self._parts = [one.clone() for one in parts]
+            known, graph, own = self._graphs.get(count, (None, None, ()))
+            if reads is not known:
+                self._parts = own = [one.clone() for one in parts]
                 where = torch.device(self.device)
-                self._graph = GRAPHS[where.type](where, self._capture)
-                self._reads, self.captures = reads, self.captures + 1
-            for own, given in zip(self._parts, parts, strict=True):
-                own.copy_(given)
-            self._graph.replay()
-            mine = self._output.clone()
+                graph = GRAPHS[where.type](where, self._capture)
+                self._graphs[count] = reads, graph, own
+                self._outputs[count], self.captures = self._output, self.captures + 1
+            for one, given in zip(own, parts, strict=True):
+                one.copy_(given)
+            graph.replay()
+            mine = self._outputs[count].clone()
             self.layer.count_replay(kept, count)
         sinks = None if self.sinks is None else self.sinks.cpu().double()[None, :, None]
         dense = self.sequence.dense(sinks=sinks)
@@ -137,6 +143,8 @@ def test_drafts_are_removed_without_writing_the_window_again(device, monkeypatch
         layer.length -= 2
         assert layer.layer.undo_replays(layer.length)
         near(*layer.replay(3, 2))
+        with layer.layer.attending_fully():  # both kinds of steps stay prepared
+            assert layer.layer.prepare_next(1) is not None
     assert not replaced
     rows, (_, *parts) = layer.layer._window.rows, layer.sequence.parts(0, layer.length)
     window = len(layer.layer) - len(layer.layer.index)
