@@ -62,8 +62,9 @@ def attend_densely(
     g, indexed = index.geometry, len(index) if indexed is None else indexed
     plain = g.softcap is None and bias is None and sink_logits is None and visible is None
     if plain and valid is None and 0 < indexed == len(index):
-        reading = capability(index, AttendsToAll)
-        if reading is not None and queries.shape[2] <= reading.most_tokens:
+        reading, newest = capability(index, AttendsToAll), window.keys.shape[2]
+        # a query whose own token is in the index must not attend to later tokens there
+        if reading is not None and queries.shape[2] <= min(reading.most_tokens, newest):
             return _in_place(reading, window, queries, g.scale)
     width = g.kv_heads * (g.head_dim + g.value_dim) * queries.element_size()
     if plain and indexed * queries.shape[0] * width <= GATHERED_BYTES:
@@ -107,7 +108,10 @@ def attend_by_block(
 
 
 def _in_place(index: AttendsToAll, window: Rows, queries: Tensor, scale: float) -> Tensor:
-    """Attend from the newest tokens to all tokens, without copying the rows of the index."""
+    """Attend from the newest tokens to all tokens, without copying the rows of the index.
+
+    The newest tokens must all be in the window.
+    """
     output, lse = index.attend_all(queries)
     T, W = queries.shape[2], window.keys.shape[2]
     places = torch.arange(W, device=queries.device)

@@ -101,6 +101,20 @@ def test_a_store_attends_to_all_rows_for_few_tokens():
     assert case.index("shadowkv", store=AttendingStore(store._geometry)).most_tokens == 0
 
 
+@pytest.mark.parametrize("window", [0, 1, 3, 4])
+def test_queries_of_tokens_that_have_moved_see_no_later_token(window):
+    """A prompt's last tokens move into the index, and another layer's queries attend again."""
+    case = Case(batch=2)
+    store = AttendingStore(case.index("exact").geometry)
+    sequence, layer = Sequence.of(case, 80), layer_with(case, store=store, local_window=window)
+    for first, end in ((0, PROMPT), (PROMPT, PROMPT + 4)):
+        sequence.feed(layer, first, end)
+    assert len(layer) - len(layer.index) == window
+    got = layer.attend(sequence.queries[:, :, PROMPT : PROMPT + 4])
+    sequence.assert_equals(got, sequence.dense(), PROMPT)
+    assert layer.index._store.calls == 1 + (window == 4)  # one for the prompt
+
+
 def test_an_exception_postpones_the_move():
     case = Case()
     sequence, layer = Sequence.of(case, 80), layer_with(case)
