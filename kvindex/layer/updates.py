@@ -177,10 +177,12 @@ class Updates(Restorable):
     def begin_decoding(self) -> None:
         """Prepare a decode step: run a postponed update, and report the end of the prompt once.
 
-        An update is a move of tokens from the window into the index.
+        An update is a move of tokens from the window into the index. One that `update_chunk` has
+        begun ends first, because its tokens belong to the prompt.
         """
         self.catch_up()
         if not self.prompt_ended:
+            self.finish()
             self.end_prompt()
 
     def end_prompt(self) -> None:

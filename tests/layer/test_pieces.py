@@ -137,3 +137,14 @@ def test_rows_of_the_index_are_not_read(monkeypatch):
     monkeypatch.setattr(Beside, "fetch", lambda *_: pytest.fail("a row is fetched"))
     monkeypatch.setattr(dense, "GATHERED_BYTES", 0)
     pieces(layer, sequence)
+
+
+def test_the_prompt_ends_after_its_last_append(monkeypatch):
+    """A decode step follows a chunk whose append is still running."""
+    sequence, layer = Sequence.of(Case(), 40), beside(Case(), local_window=4)
+    lengths = []
+    monkeypatch.setattr(layer.index, "end_prompt", lambda: lengths.append(len(layer.index)))
+    pieces(layer, sequence, steps_of(14, 16))
+    assert layer._window.leaving
+    sequence.assert_equals(sequence.feed(layer, 30, 31), sequence.dense(), 30)
+    assert lengths == [26]
