@@ -136,41 +136,46 @@ class IndexedLayer(CacheLayerMixin):
         terms: Any = dict(valid=valid, bias=bias, sink_logits=sink_logits, ids=ids)
         if mask.visible is not None:
             terms["visible"] = mask.visible
-        self._begin_prompt(keys, values)
         plain = all(term is None for term in terms.values()) and not value_in_key
-        rows = self._rows_with(keys, values) if plain else None
+        self._begin_prompt(keys, values, plain=plain)
+        rows = self._rows_with(keys, values, plain=plain)
         if rows is None:
             output = self.attention.step(queries, keys, values, **terms)
         else:
             output = self.attention.read_chunk(queries, rows)
+            if self._rows is None:  # it was the last chunk
+                self.attention.settle()  # otherwise its tokens would stay in the window for a while
         if tokens is not None and tokens.shape == (batch, T):
             # pass the ids after `step`, because `step` may report the end of the prompt to the
             # index
             self.attention.index.observe_tokens(tokens, first=len(self.attention) - T)
         return output
 
-    def _begin_prompt(self, keys: Tensor, values: Tensor) -> None:
-        """Before the first chunk of an announced prompt, decide where its rows are stored."""
+    def _begin_prompt(self, keys: Tensor, values: Tensor, *, plain: bool) -> None:
+        """Before the first chunk of an announced prompt, decide where its rows are stored.
+
+        `plain` is True if `AttentionLayer.read_chunk` supports the call.
+        """
         assert self.attention is not None
         if (prompt := self.expected) is None:
             return
         before, self.expected, self._rows = len(self.attention), None, None
         self.attention.expect_prompt(max(prompt.length, before))
         several = 1 < keys.shape[2] < prompt.length and not before
-        plain = type(self.attention).step is AttentionLayer.step  # otherwise `step` must be called
-        if several and plain and prompt.fits(keys, values):
+        own = type(self.attention).step is not AttentionLayer.step  # then `step` must be called
+        if several and plain and not own and prompt.fits(keys, values):
             self._rows = PromptRows(prompt.length, keys, values)
 
-    def _rows_with(self, keys: Tensor, values: Tensor) -> Rows | None:
+    def _rows_with(self, keys: Tensor, values: Tensor, *, plain: bool) -> Rows | None:
         """Return all rows of a prompt that is being read, including the new ones, or None if only
-        the index has them."""
+        the index has them. The arguments are those of `_begin_prompt`."""
         held, attention = self._rows, self.attention
         assert attention is not None
         if held is None:
             return None
         end = held.length + keys.shape[2]
         fits = held.length == len(attention) and end <= held.room
-        if not fits or attention.decodes(keys.shape[2]):
+        if not plain or not fits or attention.decodes(keys.shape[2]):
             self._rows = None
             return None
         if end == held.room:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvindex.core.protocol import Rows
+from kvindex.core.transaction import in_plain_torch
 
 ROOM = 0.5
 """Fraction of the free GPU memory that the rows of a prompt may take, over all layers."""
@@ -25,21 +26,23 @@ class ExpectedPrompt:
 
     def __init__(self, length: int, layers: int) -> None:
         self.length, self._layers = length, layers
-        self._fits: bool | None = None
+        self._fits: dict[torch.device, bool] = {}
 
     def fits(self, keys: Tensor, values: Tensor) -> bool:
-        """Return True if the rows of all layers fit into GPU memory.
+        """Return True if the rows of all layers fit into the memory of the keys' GPU.
 
-        The first layer decides for all layers. The result is False on other devices.
+        The first layer on a device decides for all layers on this device, as if all layers of the
+        model were there. The result is False on devices other than GPUs.
 
         Args:
             keys: The first keys of the layer, `[B, G, T, D]`.
             values: Their values, `[B, G, T, Dv]`.
         """
-        if self._fits is None:
+        device = keys.device
+        if device not in self._fits:
             need = self._layers * (keys.nbytes + values.nbytes) * self.length / keys.shape[2]
-            self._fits = keys.is_cuda and need <= ROOM * free_bytes(keys.device)
-        return self._fits
+            self._fits[device] = keys.is_cuda and need <= ROOM * free_bytes(device)
+        return self._fits[device]
 
 
 class PromptRows:
@@ -51,11 +54,13 @@ class PromptRows:
         values: Their values, `[B, G, T, Dv]`.
     """
 
+    @in_plain_torch  # the next chunk may be read outside of the caller's inference mode
     def __init__(self, length: int, keys: Tensor, values: Tensor) -> None:
         self.room, self.length = length, 0
         made = (part.new_empty((*part.shape[:2], length, part.shape[3])) for part in (keys, values))
         self._rows = Rows(*made)
 
+    @in_plain_torch
     def extended(self, keys: Tensor, values: Tensor) -> Rows:
         """Append rows, and return views of all rows, `[B, G, N, D]` and `[B, G, N, Dv]`."""
         start, end = self.length, self.length + keys.shape[2]
