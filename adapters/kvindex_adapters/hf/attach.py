@@ -166,7 +166,7 @@ def attach(
         cache.chunk_unit = BLOCK if prefill == "sparse" else 1
         ropes.update({number: rotary_frequencies(decoder, number) for number in cache.indexed})
         # make trial indexes, so that wrong arguments raise an error before the first forward pass
-        probed = options.probe(ropes, partial(layer_geometry, config, model.device))
+        probed = options.probe(ropes, partial(layer_geometry, config, decoder))
         for made in probed:
             check_shards(model, made)
         if by_kernels is not None:

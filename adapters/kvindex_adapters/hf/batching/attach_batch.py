@@ -90,7 +90,7 @@ def attach_batch(
     decoder, indexed = find_decoder(model), [n for n in full if n not in dense_layers]
     with claimed(model) as attachment:
         ropes: Ropes = {number: rotary_frequencies(decoder, number) for number in indexed}
-        for made in options.probe(ropes, partial(layer_geometry, config, model.device)):
+        for made in options.probe(ropes, partial(layer_geometry, config, decoder)):
             check_index(made)
         regions = Regions(k, sink, local_window, update_every, dense_below)
         layers = {

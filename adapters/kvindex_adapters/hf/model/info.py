@@ -108,10 +108,10 @@ def _device_of(module: nn.Module) -> torch.device | None:
     return None
 
 
-def layer_geometry(config: Any, device: torch.device, number: int) -> dict[str, Any]:
+def layer_geometry(config: Any, decoder: nn.Module, number: int) -> dict[str, Any]:
     """Return the keyword arguments of `Geometry` for a layer: heads and head dimension, from the
-    configuration, and the device."""
-    layers = layer_configs(config)
+    configuration, and the device on which the layer runs (`layer_device`)."""
+    layers, device = layer_configs(config), layer_device(decoder, number)
     config = layers[number] if len(layers) > 1 else config
     heads = getattr(config, "num_attention_heads", 1)
     rank = getattr(config, "kv_lora_rank", None)

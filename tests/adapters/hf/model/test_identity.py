@@ -83,6 +83,17 @@ def test_a_layer_computes_where_accelerate_brings_its_weights():
     assert layer_device(decoder, 2) == torch.device("cuda:1")
 
 
+def test_options_are_checked_for_the_device_of_offloaded_layers(tmp_path):
+    """The weights are on the meta device, where `backend="cpu"` is not allowed."""
+    own, found = dict(index="pariskv", index_options={"backend": "cpu"}), []
+    for place in (in_memory, on_the_host):
+        model = place(llama(), tmp_path)
+        with kvhf.attach(model, **{**REGIONS, **own}) as cache:
+            found.append(steps(model, cache, prompt(1, 20), [20]))
+            assert cache.indexes()[0].geometry.device == torch.device("cpu")
+    torch.testing.assert_close(*found)
+
+
 class Int8(nn.Module):
     """A linear layer that stores its weights in buffers, like `bitsandbytes` and others."""
 
