@@ -64,7 +64,7 @@ class Everything:
         shape = (2, batch, g.kv_heads, tokens, g.head_dim)
         self._keys, self._values = torch.empty(shape, dtype=g.dtype, device=g.device).normal_()
 
-    def capture_refusal(self, tokens: int = 1) -> str | None:
+    def capture_refusal(self, tokens: int = 1, *, full: bool | None = None) -> str | None:
         """Return None, because nothing prevents a CUDA graph of the decode step."""
         return None
 

@@ -705,18 +705,20 @@ class AttentionLayer(Transactional):
 
     # Decode steps in a CUDA graph that the caller captures and replays
 
-    def capture_refusal(self, tokens: int = 1) -> str | None:
+    def capture_refusal(self, tokens: int = 1, *, full: bool | None = None) -> str | None:
         """Return why a CUDA graph cannot capture the next decode step.
 
         Args:
             tokens: Number of tokens of the decode step.
+            full: Whether the tokens attend to all tokens. None means that they do inside
+                `attending_fully`.
 
         Returns:
             The reason, or None if a graph can capture the decode step.
         """
         if type(self).step is not AttentionLayer.step:
             return f"layer: got {type(self).__name__}, which overrides AttentionLayer.step"
-        if self._full:
+        if self._full if full is None else full:
             return self._captured.full_refusal()
         options = self.coverage, self.error
         how: Any = dict(dense_below=self.dense_below, tokens=tokens)

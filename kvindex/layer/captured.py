@@ -114,7 +114,7 @@ class CapturedSteps(Restorable):
             return f"tokens: got {length}, allowed are some in the index, after a decode step"
         if capability(index, CapturesAll) is None:
             return f"index: got {name}, whose steps with full attention no CUDA graph can capture"
-        if not isinstance(self._contents.window.padded, float):
+        if self._contents.window.padding:
             return "valid: got padding, allowed is none for full attention in a CUDA graph"
         deferred = self._updates.deferred
         return "tokens must move into the index before the next token" if deferred else None

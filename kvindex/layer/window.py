@@ -198,6 +198,13 @@ class Window(NamedState, Restorable):
         self._take_staged()
         return self._valid.flags
 
+    @property
+    def padding(self) -> bool:
+        """True if any token is padding. Unlike `valid`, this changes nothing in the window, because
+        staged tokens are never padding.
+        """
+        return self._valid.flags is not None
+
     def real(self, start: int, stop: int | None = None) -> Tensor | None:
         """Return the mask of tokens that are not padding (`valid`), from position `start` to
         `stop`.

@@ -117,10 +117,11 @@ class DenseAttention:
     # The methods below run decode steps in a CUDA graph. The kernels of such a step read the number
     # of tokens from device memory.
 
-    def capture_refusal(self, tokens: int = 1) -> str | None:
+    def capture_refusal(self, tokens: int = 1, *, full: bool | None = None) -> str | None:
         """Return the reason why a CUDA graph cannot run the next step, or None if it can.
 
         tokens: number of tokens of each sequence in the step.
+        full: not used, because attention is always full.
         """
         if tokens > 1:
             return f"layer: got full attention, which runs a step of {tokens} tokens op by op"

@@ -158,8 +158,8 @@ class Run:
         if not self.graphs:
             return "steps of several tokens run op by op (graphs: got False)"
         tokens = 2 if (size := self._draft_size) is None else size
-        with self.session.fully(self.verifies_fully):
-            why = refusal(self.session) or self.session.capture_refusal(tokens)
+        full = self.verifies_fully  # `Session.fully` would change steps of other threads
+        why = refusal(self.session) or self.session.capture_refusal(tokens, full=full)
         if why is not None:
             return f"steps of several tokens run op by op ({why})"
         return "a step of several tokens is one graph"

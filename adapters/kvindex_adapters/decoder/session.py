@@ -38,10 +38,10 @@ from kvindex_adapters.llama.weights import Weights
 class Attention(layers.Attention, Protocol):
     """Protocol for the attention of one layer. A CUDA graph can capture its decode steps."""
 
-    def capture_refusal(self, tokens: int = 1) -> str | None:
+    def capture_refusal(self, tokens: int = 1, *, full: bool | None = None) -> str | None:
         """Return the reason why a CUDA graph cannot run the next decode step, or None if it can.
 
-        tokens: number of tokens of each sequence in the step.
+        The arguments are those of `AttentionLayer.capture_refusal`.
         """
         ...
 
@@ -368,16 +368,17 @@ class Session:
 
     # Decode steps in a CUDA graph
 
-    def capture_refusal(self, tokens: int = 1) -> str | None:
+    def capture_refusal(self, tokens: int = 1, *, full: bool | None = None) -> str | None:
         """Return the reason why a CUDA graph cannot run the next decode step, or None if it can.
 
         The text names the first layer that cannot run in a CUDA graph, and says why it cannot.
 
         Args:
             tokens: Number of tokens of each sequence in the step.
+            full: Whether the tokens attend to all tokens. None means that they do inside `fully`.
         """
         for number, layer in enumerate(self._attentions):
-            why = layer.capture_refusal(tokens)
+            why = layer.capture_refusal(tokens, full=full)
             if why is not None:
                 return f"layer {number}: {why}"
         return None

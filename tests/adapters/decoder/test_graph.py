@@ -222,6 +222,29 @@ def test_a_run_says_how_steps_of_several_tokens_run(device, graphs):
     assert "(layer 0: layer: got full attention, which runs a step of 4" in dense.explain()
 
 
+@pytest.mark.usefixtures("reads_pages")
+def test_explaining_a_run_changes_nothing(device, graphs, monkeypatch):
+    """Another thread may call it while drafts are verified."""
+    decoder, plain = decoder_of(device), given(device, 14)
+    run = decoder.start(ids_of(60), speculative_tokens=3, verify="full", **plain)
+    observe, said = Session.observe, []
+
+    def explaining(self, ids):
+        window = self._indexed()[0]._window
+        held = len(window._window)
+        if held < len(window):  # a graph has appended the newest tokens
+            with recorded_calls(AttentionLayer, "attending_fully") as entered:
+                said.append(run.explain())
+            assert not entered
+            assert held == len(window._window)
+        observe(self, ids)
+
+    monkeypatch.setattr(Session, "observe", explaining)
+    list(run.tokens())
+    assert said
+    assert all(one.endswith("; a step of several tokens is one graph") for one in said)
+
+
 def test_an_interrupted_draft_leaves_the_session_as_it_was(device, graphs, monkeypatch):
     decoder, prompt = decoder_of(device, layers=2), ids_of(60)
     plain = given(device, 16, regions=dict(update_every=40))
