@@ -13,11 +13,13 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import kvindex
+import kvindex_adapters.hf as kvhf
 from kvindex.core.ranks import Ranks
 from kvindex_adapters.common.parallel import check_heads, heads_over_ranks, waiting
 from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.decoder import Decoder, Sampling
 from kvindex_adapters.hf import attach
+from kvindex_adapters.hf.cache.prompt_rows import ExpectedPrompt
 from kvindex_adapters.llama.heads import HeadRanks
 from tests.adapters import tiny
 from tests.adapters.decoder.families import ids_of, model_of
@@ -94,6 +96,16 @@ def tokens_are_shared(rows):
     whole = tiny.build("llama")
     geometry = is_as_one_process(whole, whole, f"{SHARDED}:rows={rows}")
     assert (geometry.q_heads, geometry.kv_heads) == (4, 2)
+
+
+def ranks_read_a_prompt_alike():
+    """One rank has memory for the rows of a prompt, and the other one has not."""
+    model, ids = tiny.build("llama"), torch.arange(60) % 40 + 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExpectedPrompt, "fits", lambda *_: dist.get_rank() == 0)
+        with attach(model, index=f"{SHARDED}:timeout_s=5", k=1000, **REGIONS) as cache:
+            kvhf.read(model, None, ids, cache=cache, chunk=20)
+            assert cache.get_seq_length() == 60
 
 
 def what_heads_over_ranks_lack_is_refused():
@@ -209,7 +221,7 @@ def a_token_is_waited_for_as_long_as_a_rank():
     assert waiting([one]) == {"wait": Ranks.of().wait_for}
 
 
-SAMPLE = ("heads, llama", "tokens, own", "decoder, tokens", f"decoder, {DECODED[0]}")
+SAMPLE = ("heads, llama", "tokens, own", "chunks", "decoder, tokens", f"decoder, {DECODED[0]}")
 """One case of each kind."""
 
 
@@ -218,6 +230,7 @@ def cases(ranks, every):
     found = {
         **{f"heads, {family}": partial(heads_are_shared, family) for family in FAMILIES},
         **{f"tokens, {rows}": partial(tokens_are_shared, rows) for rows in ("own", "best")},
+        "chunks": ranks_read_a_prompt_alike,
         "waits": a_token_is_waited_for_as_long_as_a_rank,
         "refused": what_heads_over_ranks_lack_is_refused,
         **{f"decoder, {name}": partial(decoder_shares_heads, name) for name in DECODED},

@@ -14,6 +14,7 @@ from kvindex.core import check
 from kvindex.core.protocol import Rows
 from kvindex.core.transaction import in_plain_torch
 from kvindex.layer import AttentionLayer
+from kvindex_adapters.common.parallel import is_sharded
 from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.cache.padding import MaskInfo, Padding
 from kvindex_adapters.hf.cache.prompt_rows import ExpectedPrompt, PromptRows
@@ -162,8 +163,12 @@ class IndexedLayer(CacheLayerMixin):
         before, self.expected, self._rows = len(self.attention), None, None
         self.attention.expect_prompt(max(prompt.length, before))
         several = 1 < keys.shape[2] < prompt.length and not before
-        own = type(self.attention).step is not AttentionLayer.step  # then `step` must be called
-        if several and plain and not own and prompt.fits(keys, values):
+        # `step` must be called if its class overrides it. It must also be called if tokens are
+        # sharded, because all ranks must read the index, and not all may have enough memory.
+        own = type(self.attention).step is not AttentionLayer.step
+        if not several or not plain or own or is_sharded(self.attention.index):
+            return
+        if prompt.fits(keys, values):
             self._rows = PromptRows(prompt.length, keys, values)
 
     def _rows_with(self, keys: Tensor, values: Tensor, *, plain: bool) -> Rows | None:
