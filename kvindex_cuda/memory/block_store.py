@@ -51,8 +51,9 @@ class BlockStore(Restorable):
     """Stores rows (one token's key and value) as bytes in blocks `[G, 256, row_bytes]`. A block has
     rows of one sequence, and never moves.
 
-    It implements the protocols `RowStore`, `PlacedRows` (each block is a page) and, for latents,
-    `AttendsToRows` of `kvindex.storage.store`. Only one thread may use a store at a time.
+    It implements the protocols `RowStore`, `PlacedRows` (each block is a page), `AttendsToAllRows`
+    and, for latents, `AttendsToRows` of `kvindex.storage.store`. Only one thread may use a store at
+    a time.
 
     Args:
         geometry: Geometry of the index.
