@@ -38,9 +38,10 @@ DEVICE_SLAB_BYTES = 4 * 2**20
 AT_ONCE = 64 * BLOCK
 """Maximum number of tokens of a saved state that are on the device at a time."""
 
-MOST_PAIRS = 128
+MOST_PAIRS = {512: 128, 1024: 64, 2048: 32}
 """Largest number of pairs of a token and a query head of one KV head that a program of the kernel
-`attend_pages` processes."""
+`attend_pages` processes, by the largest number of bytes of a key or value (rounded up to a power of
+two elements)."""
 
 FEW = BLOCK
 """Up to this number of tokens (a window update), one kernel launch takes the host less time than
@@ -361,7 +362,8 @@ class BlockStore(Restorable):
         plain = self.row_codec == "plain" and not g.value_in_key and g.softcap is None
         if not plain or g.device.type != "cuda" or not has_triton():
             return 0
-        return MOST_PAIRS // g.group_size
+        wide = g.dtype.itemsize << (max(g.head_dim, g.value_dim) - 1).bit_length()
+        return next((n for most, n in MOST_PAIRS.items() if wide <= most), 0) // g.group_size
 
     def attend_all(self, queries: Tensor) -> tuple[Tensor, Tensor]:
         """Attend with queries `[B, H, T, D]` to all rows, which are read where they are. Return

@@ -17,10 +17,16 @@ PAGE = 256
 
 TILE = Tile(rows=64, columns=64, warps=4, stages=2)
 """Tile of a launch for up to 64 pairs of a token and a query head. `rows` is the number of pairs of
-a program, and `columns` the number of keys that it reads at once."""
+a program, and `columns` the number of keys that it reads at once. Both are smaller for few pairs or
+wide keys."""
 
-WIDE_TILE = Tile(rows=128, columns=64, warps=8, stages=2)
-"""Tile of a launch for more pairs."""
+LARGEST = {
+    512: Tile(rows=128, columns=64, warps=8, stages=2),
+    1024: Tile(rows=64, columns=32, warps=4, stages=2),
+    2048: Tile(rows=32, columns=16, warps=4, stages=2),
+}
+"""Largest tile, by the largest number of bytes of a key or value (`wide_bytes`). Larger ones do not
+fit into the shared memory of an H200."""
 
 PROGRAMS = 512
 """Number of Triton programs that a launch should have: about four for each multiprocessor of an
@@ -103,8 +109,7 @@ def attend_pages(
         _check_newest(newest, queries, kv_heads, value_dim, causal)
     pairs = T * (H // kv_heads)
     if tile is None:
-        few = TILE._replace(rows=max(16, next_power_of_2(pairs)))
-        tile = few if pairs <= TILE.rows else WIDE_TILE
+        tile = usual_tile(pairs, wide_bytes(D, value_dim, size))
     for name, value in dict(rows=tile.rows, columns=tile.columns).items():
         if value < 16:
             raise ValueError(f"{name}: got {value}, allowed is at least 16")
@@ -144,6 +149,34 @@ def attend_pages(
         given |= dict(DV=value_dim, WIDE_V=wide, SPLITS=slots)
         launch(attention.merge_splits, (B * H * T,), tile, device, **given)
     return output, lse
+
+
+def wide_bytes(dim: int, value_dim: int, size: int) -> int:
+    """Return the bytes of a key or of a value in a tile, whichever is larger.
+
+    Args:
+        dim: Dimension of a key.
+        value_dim: Dimension of a value.
+        size: Bytes of an element.
+    """
+    return size * max(16, next_power_of_2(max(dim, value_dim)))
+
+
+def usual_tile(pairs: int, width: int) -> Tile:
+    """Return the default tile for a number of pairs of a token and a query head, and for keys and
+    values of `width` bytes (`wide_bytes`).
+
+    Raises ValueError if no tile fits into shared memory.
+    """
+    largest = next((tile for most, tile in LARGEST.items() if width <= most), None)
+    if largest is None:
+        raise ValueError(
+            f"queries: got keys or values of {width} bytes, allowed are {max(LARGEST)}"
+        )
+    if pairs > TILE.rows:
+        return largest
+    rows = min(largest.rows, max(16, next_power_of_2(pairs)))
+    return TILE._replace(rows=rows, columns=largest.columns)
 
 
 def _sizes(queries: Tensor, kv_heads: int) -> tuple[int, int, int, int]:

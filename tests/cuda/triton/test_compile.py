@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from itertools import product as product_of
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from kvindex_cuda.memory.block_store import MOST_PAIRS, BlockStore  # noqa: E402
 from kvindex_cuda.triton import Matrix  # noqa: E402
 from kvindex_cuda.triton import block_sparse as tiles_of_blocks  # noqa: E402
 from kvindex_cuda.triton.kernels import (  # noqa: E402
@@ -25,6 +27,7 @@ from kvindex_cuda.triton.kernels import (  # noqa: E402
     heads,
     product,
 )
+from kvindex_cuda.triton.pages import LARGEST, usual_tile, wide_bytes  # noqa: E402
 from kvindex_cuda.triton.tiles import usual  # noqa: E402
 
 pytestmark = [
@@ -184,6 +187,38 @@ def test_sparse_attention_fits_into_shared_memory(width, dtype, tmp_path, monkey
     for found in (attend, sums):
         assert found.metadata.shared <= SHARED
         assert dtype != "bf16" or "wgmma" in found.asm["ptx"]
+
+
+WIDTHS = list(product_of((128, 256, 512), (2, 4)))
+
+
+@pytest.mark.parametrize(("dim", "size"), mostly_slow(WIDTHS, (512, 2)))
+def test_attention_to_pages_fits_into_shared_memory(dim, size, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    width, dtype = wide_bytes(dim, dim, size), {2: "bf16", 4: "fp32"}[size]
+    same = PAGES | dict(D=dim, DV=dim, WIDE=dim, WIDE_V=dim, CAUSAL=False, OVERLAP=False)
+    for tile in (usual_tile(64, width), usual_tile(65, width)):
+        given = same | dict(BLOCK_M=tile.rows, BLOCK_N=tile.columns, SPLITS=64, SLOTS=128)
+        found = compiled(attention.attend_pages, dtype, given, True, tile.warps, tile.stages)
+        assert found.metadata.shared <= SHARED
+
+
+def test_a_store_reads_rows_for_as_many_tokens_as_a_program_has():
+    assert {width: tile.rows for width, tile in LARGEST.items()} == MOST_PAIRS
+    assert wide_bytes(72, 8, 2) == 256
+    with pytest.raises(ValueError, match="queries: got keys or values of 4096 bytes"):
+        usual_tile(16, 4096)
+    for dim, dtype, tokens in (
+        (128, torch.bfloat16, 32),
+        (72, torch.float32, 32),
+        (512, torch.bfloat16, 16),
+        (512, torch.float32, 8),
+        (1032, torch.float32, 0),
+    ):
+        sizes = dict(head_dim=dim, value_dim=dim, group_size=4, value_in_key=False, softcap=None)
+        geometry = SimpleNamespace(**sizes, dtype=dtype, device=torch.device("cuda"))
+        store = SimpleNamespace(_geometry=geometry, row_codec="plain")
+        assert BlockStore.most_tokens.fget(store) == tokens
 
 
 KINDS = {
