@@ -159,7 +159,7 @@ def wide_bytes(dim: int, value_dim: int, size: int) -> int:
         value_dim: Dimension of a value.
         size: Bytes of an element.
     """
-    return size * max(16, next_power_of_2(max(dim, value_dim)))
+    return size * max(16, 1 << (max(dim, value_dim) - 1).bit_length())
 
 
 def usual_tile(pairs: int, width: int) -> Tile:
