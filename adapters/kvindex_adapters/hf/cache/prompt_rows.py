@@ -57,8 +57,15 @@ class PromptRows:
     @in_plain_torch  # the next chunk may be read outside of the caller's inference mode
     def __init__(self, length: int, keys: Tensor, values: Tensor) -> None:
         self.room, self.length = length, 0
-        made = (part.new_empty((*part.shape[:2], length, part.shape[3])) for part in (keys, values))
-        self._rows = Rows(*made)
+        self._rows = Rows(*(self._empty(part) for part in (keys, values)))
+
+    def _empty(self, part: Tensor) -> Tensor:
+        """Make an empty tensor for keys or values like `part`.
+
+        The heads of a token are stored one after the other, as cuDNN's attention needs them.
+        """
+        B, heads, _, width = part.shape
+        return part.new_empty(B, self.room, heads, width).transpose(1, 2)
 
     @in_plain_torch
     def extended(self, keys: Tensor, values: Tensor) -> Rows:
