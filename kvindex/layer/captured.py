@@ -35,9 +35,11 @@ from kvindex.layer.stats import Counts, Tally
 from kvindex.layer.updates import Updates
 
 Situation = tuple[Any, ...]
+"""Values that change when a layer changes (`AttentionLayer._situation`)."""
+
 Prepared = tuple[Situation, Callable[[], object], ResidentRows]
-"""What `CapturedSteps.prepare_next` needs: the situation, a function that prepares the index again,
-and the rows of sink and window."""
+"""The data of a prepared step: the layer's situation at that time, a function that prepares the
+index again, and the rows of sink and window."""
 
 
 class CapturedSteps(Restorable):

@@ -18,7 +18,7 @@ GIVEN = ["--tokens", "896", "--queries", "384", "--rounds", "2"]
 
 
 class Wrapper:
-    """What FlashInfer's two classes have in common: rows of queries and lists of single keys."""
+    """Stands for both of FlashInfer's classes: attends from rows of queries to lists of keys."""
 
     def __init__(self, workspace, backend):
         assert workspace.dtype == torch.uint8
@@ -70,7 +70,8 @@ class VariableBlockSparseAttentionWrapper(Wrapper):
 
 
 def flex_attention(queries, keys, values, *, block_mask, scale, enable_gqa):
-    """What the compiled FlexAttention computes. Without compilation, it ignores lists of blocks."""
+    """Stands for the compiled FlexAttention. Without compilation, it would ignore the lists of
+    blocks."""
     T, N = block_mask.seq_lengths
     partial, full = (
         torch.zeros(*numbers.shape, N // 128, dtype=torch.bool)

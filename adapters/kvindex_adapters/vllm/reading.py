@@ -66,7 +66,7 @@ class Reading:
 
     @property
     def sparse(self) -> bool:
-        """Whether prompts attend to chosen blocks."""
+        """True if tokens of a prompt attend to chosen blocks of keys instead of all keys."""
         return self.prefill == "sparse"
 
     def of_request(self, extra_args: Mapping[str, Any] | None) -> Reading:

@@ -23,7 +23,7 @@ from kvindex_cuda.pariskv.executor import ParisKVExecutor
 from kvindex_cuda.pariskv.steps import workspace
 from tests.adapters.decoder.families import ids_of, model_of
 from tests.adapters.hf.generation.test_generation import Words
-from tests.cuda.pages import reads_pages  # noqa: F401
+from tests.cuda.pages import reads_pages  # noqa: F401  # a fixture
 from tests.support.fused import on_a_cpu
 from tests.support.helpers import mostly_slow, slow
 

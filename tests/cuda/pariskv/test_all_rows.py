@@ -9,8 +9,8 @@ import torch
 from kvindex.core.graphs import GRAPHS
 from kvindex.core.protocol import AttendsToAll, CapturesAll
 from kvindex.core.resident import ResidentRows
-from tests.cuda.pages import reads_pages  # noqa: F401
-from tests.cuda.pariskv.test_captured_step import graphs  # noqa: F401
+from tests.cuda.pages import reads_pages  # noqa: F401  # a fixture
+from tests.cuda.pariskv.test_captured_step import graphs  # noqa: F401  # a fixture
 from tests.cuda.pariskv.test_several_tokens import CASE, PROMPT, Several, near
 from tests.support.helpers import Case, slow
 

@@ -158,7 +158,7 @@ class ReplayLayer(ParallelLayer):
 
 
 class Taken(NamedTuple):
-    """What an attention layer has received and returned in one call.
+    """The arguments and the result of one call of an attention layer.
 
     Attributes:
         queries: `[1, H, T, D]`.
