@@ -27,13 +27,12 @@ from kvindex_adapters.evaluate.fidelity import BLOCK as STEPS
 from kvindex_adapters.evaluate.parallel import ParallelLayer
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.cache.cache import IndexCache
-from kvindex_adapters.hf.generation.prefill import prefill
+from kvindex_adapters.hf.generation.prefill import default_chunk, prefill
 from kvindex_adapters.hf.model.cache_argument import CACHE
 from kvindex_adapters.hf.unsupported import has_full_attention
 
 CHUNK = 1024
-"""Number of tokens that the model reads in one forward pass, and that are copied into an index
-together. `kvhf.generate` uses the same number."""
+"""Number of tokens that are copied into an index together."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class FullAttention:
         """
         start, ids = self.cache.get_seq_length(), ids.to(self.model.device)
         with torch.no_grad():
-            prefill(self.model, ids, self.cache, stop=len(ids) - 1, chunk=CHUNK)
+            _read(self.model, ids, self.cache, stop=len(ids) - 1)
         logits = self.step(ids[-1:])[-1]
         return Chunk(ids, [_stored(layer, start) for layer in self.cache.layers]), logits
 
@@ -262,7 +261,7 @@ class Indexed:
                 )
             last = 0 if not self._sparse else 2 if count > 3 else count
             with torch.no_grad():
-                prefill(self.model, chunk.ids, self.cache, stop=count - last, chunk=CHUNK)
+                _read(self.model, chunk.ids, self.cache, stop=count - last)
             return self.step(chunk.ids[-last:])[-1] if last else None
         for number, stored in enumerate(chunk.layers):
             layer = self.cache.layers[number]
@@ -364,7 +363,7 @@ def recorded(model: PreTrainedModel, prompt: Tensor, steps: Tensor, **options: A
     ids = prompt.to(model.device)
     with indexed(model, prompt, index="exact", **options) as full, torch.no_grad():
         check_restorable(model, full.cache)
-        prefill(model, ids, full.cache, stop=len(ids), chunk=CHUNK)
+        _read(model, ids, full.cache, stop=len(ids))
         layers = [layer for layer in full.layers if isinstance(layer, RecordingLayer)]
         count = max(len(layer.index) for layer in layers)
         read = dict(zip(full.cache.indexed, (layer.taken for layer in layers), strict=True))
@@ -411,6 +410,11 @@ def indexed(
     with attach(model, index=index, **options) as cache:
         sparse = options.get("prefill") == "sparse"
         yield Indexed(model, cache, first, sparse=sparse, observed=observed)
+
+
+def _read(model: PreTrainedModel, ids: Tensor, cache: Any, *, stop: int) -> None:
+    """Read the first `stop` tokens in chunks of the size that `kvhf.generate` chooses."""
+    prefill(model, ids, cache, stop=stop, chunk=default_chunk(model))
 
 
 def _step(model: PreTrainedModel, cache: Any, ids: Tensor) -> Tensor:
