@@ -52,7 +52,7 @@ ALONE = frozenset(
     {
         *("attend", "decode_step", "attend_hits", "warm_up", "reserve"),
         *("prepare_replay", "captured_step", "prepare_tokens", "captured_tokens"),
-        *("prepare_all", "captured_all"),
+        *("prepare_all", "captured_all", "captured_repeat"),
         *("batch_row", "begin_decoding"),
     }
 )
@@ -63,7 +63,7 @@ CHANGES = frozenset(
         *("append", "start_append", "_finish_append", "truncate", "reorder", "reset"),
         "load_state_dict",
         *("end_prompt", "observe_queries", "mark_boundary", "observe_tokens", "step", "settle"),
-        *("read_chunk", "expect_prompt", "_update_replayed", "_hold_updates", "_catch_up"),
+        *("read_chunk", "expect_prompt", "_update_replayed", "_catch_up"),
     }
 )
 """Calls that are undone if they fail."""

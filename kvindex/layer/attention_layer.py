@@ -34,6 +34,7 @@ from kvindex.core.protocol import (
     Attended,
     KVIndex,
     ObservesQueries,
+    RepeatsStep,
     ReportsCoverage,
     ReportsRecipe,
     Rows,
@@ -202,6 +203,7 @@ class AttentionLayer(Transactional):
         self._searched = 0  # tokens of the last call of `step` if it searched the index, else 0
         self._speculated = 0  # inside `speculating`, its number of tokens
         self._full = False  # whether decoded tokens attend to all tokens (`attending_fully`)
+        self._repeats = False  # whether captured steps reuse selected rows (`repeating`)
         self._usual: object = None  # shapes and dtypes of the last tensors that passed the checks
 
     def _unit(self, index: KVIndex) -> int:
@@ -529,14 +531,20 @@ class AttentionLayer(Transactional):
         check.at_least("tokens", tokens, 1)
         if self._speculated:
             raise ValueError("tokens: got a call inside another speculating() of the same layer")
-        self._hold_updates()
+        # the common case needs no transaction, so that prepared graphs stay valid
+        if self._updates.deferred:
+            self._catch_up()
+        self._updates.hold()
         self._speculated = tokens
         try:
             yield
         finally:
             self._speculated = 0
             self._updates.release()
-        self._catch_up()
+        if self._updates.overdue:
+            self._catch_up()
+        else:
+            self._updates.drop()
 
     @contextmanager
     def attending_fully(self) -> Iterator[None]:
@@ -547,8 +555,25 @@ class AttentionLayer(Transactional):
         finally:
             self._full = before
 
-    def _hold_updates(self) -> None:
-        self._updates.hold()  # a method of its own, so that it is a transaction
+    @property
+    def can_repeat(self) -> bool:
+        """True if `captured_step` works inside `repeating`."""
+        return capability(self.index, RepeatsStep) is not None
+
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Context manager in which `captured_step` of one token searches nothing.
+
+        The token attends to the rows that the last other captured step has selected, and to sink
+        and window. This is for drafted tokens: they need not be exact, and neighboring tokens
+        select nearly the same rows. If tokens have moved into the index since that step, or were
+        removed from it, the rows may be the wrong ones.
+        """
+        before, self._repeats = self._repeats, True
+        try:
+            yield
+        finally:
+            self._repeats = before
 
     def _catch_up(self) -> None:
         self._updates.catch_up()  # a method of its own, so that it is a transaction
@@ -805,7 +830,8 @@ class AttentionLayer(Transactional):
         self._check_shapes(queries, keys, values)
         sinks = checked_sinks(sink_logits, queries)
         token, wanted = Rows(keys, values), self._wanted()
-        return self._captured.step(queries, token, sinks, wanted, full=self._full)
+        how: Any = dict(full=self._full, repeat=self._repeats)
+        return self._captured.step(queries, token, sinks, wanted, **how)
 
     def count_replay(self, kept: int = 1, of: int = 1) -> bool:
         """Count the tokens that a replay of the CUDA graph has appended.
@@ -843,6 +869,7 @@ class AttentionLayer(Transactional):
         """
         if not self._window.drop_staged(length - len(self.index)):
             return False
+        self._captured.check_updates()
         self._searched = 0
         return True
 
@@ -988,7 +1015,7 @@ class AttentionLayer(Transactional):
         """
         self.settle()
         twin = super().__deepcopy__(memo)
-        twin._speculated, twin._full = 0, False
+        twin._speculated, twin._full, twin._repeats = 0, False, False
         twin._updates.release()
         return twin
 

@@ -25,6 +25,7 @@ from kvindex.core.protocol import (
     KVIndex,
     LimitsSteps,
     ObservesQueries,
+    RepeatsStep,
     Rows,
 )
 from kvindex.core.resident import ResidentRows
@@ -194,6 +195,7 @@ class CapturedSteps(Restorable):
         wanted: Wanted,
         *,
         full: bool = False,
+        repeat: bool = False,
     ) -> Tensor:
         """Launch the kernels of a decode step, so that a graph captures them.
 
@@ -204,6 +206,8 @@ class CapturedSteps(Restorable):
             sinks: Logits of learned sinks `[B, H, 1]` or `[1, H, T]`, or None.
             wanted: How many rows to retrieve per KV head, as for `prepare`.
             full: Whether the tokens attend to all tokens, as for `prepare`.
+            repeat: Whether one token attends to the rows that the last captured step has selected,
+                instead of searching.
 
         Returns:
             Attention outputs `[B, H, 1, Dv]` or `[1, H, T, Dv]`.
@@ -214,7 +218,10 @@ class CapturedSteps(Restorable):
             return self._several(index, resident, parts, sinks, full=full)
         sinks = None if sinks is None else sinks[..., 0]
         how = self._asked(wanted, sinks)
-        step = required(index, CapturesStep).captured_step
+        if repeat:
+            step = required(index, RepeatsStep).captured_repeat
+        else:
+            step = required(index, CapturesStep).captured_step
         attended = step(queries.select(2, 0), token, resident, **how)
         self._tally.watch(attended.found, attended.histogram)
         return output_of(attended, sinks).unsqueeze(2)
@@ -265,6 +272,14 @@ class CapturedSteps(Restorable):
         if not full:
             self._tally.count(Counts(None, *sizes, self._row_bytes, steps=of))
         return before + kept >= self._due_at and self._updates.is_due(kept)
+
+    def check_updates(self) -> None:
+        """Check after every step whether tokens must move into the index.
+
+        Call this when tokens were removed: the next move may be due earlier than at the last
+        `prepare`.
+        """
+        self._due_at = 0
 
     def forget(self) -> None:
         """Discard the prepared replay, so that `prepare` must be called before the next replay."""

@@ -160,6 +160,15 @@ class Updates(Restorable):
         """
         return self._deferred_from is not None and not self._held
 
+    @property
+    def overdue(self) -> bool:
+        """True if the update that `defer` or `hold` has postponed must run now.
+
+        If it is False although nothing is held, `drop` is as good as `catch_up`.
+        """
+        start, length = self._deferred_from, len(self._contents)
+        return start is not None and length > start and self.is_due(length - start)
+
     # Methods that the layer calls before it appends tokens
 
     def catch_up(self) -> None:
@@ -217,6 +226,10 @@ class Updates(Restorable):
     def release(self) -> None:
         """Allow updates again. Call `catch_up` to run one that `hold` has postponed."""
         self._held = False
+
+    def drop(self) -> None:
+        """Forget the update that `hold` has postponed, because it is not due."""
+        self._deferred_from = None
 
     def update(self, decoded: int = 0) -> None:
         """Move all but the newest `local_window` tokens into the index, if the window is full.

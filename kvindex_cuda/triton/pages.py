@@ -15,10 +15,10 @@ from kvindex_cuda.triton.operands import DTYPES, Tile, gapless, launch, shaped
 PAGE = 256
 """Tokens of a page of `kvindex_cuda.memory.block_store.BlockStore`."""
 
-TILE = Tile(rows=64, columns=64, warps=4, stages=2)
+TILE = Tile(rows=64, columns=64, warps=4, stages=3)
 """Tile of a launch for up to 64 pairs of a token and a query head. `rows` is the number of pairs of
 a program, and `columns` the number of keys that it reads at once. Both are smaller for few pairs or
-wide keys."""
+wide keys, and keys of more than 256 bytes have fewer stages."""
 
 LARGEST = {
     512: Tile(rows=128, columns=64, warps=8, stages=2),
@@ -28,8 +28,8 @@ LARGEST = {
 """Largest tile, by the largest number of bytes of a key or value (`wide_bytes`). Larger ones do not
 fit into the shared memory of an H200."""
 
-PROGRAMS = 512
-"""Number of Triton programs that a launch should have: about four for each multiprocessor of an
+PROGRAMS = 256
+"""Number of Triton programs that a launch should have: about two for each multiprocessor of an
 H200."""
 
 
@@ -176,7 +176,8 @@ def usual_tile(pairs: int, width: int) -> Tile:
     if pairs > TILE.rows:
         return largest
     rows = min(largest.rows, max(16, next_power_of_2(pairs)))
-    return TILE._replace(rows=rows, columns=largest.columns)
+    stages = TILE.stages if width <= 256 else largest.stages
+    return TILE._replace(rows=rows, columns=largest.columns, stages=stages)
 
 
 def _sizes(queries: Tensor, kv_heads: int) -> tuple[int, int, int, int]:

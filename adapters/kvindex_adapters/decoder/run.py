@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from kvindex_adapters.common.prompt_chunks import Progress
 from kvindex_adapters.common.speculation import Speculation
 from kvindex_adapters.common.token_ring import TokenRing
 from kvindex_adapters.decoder.draft_graphs import DraftGraphs, refusal
-from kvindex_adapters.decoder.graph import TokenGraph
+from kvindex_adapters.decoder.graph import DraftWriter, TokenGraph
 from kvindex_adapters.decoder.reading import Reading
 from kvindex_adapters.decoder.sampling import Sampler, Sampling
 from kvindex_adapters.decoder.session import Session
@@ -122,8 +121,8 @@ class Run:
         ids = [[*row, one] for row, one in zip(known, first.tolist(), strict=True)]
         kind: Any = dict(graphs=self.graphs, full=speculation.full)
         drafts = DraftGraphs(self.session, sampler, self._draft_size, **kind)
-        how: Any = dict(step=graph.step, draft=partial(graph.step, drafts=True))
-        how |= dict(read=read, graphs=drafts)
+        writer = DraftWriter(self.session, sampler, graph, graphs=self.graphs)
+        how: Any = dict(step=graph.step, draft=writer.step, read=read, graphs=drafts)
         speculator = Speculator(self.session, sampler, speculation, ids, **how)
         made, left = [first], self.max_new_tokens - 1
         while True:

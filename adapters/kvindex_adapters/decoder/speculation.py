@@ -21,7 +21,7 @@ from kvindex_adapters.common.speculation import (
     Speculation,
     rejection_sample,
 )
-from kvindex_adapters.decoder.draft_graphs import DraftGraphs
+from kvindex_adapters.decoder.draft_graphs import DraftGraphs, Scores
 from kvindex_adapters.decoder.sampling import Sampler
 from kvindex_adapters.decoder.session import Session
 
@@ -46,8 +46,8 @@ class Speculator:
             `session.token`.
         read: Function that copies tokens to the host.
         graphs: CUDA graphs for steps of several tokens, or None.
-        draft: Function like `step` for a token that may be rejected, or None to run such steps op
-            by op.
+        draft: Function like `step` for a token that may be rejected. It gets the number of the
+            draft in its round. None runs such steps op by op.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class Speculator:
         speculation: Speculation,
         known: Sequence[Sequence[int]],
         *,
-        step: Callable[[], None],
+        step: Callable[[], object],
         read: Read,
         graphs: DraftGraphs | None = None,
-        draft: Callable[[], None] | None = None,
+        draft: Callable[[int], None] | None = None,
     ) -> None:
         self._session, self._sampler, self._full = session, sampler, speculation.full
         self._graphs, self._draft = graphs, draft
@@ -156,28 +156,45 @@ class Speculator:
         """Do what `_verify` does for one sequence in a CUDA graph, or return None if none can."""
         session, graphs, before = self._session, self._graphs, self._session.length
         assert graphs is not None
-        first, made, kept = session.token.clone(), list[Tensor](), 0
+        first = session.token.clone()
         try:
             scores = graphs.score(torch.cat([session.token, drafts], dim=1))
             if scores is None:
                 return None
-            for draft in (*drafts[0].tolist(), None):  # there is no draft for the last position
-                place = len(made)
-                if scores.chosen is None:
-                    some = scores.logits[place : place + 1]
-                    token = int(self._read(self._sampler.choose(some)))
-                else:
-                    token = scores.chosen[place]
-                made.append(torch.tensor([token]))
-                kept += token == draft
-                if token != draft or token in stops:
-                    break
+            made, kept = self._matched(scores, drafts, stops)
             graphs.count(len(made), scores)
         except BaseException:
             session.undo_replay(before)
             session.token.copy_(first)
             raise
-        session.token.fill_(token)
+        session.token.copy_(made[-1][:, None])
+        return made, kept
+
+    def _matched(
+        self, scores: Scores, drafts: Tensor, stops: Collection[int]
+    ) -> tuple[list[Tensor], int]:
+        """Choose the tokens of one sequence up to the first that differs from its draft.
+
+        Args:
+            scores: The results of a replay.
+            drafts: Int64 `[1, n]`.
+            stops: Stop tokens, which also end the round.
+
+        Returns:
+            The tokens, and how many of them were drafted.
+        """
+        made, kept = list[Tensor](), 0
+        for draft in (*drafts[0].tolist(), None):  # there is no draft for the last position
+            place = len(made)
+            if scores.chosen is None:
+                some = scores.logits[place : place + 1]
+                token = int(self._read(self._sampler.choose(some)))
+            else:
+                token = scores.chosen[place]
+            made.append(torch.tensor([token]))
+            kept += token == draft
+            if token != draft or token in stops:
+                break
         return made, kept
 
     # Drafts that the model writes with the index, verified by full attention
@@ -195,9 +212,9 @@ class Speculator:
         with session.speculating(count + 1):
             tokens, distributions = [first[:, 0]], list[Tensor]()
             try:
-                for _ in range(count):
+                for place in range(count):
                     if self._draft is not None and not sampler.samples:
-                        self._draft()  # reads `session.token`, which is the last of `tokens`
+                        self._draft(place)  # reads `session.token`, which is the last of `tokens`
                         tokens.append(session.token[:, 0].clone())
                         continue
                     logits = session.draft(tokens[-1])
@@ -253,7 +270,10 @@ class Speculator:
                 made, kept = self._judged(logits, count, judge, running, stops)
                 session.keep(start + len(made))
             else:
-                made, kept = self._judged(scores.logits[None], count, judge, running, stops)
+                if self._sampler.samples:
+                    made, kept = self._judged(scores.logits[None], count, judge, running, stops)
+                else:
+                    made, kept = self._matched(scores, drafts, stops)
                 graphs.count(len(made), scores)
         except BaseException:
             if graphs is not None:

@@ -55,6 +55,7 @@ from kvindex.core.protocol.steps import (
     IndexBatch,
     JoinsBatch,
     LimitsSteps,
+    RepeatsStep,
 )
 from kvindex.core.protocol.executor import Contents, Executor
 
@@ -91,6 +92,7 @@ __all__ = [
     "AttendsToAll",
     "DecodesStep",
     "CapturesStep",
+    "RepeatsStep",
     "CapturesTokens",
     "CapturesAll",
     "ChecksTokens",
