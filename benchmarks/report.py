@@ -104,6 +104,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "token_ahead": tokens.ahead,
     "draft_steps": tokens.draft_steps,
     "verified_host": tokens.verified,
+    "verified_device": tokens.verified,
     "row_budget_tokens": tokens.row_budget,
     "ranks_quality": quality.ranks,
     "latents": gpu.latents,

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from benchmarks.common import token, workload
-from benchmarks.common.shapes import SHAPES, bytes_read, model_of
+from benchmarks.common.shapes import SHAPES, model_of
 from benchmarks.common.timing import Figures, check_floor, drained, in_turns, of_tokens, settled
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.cache.cache import IndexCache
@@ -103,7 +103,7 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     room = 4 * given.written + (given.written // given.turn + 4) * token.WARM
     model = model_of(shape, g, given.context + room)
     weights = read_weights(model)
-    rate, read = token.read_rate(g.device), bytes_read(weights)
+    rate, read = token.read_rate(g.device), weights.read_bytes
     layers = token.indexed(g, given.index, given.context, shape.layers, room)
     decoder = token.Plan(shape, g, weights, layers, fused=not given.torch_products)
     decoder.turn(token.WARM)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import token, workload
-from benchmarks.common.shapes import SHAPES, bytes_read, weights_of
+from benchmarks.common.shapes import SHAPES, weights_of
 from benchmarks.common.timing import Figures, check_floor, in_turns
 from kvindex_adapters.llama.fused import refusal
 
@@ -39,7 +39,7 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
         token.check_verified(shape, g, given.index, most, fused=fused)
     rate = token.read_rate(g.device)
     weights = weights_of(shape, g, given.weights)
-    read = bytes_read(weights)
+    read = weights.read_bytes
     about = dict(shape=shape._asdict(), context=given.context, batch=given.batch)
     about |= dict(k=token.K, sink=token.SINK, window=token.LOCAL, update_every=token.UPDATE)
     by_torch = given.torch_products or refusal(weights, given.batch) is not None

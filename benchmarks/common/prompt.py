@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.common import token, workload
-from benchmarks.common.shapes import SHAPES, Shape, bytes_read, model_of
+from benchmarks.common.shapes import SHAPES, Shape, model_of
 from benchmarks.common.timing import Figures, drained, in_turns, settled
 from kvindex.layer.sparse import SparsePrompt
 from kvindex.selectors.base import kept_always
@@ -167,7 +167,7 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
         del model
     workload.free()
     embedding = 0 if shape.tied else decoder.weights.embedding.nbytes
-    needed = {"weights": bytes_read(decoder.weights) + embedding}
+    needed = {"weights": decoder.weights.read_bytes + embedding}
     chunk = default_chunk(decoder.weights, 1, decoder.device)
     needed |= least(shape, decoder.weights, tokens, chunk)
     over = sum(needed[name] for name in ("weights", "layer", "chunk"))

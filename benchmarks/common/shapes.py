@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from kvindex.core.geometry import Geometry
@@ -109,15 +108,6 @@ def sharpen(weights: Weights, factor: float) -> None:
         if norm is not None:
             weight, scale = norm.weight, None
         (weight if scale is None else scale).mul_(factor)
-
-
-def bytes_read(weights: Weights) -> int:
-    """Return how many bytes of weights a decode step reads from memory."""
-    parts: list[Tensor] = [weights.head.weight]
-    for layer in weights.layers:
-        names = "query", "key", "value", "output", "gate", "up", "down"
-        parts += [vars(layer)[name].weight for name in names]
-    return sum(part.nbytes for part in parts)
 
 
 def model_of(shape: Shape, g: Geometry, positions: int) -> Any:

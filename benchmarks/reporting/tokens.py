@@ -135,22 +135,30 @@ def draft_steps(result: Result) -> str:
 def verified(result: Result) -> str:
     """Make the table of the time of rounds in which full attention verifies drafts."""
     rows, found = [], result["decoder"]
-    alone = found["verified+0"]["token_ms"]
+    place = "device" if "store=device" in result["index"] else "host"
+    base = "dense" if place == "device" else "verified+0"
+    alone = found[base]["token_ms"]
     for count, kept in sorted((int(count), kept) for count, kept in found["kept"].items()):
         ms, low, high = (
             kept * found[f"verified+{count}"][f"token_ms{part}"] for part in ("", "_low", "_high")
         )
         ratios = [f"{ms / tokens / alone:.2f}" for tokens in (1 + count // 2, 1 + count)]
         spread = f"{ms:.0f} ({low:.0f} to {high:.0f})"
-        rows.append((str(count), spread, *(ratios if count else ("1", "1"))))
-    place = "device" if "store=device" in result["index"] else "host"
+        rows.append((str(count), spread, *(ratios if count else [f"{ms / alone:.2f}"] * 2)))
+    bases = {
+        "host": "Ratios are those of the time per token to full attention's.",
+        "device": (
+            f"Ratios are those of the time per token to a decode step with full attention, "
+            f"{alone:.2f} ms, which reads one contiguous tensor and not the rows of the index."
+        ),
+    }
     about = (
         "The table shows the time of rounds in which the index writes drafts and full attention "
         f"verifies them. The model has random weights in the shape of {result['model']}, in "
         f"{result['dtype']}. The index is `{result['index']}`, with {found['context']:,} tokens in "
         f"{place} memory and k = {found['k']}, and the batch size is {found['batch']}. Without "
         "drafts, a round is one token with full attention, which reads the rows of the index. "
-        "Ratios are those of the time per token to full attention's. Random weights have no "
+        f"{bases[place]} Random weights have no "
         "acceptance, so there are two columns: half of the drafts are accepted, or all of them. "
         "Times are medians, with quartiles in parentheses."
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvindex.core import check
 from kvindex.core.capability import capability
-from kvindex.core.protocol import ReportsRowBytes
+from kvindex.core.protocol import PlacesRows, ReportsRowBytes
 from kvindex.layer import AttentionLayer
 
 AUTO = "auto"
@@ -20,19 +20,25 @@ AUTO = "auto"
 VERIFIERS = ("index", "full")
 """Values of `verify`: drafts are verified by attention with the index, or by full attention."""
 
-MOST = 15
-"""Longest draft with `speculative_tokens="auto"`. A step then has 16 tokens, the largest number for
-which the decoder captures a graph."""
+MOST = {"index": 15, "full": 31}
+"""Longest draft with `speculative_tokens="auto"`, by `verify`. The decoder captures graphs for
+steps of up to one token more."""
 
 LONGEST, SHORTEST = 4, 2
 """Length of the n-grams that prompt lookup compares: the longest that matches is used."""
 
-COSTS = {"index": 0.1, "full": 0.25}
-"""Assumed time of one more drafted token, relative to a verification without drafts.
+COST = 0.1
+"""Assumed time of one more draft of prompt lookup, relative to a step without drafts. It only makes
+the verification longer."""
 
-With `verify="index"` a drafted token only makes the verification longer. With `verify="full"` it
-also takes a decode step with the index.
+BUS = 64
+"""Assumed time to read a byte of host memory from a GPU, relative to a byte of its own memory.
+
+It is 90 on an H200, and about 40 to 80 on other GPUs with a PCIe bus.
 """
+
+SEARCHED = 1 / 16
+"""Assumed bytes that a decode step with an index reads for each byte of its rows."""
 
 MEMORY = 0.9
 """Weight of the earlier drafts after each new one, when "auto" averages the acceptance."""
@@ -156,25 +162,30 @@ class DraftLength:
 
     "auto" estimates the probability `a` that a drafted token is accepted after the ones before it,
     and chooses the `n` that gives the most tokens per time: `(1 + a + … + a^n) / (1 + cost · n)`.
+    With `verify="full"`, `n` may be 0: the next token is then computed by full attention alone.
 
     Args:
         speculation: The options.
+        cost: Time of one more draft, relative to a round without drafts (`draft_cost`). None means
+            `COST`.
 
     Source: Leviathan et al., Fast Inference from Transformers via Speculative Decoding (ICML 2023),
     theorem 3.8.
     """
 
-    def __init__(self, speculation: Speculation) -> None:
-        self._tokens, self._cost = speculation.tokens, COSTS[speculation.verify]
-        self._accepted, self._tried = 2.0, 3.0  # so that "auto" begins with a few tokens
+    def __init__(self, speculation: Speculation, cost: float | None = None) -> None:
+        self._tokens, self._cost = speculation.tokens, COST if cost is None else cost
+        self._fewest, self._most = 0 if speculation.full else 1, MOST[speculation.verify]
+        # "auto" begins with a few tokens; full attention accepts most drafts of an index
+        self._accepted, self._tried = (9.0, 10.0) if speculation.full else (2.0, 3.0)
 
     def next(self) -> int:
-        """Return the number of tokens of the next draft, at least 1."""
+        """Return the number of tokens of the next draft."""
         if isinstance(self._tokens, int):
             return self._tokens
-        rate = self._accepted / self._tried
-        gains = np.cumsum(rate ** np.arange(MOST + 1)) / (1 + self._cost * np.arange(MOST + 1))
-        return 1 + int(gains[1:].argmax())
+        rate, counts = self._accepted / self._tried, np.arange(self._most + 1)
+        gains = np.cumsum(rate**counts) / (1 + self._cost * counts)
+        return self._fewest + int(gains[self._fewest :].argmax())
 
     def saw(self, drafted: int, accepted: int) -> None:
         """Count a draft of `drafted` tokens, of which the first `accepted` were accepted."""
@@ -269,6 +280,35 @@ def rejection_sample(
     # equal distributions leave no rest, and then a rejection is only a rounding error
     rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, wanted)
     return torch.where(accepted, tokens, draw(rest)), accepted
+
+
+def draft_cost(layers: Iterable[AttentionLayer], weights: int) -> float:
+    """Estimate the time of a decode step with an index, relative to one with full attention.
+
+    The estimate counts the bytes that each of them reads, and measures no time. So it is the same
+    in every run with the same memory.
+
+    Args:
+        layers: The layers with an index.
+        weights: Bytes of the model's weights that a decode step reads.
+
+    Returns:
+        A number above 0 and up to 1.
+    """
+    rows, full = 0.0, 0.0
+    for layer in layers:
+        index = layer.index
+        placed = capability(index, PlacesRows)
+        if placed is None:
+            width = index.geometry.head_dim + index.geometry.value_dim
+            count = len(index) * layer.batch_size * index.geometry.kv_heads
+            rows, full = rows + (own := count * width * index.geometry.dtype.itemsize), full + own
+            continue
+        found = placed.placement()
+        bus = BUS if index.geometry.device.type == "cuda" else 1
+        rows += (found.device + found.host) * found.row_bytes
+        full += (found.device + bus * found.host) * found.row_bytes
+    return (weights + SEARCHED * rows) / max(weights + full, 1)
 
 
 def check_verifiable(layers: Iterable[AttentionLayer]) -> None:

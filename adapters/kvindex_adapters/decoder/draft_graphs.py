@@ -12,8 +12,9 @@ from kvindex.core.graphs import GRAPHS, Graph
 from kvindex_adapters.decoder.sampling import Sampler
 from kvindex_adapters.decoder.session import Session
 
-SIZES = 2, 4, 8, 16
-"""Numbers of tokens of the graphs for drafts of varying length. A shorter step is filled up."""
+SIZES = {False: (2, 4, 8, 16), True: (1, 2, 4, 8, 16, 32)}
+"""Numbers of tokens of the graphs for drafts of varying length, by whether full attention verifies
+them. A shorter step is filled up."""
 
 
 def refusal(session: Session) -> str | None:
@@ -87,7 +88,7 @@ class DraftGraphs:
     ) -> None:
         self._session, self._sampler, self._full = session, sampler, full
         self._serves = graphs and len(session.token) == 1 and refusal(session) is None
-        self._sizes = SIZES if size is None else (size,)
+        self._sizes = SIZES[full] if size is None else (size,)
         self._steps: dict[int, _Step] = {}
 
     def score(self, inputs: Tensor) -> Scores | None:

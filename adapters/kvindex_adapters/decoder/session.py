@@ -24,7 +24,7 @@ from kvindex_adapters.common.exclusive import Exclusive
 from kvindex_adapters.common.parallel import sharded
 from kvindex_adapters.common.placement import expect, make_room
 from kvindex_adapters.common.prompt_chunks import Progress, aligned, chunks
-from kvindex_adapters.common.speculation import Acceptance, check_verifiable
+from kvindex_adapters.common.speculation import Acceptance, check_verifiable, draft_cost
 from kvindex_adapters.decoder import layers
 from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.decoder.dense import DenseAttention
@@ -326,6 +326,13 @@ class Session:
     def count_drafts(self, drafted: int, accepted: int) -> None:
         """Count a decode step with `drafted` tokens, of which `accepted` were accepted."""
         self.acceptance = self.acceptance.counted(drafted, accepted)
+
+    def draft_cost(self) -> float:
+        """Estimate the time of a decode step with the index, relative to full attention's.
+
+        See `common.speculation.draft_cost`.
+        """
+        return draft_cost(self._indexed(), self._weights.read_bytes)
 
     def check_verifiable(self) -> None:
         """Check that full attention can verify drafts that are written with the indexes.

@@ -64,7 +64,8 @@ class Speculator:
     ) -> None:
         self._session, self._sampler, self._full = session, sampler, speculation.full
         self._graphs, self._draft = graphs, draft
-        self._length, self._step, self._read = DraftLength(speculation), step, read
+        cost = session.draft_cost() if speculation.full else None
+        self._length, self._step, self._read = DraftLength(speculation, cost), step, read
         self._known = [PromptLookup(ids) for ids in known]
 
     def next(self, left: int, running: Collection[int], stops: Collection[int]) -> list[Tensor]:

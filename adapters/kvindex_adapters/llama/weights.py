@@ -100,6 +100,15 @@ class Weights(Body):
     head: Linear
     head_is_sharded: bool = False
 
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of weights that a decode step reads: all matrices but the embedding."""
+        parts: list[Tensor] = [self.head.weight]
+        for layer in self.layers:
+            matrices = layer.query, layer.key, layer.value, layer.output
+            parts += [one.weight for one in (*matrices, layer.gate, layer.up, layer.down)]
+        return sum(part.nbytes for part in parts)
+
 
 def whole(logits: Tensor, weights: Weights) -> Tensor:
     """Return logits `[B, V]` from the output of `head`. If `head` is sharded, gather the logits of

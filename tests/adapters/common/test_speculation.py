@@ -1,9 +1,15 @@
 """Prompt lookup, the length of drafts, and the counts of accepted tokens."""
 
 import random
+from dataclasses import replace
 
 import pytest
+import torch
 
+import kvindex
+from kvindex.core.protocol import Placement
+from kvindex.layer import AttentionLayer
+from kvindex_adapters.common import speculation
 from kvindex_adapters.common.speculation import (
     LONGEST,
     MOST,
@@ -12,6 +18,7 @@ from kvindex_adapters.common.speculation import (
     DraftLength,
     PromptLookup,
     Speculation,
+    draft_cost,
     speculation_of,
 )
 
@@ -56,7 +63,7 @@ def test_auto_drafts_more_where_more_is_accepted():
     for _ in range(40):
         always.saw(always.next(), always.next())
         never.saw(never.next(), 0)
-    assert 1 == never.next() < first < always.next() <= MOST
+    assert 1 == never.next() < first < always.next() <= MOST["index"]
     for _ in range(40):
         always.saw(always.next(), 0)
     assert always.next() == 1
@@ -69,7 +76,50 @@ def test_auto_has_the_most_tokens_per_time():
     def gain(count):
         return sum(0.7**place for place in range(count + 1)) / (1 + 0.1 * count)
 
-    assert length.next() == max(range(1, MOST + 1), key=gain)
+    assert length.next() == max(range(1, MOST["index"] + 1), key=gain)
+
+
+@pytest.mark.parametrize(("cost", "least", "most"), [(0.01, 16, 31), (0.3, 3, 8), (1.0, 0, 0)])
+def test_with_full_attention_auto_depends_on_the_cost_of_a_draft(cost, least, most):
+    length = DraftLength(Speculation("auto", "full"), cost)
+    length._accepted, length._tried = 90.0, 100.0
+    assert least <= length.next() <= most
+
+
+def layers_of(store, tokens=600):
+    index = kvindex.create("pariskv", q_heads=2, kv_heads=1, head_dim=64, store=store)
+    layer = AttentionLayer(index, k=10, sink=4, local_window=16, update_every=256)
+    layer.step(*(torch.randn(1, heads, tokens, 64) for heads in (2, 1, 1)))
+    return [layer]
+
+
+def test_a_draft_costs_less_the_more_rows_there_are():
+    few, many = layers_of("device"), layers_of("device", 3000)
+    weights = 100_000
+    costs = [draft_cost(layers, weights) for layers in (few, many, 2 * many)]
+    assert 1 > costs[0] > costs[1] > costs[2] > 0
+    assert draft_cost(few, 10**12) == pytest.approx(1, abs=1e-3)
+    rows = len(many[0].index)
+    read = rows * 2 * 64 * 4
+    assert costs[1] == pytest.approx((weights + read / 16) / (weights + read))
+    assert draft_cost([], 0) == 0
+
+
+class Placed:
+    """Rows in host memory."""
+
+    def placement(self):
+        return Placement("plain", row_bytes=512, device=0, host=2996)
+
+
+def test_rows_behind_a_bus_make_drafts_cheap(monkeypatch):
+    layers = layers_of("device", 3000)
+    on_cpu = draft_cost(layers, 10_000)
+    monkeypatch.setattr(speculation, "capability", lambda index, wanted: Placed())
+    assert draft_cost(layers, 10_000) == pytest.approx(on_cpu, rel=0.1)
+    gpu = replace(layers[0].index.geometry, device=torch.device("cuda"))
+    monkeypatch.setattr(layers[0].index, "geometry", gpu)
+    assert draft_cost(layers, 10_000) < on_cpu / 10
 
 
 def test_a_number_stays():

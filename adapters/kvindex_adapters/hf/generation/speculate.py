@@ -25,6 +25,7 @@ from kvindex_adapters.common.speculation import (
     PromptLookup,
     Speculation,
     check_verifiable,
+    draft_cost,
     rejection_sample,
 )
 from kvindex_adapters.common.unsupported import UnsupportedError
@@ -115,7 +116,7 @@ class Speculated:
 
     def __init__(self, cache: Any, streamer: BaseStreamer, speculation: Speculation) -> None:
         self._cache, self._streamer, self._full = cache, streamer, speculation.full
-        self._length = DraftLength(speculation)
+        self._speculation, self._length = speculation, DraftLength(speculation)
         self.unread = 0
         """Number of tokens at the end of the prompt that are not in the cache yet."""
         self.acceptance = Acceptance()
@@ -152,6 +153,9 @@ class Speculated:
             logits = forward(model, self._cache, rest, logits_to_keep=1)
         if self._full:
             check_verifiable(self._layers())
+            weights = sum(one.nbytes for one in model.parameters())
+            cost = draft_cost(self._layers(), weights)
+            self._length = DraftLength(self._speculation, cost)
         judge = _Judge(logits_processor, stopping_criteria, sampled=generation_config.do_sample)
         token = judge.choose(input_ids, logits[:, -1])
         ids, made = torch.cat([input_ids, token], dim=1), [token]
