@@ -531,20 +531,17 @@ class AttentionLayer(Transactional):
         check.at_least("tokens", tokens, 1)
         if self._speculated:
             raise ValueError("tokens: got a call inside another speculating() of the same layer")
-        # the common case needs no transaction, so that prepared graphs stay valid
         if self._updates.deferred:
             self._catch_up()
-        self._updates.hold()
+        self._hold_updates()
         self._speculated = tokens
         try:
             yield
         finally:
             self._speculated = 0
             self._updates.release()
-        if self._updates.overdue:
+        if not self._drop_update():
             self._catch_up()
-        else:
-            self._updates.drop()
 
     @contextmanager
     def attending_fully(self) -> Iterator[None]:
@@ -575,8 +572,23 @@ class AttentionLayer(Transactional):
         finally:
             self._repeats = before
 
+    # Methods of their own, so that they are transactions. The first two do not change what replays
+    # depend on, and record no checkpoint.
+
+    def _hold_updates(self) -> None:
+        self._updates.hold()
+        self._captured.unchanged(self._situation())
+
+    def _drop_update(self) -> bool:
+        """Forget the update that `_hold_updates` has postponed. Return False if it must run."""
+        if self._updates.overdue:
+            return False
+        self._updates.drop()
+        self._captured.unchanged(self._situation())
+        return True
+
     def _catch_up(self) -> None:
-        self._updates.catch_up()  # a method of its own, so that it is a transaction
+        self._updates.catch_up()
 
     # Parts of a step
 
@@ -783,9 +795,11 @@ class AttentionLayer(Transactional):
 
         Returns:
             The object that `prepare_replay` would return. None if the caller must call
-            `prepare_replay` instead: another call has changed the layer, or the buffer with the
-            rows of sink and window is full.
+            `prepare_replay` instead: another call has changed the layer, tokens must move into the
+            index, or the buffer with the rows of sink and window is full.
         """
+        if self._updates.deferred:
+            return None
         return self._captured.prepare_next(self._situation(), tokens, ahead, full=self._full)
 
     def _situation(self) -> tuple[Any, ...]:

@@ -151,14 +151,20 @@ class CapturedSteps(Restorable):
         else:
             how = self._asked(wanted, None)
             again = partial(required(index, CapturesStep).prepare_replay, resident, **how)
-        # this call has changed nothing that the steps of another kind depend on
+        self.unchanged(situation)
+        self._prepared[tokens, full] = situation, again, resident
+        return again()
+
+    def unchanged(self, situation: Situation) -> None:
+        """Record that the running call of a layer's method changes nothing that replays depend on.
+
+        Otherwise `prepare_next` would return None after the call. `situation` is that of now.
+        """
         calls, *others = situation
         before = calls - 1, *others
         for kind, (seen, *_) in self._prepared.items():
             if seen == before:
                 self._prepared[kind] = situation, *self._prepared[kind][1:]
-        self._prepared[tokens, full] = situation, again, resident
-        return again()
 
     def prepare_next(
         self, situation: Situation, tokens: int = 1, ahead: int = 0, *, full: bool = False

@@ -296,7 +296,11 @@ class ParisKVExecutor(AppendedCodes):
         known = None if limit is None else replace(limit, resident_lse=None)
         use, state = self._ready(k, resident, wrong, known)
         if use.selection is None:
-            raise RuntimeError(f"graph: call prepare_replay() with k={k} before captured_step()")
+            raise RuntimeError(
+                f"graph: the buffers have changed; call prepare_replay() with k={k} again before "
+                "captured_step()"
+            )
+        use.selects = True
         more: dict[str, Any] = dict(found_sum=self._found_sum, found_histogram=histogram)
         if limit is not None and limit.resident_lse is not None:
             more["limit_lse"] = limit.resident_lse.contiguous()
@@ -316,6 +320,11 @@ class ParisKVExecutor(AppendedCodes):
         use = self._newest(k, limited)
         if use is None or use.selection is None or use.reads is None or self._found_sum is None:
             raise RuntimeError(f"graph: call prepare_replay() with k={k} before captured_repeat()")
+        if not use.selects:
+            raise RuntimeError(
+                f"graph: no step with k={k} has selected rows, or its buffers were replaced; call "
+                "captured_step() before captured_repeat()"
+            )
         use.captured |= capturing(self._geometry.device)
         stage_token(resident, token, None, queries, ticket=self._ticket)
         step, state = use.step, use.reads[1]

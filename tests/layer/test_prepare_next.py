@@ -67,3 +67,35 @@ def test_after_any_other_call_all_is_asked(call):
     assert layer.prepare_replay() is layer.prepare_next()
     CALLS[call](layer)
     assert layer.prepare_next() is None
+
+
+def test_an_empty_speculation_changes_nothing_that_replays_depend_on():
+    layer = layer_of()
+    reads = layer.prepare_replay()
+    with layer.speculating(3):
+        assert layer.prepare_next() is reads
+    assert layer.prepare_next() is reads
+
+
+def test_a_postponed_update_comes_before_the_next_replay():
+    layer = layer_of()
+    layer.prepare_replay()
+    with pytest.raises(KeyError), layer.speculating(3):
+        raise KeyError
+    assert layer.prepare_next() is None
+    assert "tokens must move" in layer.capture_refusal()
+    layer.step(*token(1))
+    assert layer.prepare_replay() is not None
+
+
+def test_updates_are_checked_again_after_tokens_are_removed(monkeypatch):
+    layer, asked = layer_of(), []
+    is_due = layer._updates.is_due
+    monkeypatch.setattr(layer._updates, "is_due", lambda n: asked.append(n) or is_due(n))
+    layer.prepare_replay()
+    layer.captured_step(*token(1))
+    layer.count_replay()
+    assert asked == []  # no update can be due before the length that `prepare_replay` noted
+    assert layer.undo_replays(len(layer) - 1)
+    layer.count_replay()
+    assert asked == [1]

@@ -2,6 +2,7 @@
 
 import random
 from copy import deepcopy
+from threading import Thread
 
 import pytest
 import torch
@@ -170,3 +171,29 @@ def test_a_chunk_of_a_prompt_stays_in_the_window():
         assert len(layer.index) == indexed
         layer.truncate(PROMPT)
     assert len(layer) == PROMPT
+
+
+def test_a_layer_in_use_or_broken_is_refused():
+    case = Case()
+    layer, sequence = layer_with(case), Sequence.of(case, PROMPT)
+    sequence.feed(layer, 0, PROMPT)
+    layer._access.enter("step", alone=True)  # of this thread
+    refused = []
+
+    def speculate():
+        try:
+            layer.speculating(2).__enter__()
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    other = Thread(target=speculate)
+    other.start()
+    other.join()
+    layer._access.leave(alone=True)
+    layer._broken = "step"
+    speculate()
+    assert len(refused) == 2
+    assert "another thread" in refused[0]
+    assert "call reset() first" in refused[1]
+    assert not layer._updates.deferred
+    assert not layer._speculated

@@ -184,7 +184,8 @@ class RepeatsStep(Protocol):
         other respects, it is like `CapturesStep.captured_step`.
 
         Raises:
-            RuntimeError: `prepare_replay` was not called with this `k`.
+            RuntimeError: `prepare_replay` was not called with this `k`, or no captured step has
+                selected rows since the index has replaced its buffers.
         """
         ...
 

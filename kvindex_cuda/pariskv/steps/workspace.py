@@ -126,7 +126,9 @@ class Use:
             `step.most` is the number for which there is room.
         reads: The last `State` that the step read for this index, with the objects from which that
             `State` was made.
-        selection: The rows that the last captured step has selected, or None before the first.
+        selection: Buffers for the rows that captured steps select, or None before the first one is
+            prepared.
+        selects: True if a step was captured that writes these rows.
     """
 
     step: SharedStep
@@ -136,6 +138,7 @@ class Use:
     need: int = 0
     reads: tuple[tuple[object, ...], State] | None = None
     selection: Selection | None = None
+    selects: bool = False
 
     def want(self, candidates: list[int], need: int) -> list[int]:
         """Record for how many tokens or candidates this index needs room in the step's buffers.

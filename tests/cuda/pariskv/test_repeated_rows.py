@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvindex.core.graphs import GRAPHS
-from kvindex.core.protocol import ErrorLimit
+from kvindex.core.protocol import Hits
 from tests.cuda.devices import mostly_slow_on_cpu
 from tests.cuda.pariskv.test_captured_step import (  # `graphs` is a fixture
     CASE,
@@ -27,19 +27,16 @@ class Repeated(Replayed):
 
     def select(self):
         """Let both layers search for a token, and note the rows that they select."""
-        other = self.layers[1]
+        layer, other = self.layers
         queries = self.sequence.parts(self.length, self.length + 1)[0].to(self.device)
-        index, k = other.index, other.k
+        before = self.replays
         if other.error is None:
-            self.hits = index.search(queries[:, :, 0], k=k)
-        else:
-            variance = other._wanted().variance
-            lse = self.sinks if self.sinks is None else self.sinks.expand(len(queries), -1)
-            assert lse is None
-            limit = ErrorLimit(variance.expand(len(queries), -1), None)
-            self.hits = index.search_within(queries[:, :, 0], k=k, limit=limit)
-        self.feed()
-        assert self.replays, "the token was no replay"
+            self.hits = other.index.search(queries[:, :, 0], k=other.k)
+            self.feed()
+        else:  # the number of rows also depends on sink and window
+            self.feed()
+            self.hits = selected(layer)
+        assert self.replays > before, "the token was no replay"
 
     def repeat(self):
         """Return the output of a token that reuses rows, and what it should be."""
@@ -64,10 +61,23 @@ class Repeated(Replayed):
         return mine[:, :, 0], wanted.output
 
 
+def selected(layer):
+    """Return the rows that the last captured step of a layer has selected."""
+    g, executor = layer.index.geometry, layer.index._executor
+    found = executor._newest(layer.k, True).selection
+    ids = found.ids.view(-1, g.kv_heads, layer.k)
+    used = torch.arange(layer.k, device=ids.device) < found.found.view(-1, g.kv_heads, 1)
+    most = int(used.sum(-1).max())
+    ids = ids.masked_fill(~used, 0)[..., :most]
+    weights = found.weights.view_as(used).masked_fill(~used, float("-inf"))[..., :most]
+    weights = weights.repeat_interleave(g.group_size, dim=1)
+    return Hits(ids=ids, scores=torch.zeros_like(ids, dtype=torch.float32), log_weight=weights)
+
+
 def ready(device, **options):
     pair = Repeated(device, **options)
     pair.feed(PROMPT)
-    pair.feed(times=3)
+    pair.feed(times=4)
     return pair
 
 
@@ -81,9 +91,11 @@ def ready(device, **options):
         dict(row_codec="int8"),
         dict(preset="paper"),
         dict(case=LATENTS),
+        dict(error=0.3),
     ],
     {},
     dict(preset="fast"),
+    dict(error=0.3),
 )
 def test_rows_are_those_of_the_step_before(device, options):
     pair = ready(device, **LONGER, **options)
@@ -121,12 +133,11 @@ def test_rows_read_are_counted(device):
 def test_removed_drafts_leave_no_trace(device):
     pair = ready(device, **LONGER)
     start, layers = pair.length, pair.layers
-    for layer in layers:
-        layer.speculating(4).__enter__()
-    pair.select()
-    pair.repeat()
-    for layer in layers:
-        layer.truncate(start)
+    with layers[0].speculating(4), layers[1].speculating(4):
+        pair.select()
+        pair.repeat()
+        for layer in layers:
+            layer.truncate(start)
     pair.length = start
     pair.feed(times=3)  # compares both layers
 
@@ -137,6 +148,17 @@ def test_without_a_prepared_step(device):
     parts = [one.to(device) for one in pair.sequence.parts(pair.length, pair.length + 1)]
     layer.k = 7
     with layer.repeating(), pytest.raises(RuntimeError, match=r"prepare_replay.*k=7"):
+        layer.captured_step(*parts)
+
+
+def test_buffers_that_were_replaced_contain_no_rows(device):
+    pair = ready(device, **LONGER)
+    pair.select()
+    layer = pair.layers[0]
+    layer.index.reserve(100_000)
+    assert layer.prepare_replay() is not None
+    parts = [one.to(device) for one in pair.sequence.parts(pair.length, pair.length + 1)]
+    with layer.repeating(), pytest.raises(RuntimeError, match="has selected rows"):
         layer.captured_step(*parts)
 
 
