@@ -892,7 +892,8 @@ class AttentionLayer(Transactional):
 
     # The following methods are for decode steps of several sequences in one batch, where each
     # sequence has its own layer object. For each object, `pool.LayerPool` first calls `way_back`,
-    # `begin_decoding` and `joins`. Then it calls `row_of_step` and `count_joined` for each token,
+    # `begin_decoding` and `joins`. Then it calls `row_of_step`, `limit_of_step` and `count_joined`
+    # for each token,
     # and at the end `end_joined`. If any of these calls fails, the pool undoes the step: it calls
     # the functions that `way_back` returned.
 
@@ -924,10 +925,21 @@ class AttentionLayer(Transactional):
 
         `tokens` is the number of tokens of the decode step.
         """
-        if not self.decodes(tokens) or self.coverage is not None or self.error is not None:
+        if not self.decodes(tokens) or self.coverage is not None:
             return False
         searches = len(self) + 1 >= self.dense_below and not self._full
-        return self._joined.possible(searches=searches)
+        limited = self.error is not None
+        if limited and not (searches and self._scale.known):
+            return False  # the outputs of such a step are measured
+        return self._joined.possible(searches=searches, limited=limited)
+
+    def limit_of_step(self) -> Tensor | None:
+        """Return the largest variance of attention weights in the next step, float32 `[1, G]`.
+
+        None if searches retrieve a fixed number of rows. The result is the same tensor until the
+        limit changes.
+        """
+        return self._wanted().variance
 
     def resident_room(self, tokens: int) -> int:
         """Return how many rows the buffer of sink and window must be able to store.

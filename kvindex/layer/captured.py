@@ -317,18 +317,24 @@ class JoinedSteps(Restorable):
     def __init__(self, contents: LayerContents, tally: Tally, row_bytes: int) -> None:
         self._contents, self._tally, self._row_bytes = contents, tally, row_bytes
 
-    def possible(self, *, searches: bool) -> bool:
+    def possible(self, *, searches: bool, limited: bool) -> bool:
         """Return True if the next decode step can run together with those of other sequences.
 
         This is so if the index is empty, because queries then attend only to the window, or if the
-        index offers `protocol.JoinsBatch`. `searches` is True if the sequence is long enough to
-        search.
+        index offers `protocol.JoinsBatch`.
+
+        Args:
+            searches: True if the sequence is long enough to search.
+            limited: True if the expected error determines the number of rows. The step must then
+                search, and the index must offer `protocol.LimitsSteps`.
         """
         index, window = self._contents.index, self._contents.window
         if window.batch_size != 1:
             return False
         if not len(index):
-            return True
+            return not limited
+        if limited and capability(index, LimitsSteps) is None:
+            return False
         joins = capability(index, JoinsBatch) is not None
         return searches and joins and capability(index, ObservesQueries) is None
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvindex.core import check
 from kvindex.core.capability import capability
-from kvindex.core.protocol import Explains, JoinsBatch
+from kvindex.core.protocol import Explains, JoinsBatch, LimitsSteps
 from kvindex.core.transaction import in_plain_torch
 from kvindex.layer.attention_layer import AttentionLayer
 from kvindex.pool.report import LayersReport, Report
@@ -33,7 +33,8 @@ class LayerPool(Sequences[AttentionLayer]):
         self.geometry = self._like.index.geometry
         self._together: LayersTogether | None = None
         plain = type(layer).step is AttentionLayer.step
-        plain = plain and layer.coverage is None and layer.error is None
+        limits = capability(self._like.index, LimitsSteps) is not None
+        plain = plain and layer.coverage is None and (layer.error is None or limits)
         if plain and capability(self._like.index, JoinsBatch) is not None:
             self._together = LayersTogether(self._like, graphs=layer.graphs)
         self._joined = self._alone = 0  # steps that ran together and alone
@@ -108,9 +109,14 @@ class LayerPool(Sequences[AttentionLayer]):
         for i in decoding:
             ways_back.append(layers[i].way_back(tokens))
             layers[i].begin_decoding()
-        joining = [i for i in decoding if layers[i].k == self._like.k and layers[i].joins(tokens)]
+        joining = [i for i in decoding if self._alike(layers[i]) and layers[i].joins(tokens)]
         several = len(joining) > 1 and any(len(layers[i].index) for i in joining)
         return joining if several else []
+
+    def _alike(self, layer: AttentionLayer) -> bool:
+        """Return True if a layer's searches have the same options as those of new sequences."""
+        like = self._like
+        return layer.k == like.k and (layer.error is None) == (like.error is None)
 
     def explain(self) -> str:
         """Explain which implementation computes a step.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvindex.core import check
 from kvindex.core.capability import required
-from kvindex.core.protocol import Attended, JoinsBatch, Rows
+from kvindex.core.protocol import Attended, ErrorLimit, JoinsBatch, Rows
 from kvindex.core.resident import ResidentRows
 from kvindex.layer.attention_layer import AttentionLayer
 
@@ -33,6 +34,8 @@ class LayersTogether:
         self._batch = required(like.index, JoinsBatch).new_batch()
         self._resident = ResidentRows(self._geometry, 0, 0, ragged=True)
         self._places: list[tuple[weakref.ref[AttentionLayer], ResidentRows]] = []
+        self._limits: list[Tensor] = []  # the limit of each layer in the last step
+        self._limit: ErrorLimit | None = None  # the same in one tensor
 
     def step(
         self, layers: Sequence[AttentionLayer], queries: Tensor, keys: Tensor, values: Tensor
@@ -67,12 +70,27 @@ class LayersTogether:
         each = zip(layers, queries[:, None], strict=True)
         rows = [layer.row_of_step(query, 1, k=k) for layer, query in each]
         given = queries, Rows(keys, values), self._resident
-        attended = self._batch.decode_step(rows, *given, k=k, graphs=self._graphs)
+        how: dict[str, Any] = dict(k=k, graphs=self._graphs)
+        if (limit := self._limit_of(layers)) is not None:
+            how["limit"] = limit
+        attended = self._batch.decode_step(rows, *given, **how)
         for i, layer in enumerate(layers):
             own = slice(i, i + 1)
             parts = attended.output[own], attended.lse[own], attended.found[own]
             layer.count_joined(Attended(*parts))
         return attended
+
+    def _limit_of(self, layers: Sequence[AttentionLayer]) -> ErrorLimit | None:
+        """Return the limit of the error of a step, or None if it retrieves a fixed number of rows.
+
+        The result is the same object until the limit of a layer changes.
+        """
+        limits = [limit for layer in layers if (limit := layer.limit_of_step()) is not None]
+        same = len(limits) == len(self._limits)
+        if not same or any(new is not old for new, old in zip(limits, self._limits, strict=True)):
+            self._limit = ErrorLimit(torch.cat(limits)) if limits else None
+            self._limits = limits
+        return self._limit
 
     def _place(self, layers: Sequence[AttentionLayer], tokens: int) -> None:
         """Let each layer store its sink and window in the joint buffer.

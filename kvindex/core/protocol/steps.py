@@ -332,12 +332,19 @@ class IndexBatch(Protocol):
         ...
 
     def attend(
-        self, rows: Sequence[object], queries: Tensor, resident: ResidentRows, *, k: int
+        self,
+        rows: Sequence[object],
+        queries: Tensor,
+        resident: ResidentRows,
+        *,
+        k: int,
+        limit: ErrorLimit | None = None,
     ) -> Attended:
         """Search each index, and attend to its selected rows and to its rows in `resident`.
 
         resident: rows of the attention sink and the local window, with one sequence for each index.
         The sequences may have different numbers of rows (`ragged`).
+        limit: see `decode_step`.
         """
         ...
 
@@ -350,6 +357,7 @@ class IndexBatch(Protocol):
         *,
         k: int,
         graphs: bool = True,
+        limit: ErrorLimit | None = None,
     ) -> Attended:
         """Add the new token of each sequence to `resident`, then do what `attend` does.
 
@@ -365,6 +373,9 @@ class IndexBatch(Protocol):
                 index. The sequences may have different numbers of rows (`ragged`).
             k: Rows to select per KV head.
             graphs: True if the decode step may be captured in a CUDA graph, to replay it later.
+            limit: Limit of the error, for indexes with `LimitsSteps`. Each index then selects as
+                many rows per KV head as its entry of `limit.variance` `[B, G]` asks for, at most
+                `k`. `limit.resident_lse` must be None.
         """
         ...
 

@@ -6,7 +6,7 @@
 // A team of SUM_LANES neighboring lanes reads the key of one row at a time, and loads the keys of its next
 // SUM_AHEAD rows together. Each thread block reads its rows once: 2 D bytes per row for 16-bit numbers, usually
 // from L2. Limited by the latency of these reads.
-// Compile-time constants: D, GROUP, DTYPE. D and the dimension of values are multiples of 8.
+// Compile-time constants: D, GROUP, DTYPE, RAGGED (1: each sequence has its own count of rows). D and the dimension of values are multiples of 8.
 #pragma once
 #include "common/common.cuh"
 
@@ -42,7 +42,7 @@ __device__ __forceinline__ void resident_sums(const Arguments& args, const void*
                                               float* memory, i64* count) {
     i64 bg = blockIdx.y, batch = blockIdx.y / u32(args.kv_heads), width = D + args.value_dim;
     int team = threadIdx.x / SUM_LANES, member = threadIdx.x % SUM_LANES;
-    if (threadIdx.x == 0) *count = __ldcg(args.resident_count);
+    if (threadIdx.x == 0) *count = __ldcg(args.resident_count + RAGGED * batch);
     for (int i = threadIdx.x; i < GROUP * D; i += 256) memory[i] = element(queries, i);
     __syncthreads();
     int known = int(*count), rows = int(min(*count + staged, args.room));

@@ -36,7 +36,7 @@
 // This file is longer than most because it is one kernel, whose parts pass values in registers.
 // Compile-time constants: D, GROUP (query heads per KV head), DTYPE, CENTERED (1: blocks of codes have
 // centers), PLANES (bit planes of r), SAMPLING, REGRESSION, RAGGED (1: each sequence has its own length), LIMITED
-// (1: the number of rows depends on the expected error; never with RAGGED).
+// (1: the number of rows depends on the expected error).
 #include "common/prepare.cuh"
 #include "common/threshold.cuh"
 
@@ -82,7 +82,8 @@ struct Arguments {
     const void* token_keys;     // DTYPE [BG, D]: key of the newest token, or null if no token is appended
     const void* token_values;   // DTYPE [BG, DV]: value of that token
     void* resident;             // DTYPE [BG, room, D + DV]: the token is written behind the last resident row
-    i64* resident_count;        // [1]: incremented. Never RAGGED, where stage_token.cu appends the token.
+    i64* resident_count;        // [1]: incremented if there is a new token. RAGGED: [B], only read, because stage_token.cu
+                                // appends the tokens.
     int* ticket;                // [1]: counts thread blocks, 0 before and after the launch
     const u8* resident_mask;    // [B, room]: 1 where a resident row is valid; from here to `softcap`: only if LIMITED
     float2* resident_parts;     // [BG, resident_splits, GROUP]: largest logit of the resident rows of a part, and the

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from kvindex.core.geometry import Geometry
-from kvindex.core.protocol import Attended, Hits, Rows
+from kvindex.core.protocol import Attended, ErrorLimit, Hits, Rows
 from kvindex.core.resident import ResidentRows
+from kvindex.pariskv import row_budget
 from kvindex.pariskv.config import ParisKVConfig
 from kvindex_cuda.memory.layout import BLOCK, Layout
 from kvindex_cuda.memory.row_cache import RowCache
@@ -82,33 +83,43 @@ class ParisKVBatch:
         self._geometry, self._config, self._kind, self._layout = geometry, config, kind, layout
         self._state: State | None = None
         self._held: list[object] = []  # `version` of each index in the state
-        self._asked = 0  # the `k` for which `State.wanted` was computed, or 0
+        self._asked = 0, False  # `k` and `_limited` when `State.wanted` was computed, or 0
+        self._limited = False  # whether the current step has a limit of the error
+        self._variances: Tensor | None = None  # the limits that steps read, float32 [B, G]
+        self._limit: Tensor | None = None  # the limits that were copied to `_variances`
         self._step: SharedStep | None = None
         self._cache: RowCache | None = None
         self._texts: list[object] = []  # `text` of each sequence whose rows are in the cache
         self._wrong: Tensor | None = None  # the flag of the first index, which is used for all
         self._replays = Replays(geometry.device)
         self._ticket = torch.zeros(1, dtype=torch.int32, device=geometry.device)  # of `stage_token`
-        self._made_of: tuple[object, ...] = (None,) * 5  # the objects from which `_reads` was made
+        self._made_of: tuple[object, ...] = (None,) * 6  # the objects from which `_reads` was made
         self._reads: State
 
     def search(self, rows: Sequence[object], queries: Tensor, *, k: int) -> Hits:
         """Return the `k` best rows of each index for queries `[B, H, D]`."""
+        self._limited = False
         step, state = self._ready(cast(Sequence[BatchRow], rows), k)
         step.renew()
         step.select(queries.contiguous(), replace(state, wrong=self._wrong))
         return ordered_hits(step, torch.arange(k, device=queries.device))
 
     def attend(
-        self, rows: Sequence[object], queries: Tensor, resident: ResidentRows, *, k: int
+        self,
+        rows: Sequence[object],
+        queries: Tensor,
+        resident: ResidentRows,
+        *,
+        k: int,
+        limit: ErrorLimit | None = None,
     ) -> Attended:
-        """Search for `k` rows in each index, and attend to them and to the resident rows (sink and
-        local window).
+        """Search for `k` rows in each index, or for as many as `limit` asks for, and attend to them
+        and to the resident rows (sink and local window).
 
         When several decode steps in succession have read the same tensors, the step is captured as
         a CUDA graph, which later steps replay.
         """
-        return self._attend(rows, queries, None, resident, k, graphs=True)
+        return self._attend(rows, queries, None, resident, k, limit, graphs=True)
 
     def decode_step(
         self,
@@ -119,10 +130,11 @@ class ParisKVBatch:
         *,
         k: int,
         graphs: bool = True,
+        limit: ErrorLimit | None = None,
     ) -> Attended:
         """Append a token of each sequence to the resident rows (sink and local window), then search
         and attend like `attend`."""
-        return self._attend(rows, queries, token, resident, k, graphs)
+        return self._attend(rows, queries, token, resident, k, limit, graphs)
 
     def _attend(
         self,
@@ -131,9 +143,12 @@ class ParisKVBatch:
         token: Rows | None,
         resident: ResidentRows,
         k: int,
+        limit: ErrorLimit | None,
         graphs: bool,
     ) -> Attended:
+        self._limited = limit is not None
         step, state = self._ready(cast(Sequence[BatchRow | None], rows), k)
+        self._put_limit(limit)
         reads = self._reads_of(step, state, resident)
         replay = self._replays.of(step, reads) if graphs else None
         asked = None if replay is None else replay.asked
@@ -159,28 +174,46 @@ class ParisKVBatch:
                 "graph: a batch of indexes cannot be captured; capture the step of one index"
             )
         some = [row for row in rows if row is not None]
-        candidates = [self._config.candidates(row.count, k) if row else 0 for row in rows]
+        candidates = [self._candidates(row.count, k) if row else 0 for row in rows]
         need = room_of(self._kind, max(row.tokens for row in some), max(candidates))
         step = self._with_room(len(rows), some[0].state.codes.shape[1], k, need)
         step.acquire()
         state = self._with_rows(rows, some[0].state)
-        if self._asked != k:
+        if self._asked != (k, self._limited):
             put(state.length, [row.tokens if row else 0 for row in rows])
             put(state.counted, [row.count if row else 0 for row in rows])
             put(state.wanted, candidates)
-            self._asked = k
+            self._asked = k, self._limited
         self._with_cache(rows, some)
         self._wrong = some[0].state.wrong
         return step, state
+
+    def _candidates(self, count: int, k: int) -> int:
+        """Return the number of candidates of an index with `count` valid tokens."""
+        if not self._limited:
+            return self._config.candidates(count, k)
+        return int(row_budget.candidates(self._config, torch.tensor([count]), k))
+
+    def _put_limit(self, limit: ErrorLimit | None) -> None:
+        """Copy a limit of the error to the address where kernels read it, unless it is the tensor
+        that was copied last."""
+        variance = None if limit is None else limit.variance
+        if variance is None or variance is self._limit:
+            return
+        if self._variances is None or self._variances.shape != variance.shape:
+            self._variances = torch.empty_like(variance.contiguous())
+        self._variances.copy_(variance)
+        self._limit = variance
 
     def _reads_of(self, step: SharedStep, state: State, resident: ResidentRows) -> State:
         """Return the `State` that the kernel `attend` needs.
 
         If all arguments are the same objects as in the last call, return the last result again.
         """
-        made_of = step, state, resident, self._cache, self._wrong
+        limits = self._variances if self._limited else None
+        made_of = step, state, resident, self._cache, self._wrong, limits
         if any(old is not new for old, new in zip(self._made_of, made_of, strict=True)):
-            self._made_of = (None,) * 5  # until `_reads` is complete
+            self._made_of = (None,) * 6  # until `_reads` is complete
             self._reads = self._new_reads(state, resident)
             self._made_of = made_of
         return self._reads
@@ -193,21 +226,19 @@ class ParisKVBatch:
             resident=resident.rows,
             resident_mask=resident.mask,
             resident_count=resident.count,
+            variances=self._variances if self._limited else None,
         )
 
     def _with_rows(self, rows: Sequence[BatchRow | None], like: State) -> State:
         """Update the state of the batch, and return it: copy the state of every index that has
         changed since the last call."""
         if self._state is None or len(rows) != len(self._held):
-            self._state, self._held, self._asked = (
-                empty_state(like, len(rows)),
-                [None] * len(rows),
-                0,
-            )
+            self._state, self._held = empty_state(like, len(rows)), [None] * len(rows)
+            self._asked = 0, False
         for b, row in enumerate(rows):
             version = row.version if row else EMPTY
             if self._held[b] is not version:
-                self._held[b], self._asked = None, 0  # until the copy is complete
+                self._held[b], self._asked = None, (0, False)  # until the copy is complete
                 if row:
                     copy_state(self._state, slice(b, b + 1), row)
                 self._held[b] = version
@@ -215,7 +246,8 @@ class ParisKVBatch:
 
     def _with_room(self, batch: int, blocks: int, k: int, need: int) -> SharedStep:
         step = self._step
-        if step is None or (step.batch, step.k) != (batch, k) or step.most < need:
+        kind = batch, k, self._limited
+        if step is None or (step.batch, step.k, step.limited) != kind or step.most < need:
             step = self._step = shared(
                 self._geometry,
                 self._layout,
@@ -226,6 +258,7 @@ class ParisKVBatch:
                 k=k,
                 most=with_headroom(max(need, 1)),
                 ragged=True,
+                limited=self._limited,
                 one_sequence=self.one_sequence,
             )
         return step

@@ -137,7 +137,7 @@ class SeveralTokens(ParisKVBatch):
         row = rows[0]
         assert row is not None
         if self._state is None or self._held != [row.version]:
-            self._held, self._asked = [], 0  # until the copy is complete
+            self._held, self._asked = [], (0, False)  # until the copy is complete
             self._state = self._state or empty_state(like, len(rows), self._width)
             copy_state(self._state, slice(None), row)
             self._held = [row.version]

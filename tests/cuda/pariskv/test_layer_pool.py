@@ -15,7 +15,7 @@ from kvindex.layer import AttentionLayer
 from kvindex.pool import together
 from kvindex_cuda.memory.slab_pool import DeviceAllocator
 from kvindex_cuda.pariskv import executor
-from tests.cuda.devices import DEVICES, on, slow_on_cpu
+from tests.cuda.devices import DEVICES, mostly_slow_on_cpu, on, slow_on_cpu
 from tests.cuda.graphs import counted
 from tests.pool.layers import SIZES, FailsAt, LayersMachine, tokens
 from tests.support.helpers import Case, mostly_slow, sampled, slow
@@ -281,3 +281,88 @@ def test_a_token_of_long_sequences_equals_each_alone_and_takes_less_time():
     middle = [sorted(each)[20] for each in times]
     print(f"lengths {lengths}: {middle[0]:.3f} ms together, {middle[1]:.3f} ms one by one (median)")
     assert pools_of[0].report().together > 0
+
+
+AUTO = dict(k="auto", error=0.5, dense_below=0)
+
+
+def auto(case, **options):
+    """Return an empty layer with a limit of the error."""
+    index = case.index("pariskv", backend="cuda", store="device", check=True)
+    return AttentionLayer(index, **{**SIZES, **AUTO, **options})
+
+
+def sharp(case, count, seed, batch):
+    """Return queries for which some rows have most of the attention weight, keys and values."""
+    queries, *rows = tokens(case, count, seed, batch)
+    return (2 * queries, *rows)
+
+
+@mostly_slow_on_cpu("lengths", [[300, 140, 90], [500, 33]], [300, 140, 90])
+def test_sequences_choose_their_numbers_of_rows_together(device, lengths):
+    """A sequence that has too few measured outputs, or is dense, runs alone."""
+    case = case_on(device)
+    pool, alone = kvindex.LayerPool(auto(case)), {}
+    for seed, length in enumerate((*lengths, 20)):
+        alone[sequence := pool.open()] = auto(case)
+        given = sharp(case, length, seed, 1)
+        pool.step([sequence], *given)
+        alone[sequence].step(*given)
+    *long, short = alone
+    counts = set()
+    for seed, some in enumerate([long, long[::-1], [*long, short], long, long]):
+        for count in (1, 2) if seed == 1 else (1,):
+            given = sharp(case, count, 100 + 2 * seed + count, len(some))
+            got = pool.step(some, *given)
+            for i, sequence in enumerate(some):
+                want = alone[sequence].step(*(part[i : i + 1] for part in given))
+                torch.testing.assert_close(got[i : i + 1], want, **CLOSE)
+    for sequence, layer in alone.items():
+        mine, want = pool[sequence].traffic, layer.traffic
+        assert mine.steps == want.steps
+        if mine.steps:
+            assert torch.equal(mine.found, want.found)
+            counts |= {*want.found.nonzero().flatten().tolist()}
+    assert pool.report().together == 6 * len(long)
+    assert len(counts) > 1
+
+
+@mostly_slow_on_cpu("change", ["chunk", "truncation", "fixed"], "chunk")
+def test_a_limit_of_one_sequence_may_change(device, change):
+    """A chunk of tokens changes the limit of its sequence; the others keep theirs."""
+    case = case_on(device)
+    pool, alone = kvindex.LayerPool(auto(case)), {}
+    for seed, length in enumerate((300, 200)):
+        alone[sequence := pool.open()] = auto(case)
+        for layer in (pool[sequence], alone[sequence]):
+            layer.step(*sharp(case, length, seed, 1))
+    first, _ = alone
+    for seed in range(6):
+        if seed == 3:
+            for layer in (pool[first], alone[first]):
+                if change == "chunk":
+                    layer.step(*(3 * part for part in sharp(case, 100, 50, 1)))
+                elif change == "truncation":
+                    layer.truncate(150)
+                else:
+                    layer.k, layer.error = 7, None
+        given = sharp(case, 1, 200 + seed, 2)
+        got = pool.step([*alone], *given)
+        for i, layer in enumerate(alone.values()):
+            want = layer.step(*(part[i : i + 1] for part in given))
+            torch.testing.assert_close(got[i : i + 1], want, **CLOSE)
+    together = pool.report().together
+    assert together == (6 if change == "fixed" else 12)
+
+
+def test_a_pool_of_an_index_whose_kernels_choose_no_number_runs_alone(device):
+    """An index without fused steps searches within the limit one sequence after another."""
+    case = case_on(device)
+    layer = AttentionLayer(case.index("pariskv", backend="torch"), **{**SIZES, **AUTO})
+    pool = kvindex.LayerPool(layer)
+    some = [pool.open(), pool.open()]
+    for seed, sequence in enumerate(some):
+        pool.step([sequence], *sharp(case, 60, seed, 1))
+    pool.step(some, *sharp(case, 1, 5, 2))
+    assert (pool.report().together, pool.report().alone) == (0, 4)
+    assert [pool[sequence].traffic.steps for sequence in some] == [1, 1]
