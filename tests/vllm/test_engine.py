@@ -217,3 +217,23 @@ def test_the_reason_is_the_last_that_the_user_sees(model, tmp_path, asked, optio
     assert len(last) == (1 if len(said) == 1 else 1 + len(said)), done.stderr
     for line, reason in zip(last[-len(said) :], said, strict=True):
         assert line.removeprefix("- ").startswith(reason)
+
+
+def test_the_error_determines_the_number_of_rows(engine, model, stock):
+    """With a small error, tokens are those of full attention, from fewer rows."""
+    prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+    sizes = {"dense_below": 0, "sink": 0, "local_window": 1}
+    exact, tight = engine(model, EVERY), engine(model, {"k": "auto", "error": 1e-3, **sizes})
+    loose = engine(model, {"k": "auto", "error": 2.0, **sizes})
+    expected = tokens(exact, prompts)
+    assert expected == tokens(stock, prompts) == tokens(tight, prompts)
+    assert tokens(loose, prompts) != expected
+    from kvindex_adapters.vllm.engine import attention_layers
+
+    read = []
+    for llm in (tight, loose):
+        context = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+        budgets = [layer.impl.paged.budget for layer in attention_layers(context).values()]
+        assert all(budget.known for budget in budgets)
+        read.append(sum(budget.take_found() for budget in budgets))
+    assert 0 < read[1] < read[0]

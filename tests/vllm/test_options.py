@@ -28,7 +28,6 @@ def test_options_and_their_defaults():
         ("pariskv", "kvindex: got 'pariskv', allowed is a mapping"),
         ({"kk": 1}, "option: got 'kk', allowed is one of .*; did you mean 'k'"),
         ({"k": 0}, "k: got 0"),
-        ({"k": "auto"}, "k: got 'auto', allowed is a number"),
         ({"sink": -1}, "sink: got -1"),
         ({"local_window": 1.5}, "local_window: got 1.5"),
         ({"dense_below": None}, "dense_below: got None"),

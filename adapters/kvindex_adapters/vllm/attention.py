@@ -8,16 +8,16 @@ kernels of the plug-in compute the same results from the same pages.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from kvindex import ops
 from kvindex.core.geometry import Geometry
-from kvindex.core.protocol import UNUSED, Codes, Hits, Rows
+from kvindex.core.protocol import UNUSED, Codes, ErrorLimit, Hits, Rows
 from kvindex.layer.retrieval import bias_of
-from kvindex.ops.attention import attend, attend_blocks, attend_causal, with_sink_logits
+from kvindex.ops.attention import attend, attend_blocks, attend_causal, cap, with_sink_logits
 from kvindex.pariskv import sampling, select_rows
 from kvindex.pariskv.block_layout import BLOCK, Layout
 from kvindex.pariskv.encoding import Encoding
@@ -25,6 +25,7 @@ from kvindex.pariskv.inputs import Queries, Tokens
 from kvindex_adapters.vllm import pages
 from kvindex_adapters.vllm.options import Options
 from kvindex_adapters.vllm.reading import Prompt, attend_prompt
+from kvindex_adapters.vllm.row_budget import RowBudget
 
 ROWS = 1024
 """Number of keys that attention with a soft cap or with learned sinks processes at a time, to limit
@@ -60,6 +61,7 @@ class PagedAttention:
         encoding: Encoding of keys.
         layout: Layout of the codes in pages.
         drafted: Largest number of drafted tokens that a step verifies (speculative decoding).
+        budget: The limit of the error, or None if each search retrieves a fixed number of rows.
     """
 
     geometry: Geometry
@@ -67,6 +69,7 @@ class PagedAttention:
     encoding: Encoding
     layout: Layout
     drafted: int = 0
+    budget: RowBudget | None = field(default=None, compare=False)
 
     @staticmethod
     def of(options: Options, geometry: Geometry, drafted: int = 0) -> PagedAttention:
@@ -79,7 +82,9 @@ class PagedAttention:
         """
         encoding = Encoding.of(options.config, geometry, ops)
         layout = options.layout(geometry.head_dim)
-        return PagedAttention(geometry, options, encoding, layout, drafted)
+        error = options.allowed_error
+        budget = None if error is None else RowBudget(error, options.dense_below)
+        return PagedAttention(geometry, options, encoding, layout, drafted, budget)
 
     def explain(self) -> str:
         """Return a description of the layer: its index, and the sequences that use the index."""
@@ -162,7 +167,9 @@ class PagedAttention:
         if sparse is not None and sparse.has_blocks(first, sequence.length):
             pages_of = sequence.rows, sequence.table
             rows = pages.read_rows(*pages_of, 0, sequence.length, self.geometry)
-            return attend_prompt(queries, rows, sparse, self.geometry)
+            output = attend_prompt(queries, rows, sparse, self.geometry)
+            self._measure(output, sequence)
+            return output
         if (
             1 < count <= 1 + self.drafted and not prompt
         ):  # as if the tokens were decoded one after another
@@ -171,9 +178,24 @@ class PagedAttention:
                 known = replace(sequence, length=sequence.length - count + 1 + place)
                 parts.append(self.attend(queries[place, None], known, sinks))
             return torch.cat(parts)
-        if count == 1 and (indexed := self.searched(sequence.length)):
+        searches = count == 1 and (self.budget is None or self.budget.known)
+        if searches and (indexed := self.searched(sequence.length)):
             return self._search(queries, sequence, indexed, sinks)
-        return self.attend_dense(queries, sequence, sinks)
+        output = self.attend_dense(queries, sequence, sinks)
+        self._measure(output, sequence)
+        return output
+
+    def _measure(self, output: Tensor, sequence: Sequence) -> None:
+        """Measure the outputs `[T, H, Dv]` of the newest tokens of a sequence, if the expected
+        error determines the numbers of rows."""
+        if self.budget is None:
+            return
+        places = self.budget.places(sequence.length, len(output))
+        if not places:
+            return
+        part = sequence.rows, sequence.table, places.start, places.stop
+        values = pages.read_rows(*part, self.geometry).values
+        self.budget.measure(values, output[-len(places) :].transpose(0, 1)[None])
 
     def searched(self, length: int) -> int:
         """Return how many tokens a decode step searches in a sequence of this length. Only complete
@@ -183,16 +205,27 @@ class PagedAttention:
         indexed = max(length - self.options.local_window, 0) // BLOCK * BLOCK
         return indexed if indexed > self.options.sink else 0
 
-    def hits(self, queries: Tensor, sequence: Sequence, indexed: int) -> Hits:
-        """Search the first `indexed` tokens of a sequence, except the sink, with queries `[1, H,
-        D]`."""
+    def hits(
+        self, queries: Tensor, sequence: Sequence, indexed: int, limit: ErrorLimit | None = None
+    ) -> Hits:
+        """Search the first `indexed` tokens of a sequence, except the sink.
+
+        Args:
+            queries: `[1, H, D]`.
+            sequence: The sequence.
+            indexed: Number of tokens.
+            limit: Limit of the error, or None to retrieve `k` rows.
+        """
         valid = torch.arange(indexed, device=queries.device)[None] >= self.options.sink
         tokens = Tokens.of_blocks(
             self.codes(sequence, indexed), self.encoding, self.geometry, valid
         )
+        parts = tokens, Queries.of(queries, tokens), min(self.options.most_rows, int(tokens.counts))
+        if limit is not None:
+            found = sampling.search_within(*parts, limit)
+            return found.narrowed(max(1, int((found.ids != UNUSED).sum(-1).max())))
         search = select_rows.search if self.encoding.config.sampling == "none" else sampling.search
-        k = min(self.options.k, int(tokens.counts))
-        return search(tokens, Queries.of(queries, tokens), k)
+        return search(*parts)
 
     def codes(self, sequence: Sequence, indexed: int) -> Codes:
         """Return the codes of a sequence's first `indexed` tokens, `[1, G, indexed, …]`."""
@@ -205,10 +238,15 @@ class PagedAttention:
     def _search(
         self, queries: Tensor, sequence: Sequence, indexed: int, sinks: Tensor | None
     ) -> Tensor:
-        hits = self.hits(queries, sequence, indexed)
         g, place = self.geometry, (sequence.rows, sequence.table)
         sink = pages.read_rows(*place, 0, self.options.sink, g)
         newest = pages.read_rows(*place, indexed, sequence.length, g)
+        limit = None
+        if self.budget is not None:
+            limit = self.budget.limit(resident_lse(queries, (sink, newest), g, sinks))
+        hits = self.hits(queries, sequence, indexed, limit)
+        if self.budget is not None:
+            self.budget.count(hits)
         found = pages.gather_rows(*place, hits.ids, g)
         parts = found, sink, newest
         keys = torch.cat([part.keys for part in parts], dim=2)
@@ -239,6 +277,23 @@ class PagedAttention:
             if sinks is not None:
                 found = with_sink_logits(found, lse, sinks[:, None])
         return found[0].transpose(0, 1)
+
+
+def resident_lse(
+    queries: Tensor, parts: Iterable[Rows], g: Geometry, sinks: Tensor | None
+) -> Tensor:
+    """Return the log-sum-exp of the logits of some rows and of learned sinks, float32 `[1, H]`.
+
+    Args:
+        queries: `[1, H, D]`.
+        parts: The rows.
+        g: Geometry of the layer.
+        sinks: Logits of the learned sinks `[H]`, or None.
+    """
+    keys = torch.cat([part.keys for part in parts], dim=2).float()
+    folded = queries.float().view(1, g.kv_heads, -1, g.head_dim)
+    lse = cap(folded @ keys.mT, g.scale, g.softcap).logsumexp(-1).flatten(1)
+    return lse if sinks is None else torch.logaddexp(lse, sinks.float())
 
 
 def _causal_blocks(rows: Rows, count: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

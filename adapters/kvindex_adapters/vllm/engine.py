@@ -33,6 +33,7 @@ from kvindex.core.geometry import Geometry
 from kvindex.pariskv.block_layout import BLOCK
 from kvindex_adapters.vllm.metrics import Counters, Steps
 from kvindex_adapters.vllm.options import CODES, Options
+from kvindex_adapters.vllm.row_budget import RowBudget
 from kvindex_adapters.vllm.unsupported import layer_reasons, refuse, sliding_reasons
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows only loggers whose names begin with "vllm"
@@ -425,7 +426,9 @@ class StepCounter:
     def __init__(self, config: VllmConfig, counters: Counters) -> None:
         self._options, self._counters = options_of(config), counters
         self._drafted = drafted_tokens(config)
-        layers = config.compilation_config.static_forward_context.values()
+        self._layers = config.compilation_config.static_forward_context
+        self._rows = 0.0  # fraction of a row that is not counted yet
+        layers = self._layers.values()
         self._mixed = any(isinstance(layer, CodesLayer) and layer.mixed for layer in layers)
 
     @staticmethod
@@ -456,7 +459,8 @@ class StepCounter:
         """Count the decode steps of a batch. Their lengths may be upper bounds, because the host
         does not wait for the device.
 
-        A step that verifies drafted tokens is counted once for each of its tokens.
+        A step that verifies drafted tokens is counted once for each of its tokens. If searches
+        choose the number of rows, the rows of a batch are counted with the next batch.
         """
         lengths = common.seq_lens_cpu_upper_bound
         if lengths is None:
@@ -474,4 +478,16 @@ class StepCounter:
         assert self._options is not None  # an engine with an index has options
         few = common.max_query_len <= 1 + self._drafted
         search = self._mixed or common.max_query_len == 1 or (few and not reads(common))
-        self._counters.add(Steps.of(steps, self._options, search=search))
+        found = None
+        if budgets := self._budgets():
+            search = search and all(budget.known for budget in budgets)
+            self._rows += sum(budget.take_found() for budget in budgets) / len(budgets)
+            found = int(self._rows)
+            self._rows -= found
+        self._counters.add(Steps.of(steps, self._options, search=search, found=found))
+
+    def _budgets(self) -> list[RowBudget]:
+        """Return the limits of all layers, or an empty list if each search finds `k` rows."""
+        layers = attention_layers(self._layers).values()
+        plain = (vars(layer.impl).get("paged") for layer in layers)
+        return [one.budget for one in plain if one is not None and one.budget is not None]

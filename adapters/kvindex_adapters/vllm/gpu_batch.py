@@ -292,7 +292,7 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
                 "allowed is a model in which they have one shape"
             )
         shared: dict[str, Any] = dict(
-            k=options.k,
+            k=options.most_rows,
             sink=options.sink,
             local_window=options.local_window,
             dense_below=options.dense_below,

@@ -30,6 +30,7 @@ from kvindex_adapters.vllm.unsupported import (
     host_reasons,
     kernel_reasons,
     refuse_capture,
+    row_reasons,
     sparse_reasons,
 )
 from kvindex_cuda.pariskv.steps.host_rows import HostRows
@@ -63,7 +64,7 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         device = torch.device(config.device_config.device or "cuda")
 
         def more(geometry: Geometry | None) -> list[str]:
-            reasons = []
+            reasons = row_reasons(options.k, options.error)
             if options.rows == "host":
                 shared = self.kv_sharing_target_layer_name is not None
                 reasons += host_reasons(config, sliding=geometry is None, shared=shared)

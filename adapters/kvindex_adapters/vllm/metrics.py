@@ -55,24 +55,28 @@ class Steps:
     stored: int
 
     @staticmethod
-    def of(lengths: Any, options: Options, *, search: bool = True) -> Steps:
+    def of(
+        lengths: Any, options: Options, *, search: bool = True, found: int | None = None
+    ) -> Steps:
         """Count the steps of sequences.
 
         Args:
             lengths: Number of tokens of each sequence, integers `[B]`.
             options: Options of the plug-in.
             search: Whether decode steps of long sequences search in this batch.
+            found: Number of rows that searches have found for each KV head, in all sequences
+                together. None: each search finds `k` rows, or all if there are fewer.
         """
         lengths = np.asarray(lengths, dtype=np.int64)
         stored = int(lengths.sum())
         if not search:
-            return Steps(0, len(lengths), stored, stored)
+            return Steps(0, len(lengths), stored + (found or 0), stored)
         indexed = np.maximum(lengths - options.local_window, 0) // BLOCK * BLOCK
         searched = (lengths >= options.dense_below) & (indexed > options.sink)
-        found = np.minimum(options.k, indexed - options.sink)
-        read = np.where(searched, found + options.sink + lengths - indexed, lengths)
+        each = np.minimum(options.most_rows, indexed - options.sink) if found is None else 0
+        read = np.where(searched, each + options.sink + lengths - indexed, lengths)
         count = int(searched.sum())
-        return Steps(count, len(lengths) - count, int(read.sum()), stored)
+        return Steps(count, len(lengths) - count, int(read.sum()) + (found or 0), stored)
 
 
 class Counters:

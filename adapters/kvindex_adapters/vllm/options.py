@@ -11,6 +11,7 @@ from typing import Any
 import kvindex
 from kvindex.core import check
 from kvindex.core.config import make_config, read_options, split_spec, unknown
+from kvindex.layer.arguments import AUTO_ERROR, AUTO_ROWS
 from kvindex.pariskv.block_layout import BLOCK, Layout, SubspaceLayout
 from kvindex.pariskv.config import ParisKVConfig
 from kvindex_adapters.vllm import reports
@@ -52,7 +53,10 @@ class Options:
     Args:
         index: Name and options of the index, for example "pariskv:preset=paper".
         k: Number of rows (a row is one token's key and value) to retrieve per KV head in a decode
-            step.
+            step, or "auto" for as many as `error` asks for, at most 1,024 (only on a CPU).
+        error: Allowed error of a layer's output, relative to the size of its outputs. A step
+            retrieves fewer than `k` rows if fewer are expected to give this error. None: always `k`
+            rows, or with `k="auto"` the same as 0.1.
         sink: Number of first tokens that each step attends to exactly.
         local_window: Minimum number of newest tokens that each step attends to exactly. A step
             attends to up to 255 more, because only whole blocks of 256 tokens are searched.
@@ -75,7 +79,7 @@ class Options:
     """
 
     index: str = DEFAULT
-    k: int = 100
+    k: int | str = 100
     sink: int = 64
     local_window: int = 256
     dense_below: int = 2048
@@ -85,14 +89,21 @@ class Options:
     prefill_selector: str = "sampled"
     prefill_mass: float = 0.95
     prefill_last: int = 128
+    error: float | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.k, str):
+        if isinstance(self.k, str) and self.k != "auto":
+            raise ValueError(f"k: got {self.k!r}, allowed is a number of at least 1, or 'auto'")
+        check.wanted_rows(self.most_rows)
+        if self.error is not None:
+            check.positive("error", self.error)
+        if self.allowed_error is not None and self.config.sampling == "none":
+            asked = "k: got 'auto'" if self.k == "auto" else f"error: got {self.error}"
             raise ValueError(
-                f"k: got {self.k!r}, allowed is a number, because in vLLM all KV heads retrieve as "
-                "many rows"
+                f"{asked}, but the index {self.index!r} does not sample its rows, and cannot "
+                "predict the error of fewer rows; pass a number for k and no error, or the preset "
+                "'sampled'"
             )
-        check.wanted_rows(self.k)
         check.at_least("sink", self.sink, 0)
         check.at_least("local_window", self.local_window, 0)
         check.at_least("dense_below", self.dense_below, 0)
@@ -168,6 +179,16 @@ class Options:
         return options
 
     @property
+    def most_rows(self) -> int:
+        """Largest number of rows to retrieve per KV head."""
+        return AUTO_ROWS if isinstance(self.k, str) else self.k
+
+    @property
+    def allowed_error(self) -> float | None:
+        """Allowed error of a layer's output, or None if each search retrieves `k` rows."""
+        return AUTO_ERROR if self.error is None and self.k == "auto" else self.error
+
+    @property
     def config(self) -> ParisKVConfig:
         """The configuration of the index.
 
@@ -194,8 +215,11 @@ class Options:
 
     def explain(self) -> str:
         """Describe how many rows a decode step retrieves, and in which sequences."""
+        rows = f"k={self.k} rows"
+        if self.allowed_error is not None:
+            rows = f"up to {self.most_rows} rows, as many as error={self.allowed_error} asks for,"
         return (
-            f"By {self.index}: k={self.k} rows of sequences of at least {self.dense_below} tokens, "
+            f"By {self.index}: {rows} of sequences of at least {self.dense_below} tokens, "
             f"in addition to {self.sink} first and {self.local_window} or more newest ones"
         )
 

@@ -308,6 +308,20 @@ def sparse_reasons(geometry: Geometry, sinks: Tensor | None) -> list[str]:
     )
 
 
+def row_reasons(k: int | str, error: float | None) -> list[str]:
+    """Return the reasons why searches on a GPU cannot choose the number of rows.
+
+    Args:
+        k: The option `k`.
+        error: The option `error`.
+    """
+    fixed = "on a GPU, because the kernels over vLLM's pages retrieve as many rows for all KV heads"
+    return _reasons(
+        ("k", repr(k), not isinstance(k, str), f"a number {fixed}"),
+        ("error", error, error is None, f"None {fixed}"),
+    )
+
+
 def _latent_reasons(model: Any) -> list[str]:
     """Return the reason why decode steps cannot search latents in a model with multi-head latent
     attention, in a list. The list is empty for any other model, and if they can."""
