@@ -228,6 +228,50 @@ def test_learned_sinks_and_several_tokens():
     assert rows_of(few) == 16 < rows_of(many)
 
 
+def test_heads_of_a_layer_choose_apart():
+    """A KV head with uniform attention takes the ceiling; one row is enough for the other."""
+    made = layer(k=512, error=0.02)
+    queries, keys, values = some(1, seed=2)
+    queries[:, :2] = 0
+    queries[:, 2:] = 8 * made._window.rows.keys[:, 1:, -1].repeat_interleave(2, 1)[:, :, None]
+    made.step(queries, keys, values)
+    found = made.traffic.found
+    assert found[512] == 1
+    assert found[16] == 1
+    assert found.sum() == 2
+
+
+def test_tokens_that_attend_to_all_do_not_search():
+    made = layer()
+    with made.attending_fully():
+        made.step(*some(1, seed=2))
+    assert made.traffic.steps == 0
+    with made.speculating(3):
+        made.step(*some(3, seed=3))
+    assert made.traffic.steps == 3
+    assert made.traffic.found.sum() == 6
+
+
+def test_a_sparse_prompt_is_measured():
+    made = layer(read=0, prefill="sparse", prefill_last=32)
+    queries, keys, values = some(N, seed=1)
+    made.step(queries, keys, values)
+    assert made._scale.known
+    made.step(*some(1, seed=2))
+    assert made.traffic.steps == 1
+
+
+def test_sequences_of_a_pool_keep_their_measured_sizes():
+    pool = kvindex.LayerPool(layer(read=0, error=0.3))
+    one = pool.open()
+    pool.step([one], *some(N, seed=1))
+    fork = pool.fork(one)
+    assert torch.equal(pool[fork]._wanted().variance, pool[one]._wanted().variance)
+    token = quiet(*some(1, seed=2))
+    assert torch.equal(pool.step([one], *token), pool.step([fork], *token))
+    assert torch.equal(pool[fork].traffic.found, pool[one].traffic.found)
+
+
 def test_a_bias_counts_as_weight_outside_the_index():
     made = layer()
     bias = torch.zeros(1, 4, 1, N + 1)
@@ -250,6 +294,8 @@ def test_a_bias_counts_as_weight_outside_the_index():
         (dict(index="quest"), "k: got 'auto', but Quest with these options cannot predict"),
         (dict(index="pariskv:preset=fast"), "k: got 'auto', but ParisKV with these options"),
         (dict(index="pariskv+reuse"), "k: got 'auto', but"),
+        (dict(index="pariskv+sharded"), "k: got 'auto', but Sharded with these options cannot"),
+        (dict(index="exact"), "k: got 'auto', but Exact with these options cannot predict"),
     ],
 )
 def test_bad_input(options, message):

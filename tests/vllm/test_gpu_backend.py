@@ -170,6 +170,8 @@ def test_graphs_are_of_decoded_tokens_alone(entered):
             "index: on a GPU: coarse: got 'none', allowed is 'sign_votes'",
         ),
         ({**EVERY, "local_window": 0}, "local_window: got 0, allowed is at least 1 on a GPU"),
+        ({"k": "auto"}, "k: got 'auto', allowed is a number on a GPU, because the kernels over"),
+        ({"error": 0.1}, "error: got 0.1, allowed is None on a GPU, because the kernels over"),
     ],
 )
 def test_what_no_fused_step_serves_is_refused(entered, asked, said):

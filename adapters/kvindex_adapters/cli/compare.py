@@ -527,6 +527,12 @@ def _count(name: str, text: str) -> int:
     """
     from kvindex_adapters.cli.common import check_size
 
+    if (name, text) == ("k", "auto"):
+        raise ValueError(
+            "k: got 'auto', allowed is a number, because the limit of the error follows from "
+            "outputs of the prompt, and prompts are copied into indexes without them; kvindex "
+            "generate -k auto says how many rows an answer has used"
+        )
     digits = text.upper().removesuffix("K")
     if not digits.isdecimal():
         raise ValueError(f"{name}: got {text!r}, allowed is a number, for example 4096 or 4K")

@@ -88,6 +88,19 @@ def test_as_many_rows_as_the_error_asks_for(device, graphs):
     assert (graphs.made, graphs.replays) == (1, 11 - EAGER)
 
 
+def test_steps_of_several_tokens_with_a_limit_run_op_by_op(device, graphs):
+    options = given(device, 12, regions=dict(error=0.5)) | dict(k="auto")
+    decoder, prompt = decoder_of(device, layers=2), ids_of(200)
+    run = decoder.start(prompt, speculative_tokens=3, **options)
+    said = "error: got 0.5, allowed is None and a number for k in a step of 4"
+    got = [int(token) for token in run.tokens()]
+    alone = decoder.generate(prompt, graphs=False, speculative_tokens=3, **options)
+    assert got == alone.answer_ids.tolist()
+    assert said in run.session.capture_refusal(4)
+    assert run.session.capture_refusal() is None  # a step of one token is a graph
+    assert run.session.report().rows_found.mean >= 16
+
+
 @pytest.mark.parametrize("verify", mostly_slow(["index", "full"], "index"))
 def test_steps_without_a_draft_are_replays(device, graphs, monkeypatch, verify):
     """Steps of several tokens have a graph of their own; that of single tokens stays valid."""

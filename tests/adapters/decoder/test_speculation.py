@@ -23,6 +23,7 @@ SIZES = dict(sink=4, local_window=8, update_every=8, dense_below=0)
 ALL = dict(index="exact", k=500, attach_options=SIZES)
 FEW = dict(index="exact", k=3, attach_options=SIZES)
 PARIS = dict(index="pariskv", k=10, attach_options=SIZES)
+AUTO = dict(index="pariskv", k="auto", attach_options=SIZES | dict(error=1.0))
 DENSE = dict(index=None)
 COUNT = 16
 WARM = Sampling(temperature=0.8, top_k=20, top_p=0.9, seed=3)
@@ -108,15 +109,16 @@ def assert_rows_of_full_attention(decoder, session, ids):
 @pytest.mark.parametrize(
     ("options", "sampling"),
     mostly_slow(
-        [(o, s) for o in ("all", "dense", "paris") for s in ("greedy", "warm")],
+        [(o, s) for o in ("all", "dense", "paris", "auto") for s in ("greedy", "warm")],
         ("all", "warm"),
         ("paris", "greedy"),
+        ("auto", "greedy"),
         ("dense", "greedy"),
     ),
 )
 @pytest.mark.parametrize("count", mostly_slow([1, 4, "auto"], 4))
 def test_tokens_are_those_of_one_at_a_time(decoder, options, sampling, count):
-    options = dict(all=ALL, dense=DENSE, paris=PARIS)[options]
+    options = dict(all=ALL, dense=DENSE, paris=PARIS, auto=AUTO)[options]
     given = dict(options, sampling=dict(greedy=Sampling(), warm=WARM)[sampling])
     prompt = torch.cat([ids_of(30), ids_of(30)])
     want = tokens(decoder, prompt, **given)
@@ -240,7 +242,9 @@ def test_the_limit_of_new_tokens(decoder, monkeypatch, limit, verify):
 
 
 @pytest.mark.parametrize(
-    "options", mostly_slow([ALL, FEW, PARIS], FEW, PARIS), ids=["all", "few", "pariskv"]
+    "options",
+    mostly_slow([ALL, FEW, PARIS, AUTO], FEW, PARIS, AUTO),
+    ids=["all", "few", "pariskv", "auto"],
 )
 @pytest.mark.parametrize("count", mostly_slow([1, 5, "auto"], 5))
 def test_full_attention_verifies(decoder, options, count):

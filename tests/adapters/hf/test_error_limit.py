@@ -69,6 +69,49 @@ def test_generate_and_the_decoder(model):
     assert len(other.answer_ids) == len(answer.answer_ids)
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_latents(backend):
+    """Latents are searched within the limit, too."""
+    model, inputs = build("deepseek_v3", num_hidden_layers=2), prompt(1, sum(SIZES))
+    options = dict(index="pariskv", index_options=dict(backend=backend), **REGIONS)
+    found = []
+    for error in (2.0, 0.02):
+        with kvhf.attach(model, k="auto", error=error, **options) as cache:
+            found.append(torch.cat(steps(model, cache, inputs, SIZES), 1))
+            report = cache.report()
+        assert report.steps == 4
+        assert 16 <= report.rows_found.mean <= PROMPT
+    with kvhf.attach(model, k=500, **options) as cache:
+        full = torch.cat(steps(model, cache, inputs, SIZES), 1)
+    loose, tight = found
+    assert (tight - full).norm() < (loose - full).norm()
+
+
+def test_uniform_attention_takes_the_ceiling_and_reports_it(model):
+    """Queries of zero in the first layer attend to all tokens equally."""
+    projection = model.model.layers[0].self_attn.q_proj
+    projection.weight.data.zero_()
+    with kvhf.attach(model, **AUTO | dict(k=64, error=1e-3)) as cache:
+        steps(model, cache, prompt(1, sum(SIZES)), SIZES)
+        found = cache.report().rows_found
+    assert found.by_layer[0] == 64
+    assert found.p99 == 64
+    assert f"{found.p99} at the 99th percentile" in str(found)
+
+
+def test_a_fork_continues_with_the_measured_sizes(model):
+    inputs = prompt(1, sum(SIZES))
+    with kvhf.attach(model, **AUTO) as cache:
+        steps(model, cache, {n: part[:, :PROMPT] for n, part in inputs.items()}, [PROMPT])
+        fork = cache.fork()
+        made = [
+            torch.cat(steps(model, one, {n: p[:, PROMPT:] for n, p in inputs.items()}, [1] * 4), 1)
+            for one in (cache, fork)
+        ]
+        assert torch.equal(*made)
+        assert fork.report().rows_found.mean == cache.report().rows_found.mean
+
+
 @pytest.mark.parametrize(
     ("attach", "options", "message"),
     [
