@@ -113,7 +113,9 @@ FILES: dict[str, dict[str, int]] = {
     "step/sample_latents.cu": dict(NOISE | STEP, SAMPLED=SAMPLED),
     "step/vote_latents.cu": dict(NOISE, STAGES=VOTE_STAGES),
     "step/estimate_latents.cu": dict(NOISE | STEP | ATTENTION_WEIGHTS, THREADS=TAKE_THREADS),
-    "step/select_latents.cu": dict(NOISE | ATTENTION_WEIGHTS, THREADS=SELECT_THREADS),
+    "step/select_latents.cu": dict(
+        NOISE | ATTENTION_WEIGHTS, THREADS=SELECT_THREADS, COUNTS=0, FEWEST=row_budget.LEAST
+    ),
     "step/attend_latents.cu": dict(CODECS, ROWS=LATENT_ROWS, MOST_SPLITS=LATENT_SPLITS),
     "step/query_table.cu": dict(TIERS=len(coarse.TIERS)),
     "step/vote.cu": PIECEWISE,

@@ -390,6 +390,10 @@ __device__ __forceinline__ u32 ordered(float x) {
     if (bits == 0x80000000u) bits = 0;
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
+// The inverse of `ordered`.
+__device__ __forceinline__ float from_ordered(u32 bits) {
+    return __uint_as_float(bits & 0x80000000u ? bits ^ 0x80000000u : ~bits);
+}
 
 template <class T>
 __device__ __forceinline__ T warp_sum(T x) {

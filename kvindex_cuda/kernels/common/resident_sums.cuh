@@ -1,12 +1,14 @@
-// Add up the attention weights of the resident rows (sink and window) for one group of query heads. The thread
-// blocks that do this divide the rows among them. select_rows.cu merges their results (`with_residents` there).
+// Add up the attention weights of the resident rows (sink and window) for GROUP query heads of a KV head. The thread
+// blocks that do this divide the rows among them. select_rows.cu and select_latents.cu merge their results
+// (`with_residents` in row_budget.cuh). Used by prepare_query.cu and resident_latents.cu.
 // The result does not depend on the order in which threads run. Reference: _resident_lse in
 // kvindex/layer/retrieval.py.
 //
 // A team of SUM_LANES neighboring lanes reads the key of one row at a time, and loads the keys of its next
 // SUM_AHEAD rows together. Each thread block reads its rows once: 2 D bytes per row for 16-bit numbers, usually
 // from L2. Limited by the latency of these reads.
-// Compile-time constants: D, GROUP, DTYPE, RAGGED (1: each sequence has its own count of rows). D and the dimension of values are multiples of 8.
+// Compile-time constants: D, GROUP, DTYPE, RAGGED (1: each sequence has its own count of rows). D and the dimension
+// of values are multiples of 8.
 #pragma once
 #include "common/common.cuh"
 
@@ -30,17 +32,20 @@ struct Eight {
     }
 };
 
-// Compute the largest logit and the sum of exp(logit − largest) of this thread block's rows, for each head of the
-// group, and write them to `args.resident_parts`. All threads of the block call this function.
-//   queries: the queries of the group, DTYPE [GROUP, D].
+// Compute the largest logit and the sum of exp(logit − largest) of this thread block's rows, for each of GROUP heads.
+// All threads of the block call this function.
+//   bg: number of the KV head, among those of all sequences.
+//   batch: number of its sequence.
+//   queries: the queries of the heads, DTYPE [GROUP, D].
+//   to: receives the results, [GROUP].
 //   staged: true if the newest token is in `args.token_keys` and counts as one more row.
 //   split: number of this thread block among those that divide the rows.
 //   memory: float32 [GROUP, D] in shared memory, and at least [GROUP, SUM_TEAMS, 2].
 //   count: in shared memory. Receives the number of resident rows without the newest token.
 template <class Arguments>
-__device__ __forceinline__ void resident_sums(const Arguments& args, const void* queries, bool staged, int split,
-                                              float* memory, i64* count) {
-    i64 bg = blockIdx.y, batch = blockIdx.y / u32(args.kv_heads), width = D + args.value_dim;
+__device__ __forceinline__ void resident_sums(const Arguments& args, i64 bg, i64 batch, const void* queries, bool staged,
+                                              int split, float* memory, i64* count, float2* to) {
+    i64 width = D + args.value_dim;
     int team = threadIdx.x / SUM_LANES, member = threadIdx.x % SUM_LANES;
     if (threadIdx.x == 0) *count = __ldcg(args.resident_count + RAGGED * batch);
     for (int i = threadIdx.x; i < GROUP * D; i += 256) memory[i] = element(queries, i);
@@ -112,6 +117,6 @@ __device__ __forceinline__ void resident_sums(const Arguments& args, const void*
             float2 part = parts[t][threadIdx.x];
             if (part.y > 0) sum += part.y * expf(part.x - highest);
         }
-        args.resident_parts[(bg * args.resident_splits + split) * GROUP + threadIdx.x] = {highest, sum};
+        to[threadIdx.x] = {highest, sum};
     }
 }

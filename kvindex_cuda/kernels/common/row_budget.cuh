@@ -1,6 +1,6 @@
 // Choose how many rows a KV head samples: the smallest of COUNTS numbers for which the expected error of attention
 // is within a limit. The choice needs the candidates' estimated attention weights alone, so it is made before any
-// row is read. Reference: kvindex/pariskv/row_budget.py. Used by select_rows.cu.
+// row is read. Reference: kvindex/pariskv/row_budget.py. Used by select_rows.cu and select_latents.cu.
 //
 // Let w be a candidate's sampling weight (the root mean square of the heads' attention weights), c the probability
 // with which it was sampled, and τ(k) the priority that follows the k largest ones. If k rows are sampled, the
@@ -16,6 +16,7 @@
 // numbers, unless k is smaller).
 #pragma once
 #include "common/attention_weights.cuh"
+#include "common/in_order.cuh"
 #include "common/noise.cuh"
 
 constexpr float CLAMP = 80;  // equals -pariskv.row_budget.FAINT: no term of a sum becomes infinite
@@ -110,8 +111,9 @@ struct Choice {
 };
 
 // For each number of rows k, find the histogram bin of the (k + 1)-th largest entry (see `cut_of`).
+template <bool SHARED>
 __device__ __forceinline__ void find_cuts(Budget& budget, const int* histogram, int k) {
-    Bins<THREADS> bins = bins_of<true, THREADS>(histogram);
+    Bins<THREADS> bins = bins_of<SHARED, THREADS>(histogram);
     constexpr int EACH = Bins<THREADS>::EACH;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = BINS - EACH * (threadIdx.x + 1), mine = 0;
 #pragma unroll
@@ -146,7 +148,8 @@ __device__ __forceinline__ void find_cuts(Budget& budget, const int* histogram, 
 
 // Return the number of rows for one KV head. All threads of the block call this function.
 //   budget: shared memory.
-//   histogram: [BINS] in shared memory: number of entries in each bin of their priorities (`bin_of`).
+//   histogram: [BINS] in shared memory if SHARED, otherwise in global memory: number of entries in each bin of their
+//     priorities (`bin_of`).
 //   k: the largest number of rows.
 //   limit: largest allowed variance.
 //   edge, edges, order: shared memory for EDGE entries, a counter that is 0 before and after the call, and 256
@@ -154,17 +157,18 @@ __device__ __forceinline__ void find_cuts(Budget& budget, const int* histogram, 
 //   seed: of the noise.
 //   every: a function that iterates over the entries of the thread. every(inside, use) calls use(entry, bin, weight)
 //     for each candidate with inside(bin). An entry is a priority and a token id, and `weight` is −log c.
-template <class Every>
+template <bool SHARED, class Every>
 __device__ __forceinline__ Choice choose_rows(Budget& budget, const int* histogram, int k, float limit, u64* edge,
                                               int& edges, int* order, u32 seed, Every every) {
     auto priority_of = [](u64 entry) { return from_ordered(u32(entry >> 32)); };
-    find_cuts(budget, histogram, k);
+    find_cuts<SHARED>(budget, histogram, k);
     __syncthreads();
     if (threadIdx.x < COUNTS) {
         int c = threadIdx.x, bin = budget.cuts[c].bin, rank = count_at(c, k) - budget.cuts[c].above;
         for (int i = 0; i < c; i++) {  // bins do not ascend; count each higher one once
             int higher = budget.cuts[i].bin;
-            if (higher > bin && higher != budget.cuts[i + 1].bin) rank += histogram[higher];
+            if (higher > bin && higher != budget.cuts[i + 1].bin)
+                rank += SHARED ? histogram[higher] : __ldcg(histogram + higher);
         }
         budget.ranks[c] = bin < 0 ? -1 : rank;
         budget.thresholds[c] = NEVER;

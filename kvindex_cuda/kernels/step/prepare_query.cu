@@ -155,7 +155,9 @@ prepare_query(const __grid_constant__ Arguments args) {
         const char* own = static_cast<const char*>(queries) + blockIdx.y * (GROUP * D * (DTYPE == 0 ? 4 : 2));
         after_previous();
         let_next_begin();
-        resident_sums(args, own, staged, blockIdx.x - SPLITS, reinterpret_cast<float*>(histogram), &resident);
+        int split = blockIdx.x - SPLITS;
+        float2* to = args.resident_parts + (bg * args.resident_splits + split) * GROUP;
+        resident_sums(args, bg, batch, own, staged, split, reinterpret_cast<float*>(histogram), &resident, to);
         if (staged && threadIdx.x == 0) count_token(args, resident);
         return;
     }

@@ -7,11 +7,19 @@
 // With SAMPLING, rows are sampled at random (kvindex/ops/priority.py): candidates are ranked by the root mean
 // square of the heads' attention weights, multiplied by noise. The (k + 1)-th candidate is the threshold, and
 // each selected row gets a weight for the rows that it stands for.
+// With COUNTS, the last thread block first chooses the smallest of COUNTS numbers of rows for which the expected
+// error of attention is within a limit (row_budget.cuh). Attention weights are then those among all tokens that the
+// query attends to, sink and window included.
 // Compile-time constants: HEADS (query heads of the group), SOFTCAP, POLICY (0: mean_share, the mean attention
-// weight of the heads; 1: max_share, the largest), SAMPLING.
+// weight of the heads; 1: max_share, the largest), SAMPLING, COUNTS (how many numbers of rows there are to choose
+// from; 0: always k rows. Only with SAMPLING), FEWEST (see row_budget.cuh).
 #include "common/attention_weights.cuh"
 #if SAMPLING
 #include "common/noise.cuh"
+#endif
+#if COUNTS
+#define GROUP HEADS
+#include "common/row_budget.cuh"
 #endif
 
 constexpr int HELD = 4;  // candidates that each thread of the last block keeps in registers
@@ -35,6 +43,14 @@ struct Arguments {
     float* weights;               // [B, k]: logarithm of the number of keys that a row stands for
     int* found;                   // [B]: number of selected rows
     i64* found_sum;               // [B]: increased by `found`, or null
+    const float* variances;       // [B]: largest allowed variance of the attention weights; only if COUNTS, as are
+                                  // resident_parts, limit_lse and found_histogram
+    const float2* resident_parts;  // [B, resident_splits, HEADS]: written by resident_latents.cu
+    const float* limit_lse;       // [B, HEADS]: log Σ exp of the logits of further tokens that the query attends to,
+                                  // or null
+    i64* found_histogram;         // [most_found + 1]: entry n counts the KV heads that got n rows, and the last entry
+                                  // those that got `most_found` or more; or null
+    i64 resident_splits, most_found;
     i64 k, capacity;
     float scale, softcap, temper;  // temper: factor for the logarithms of weights
 };
@@ -56,7 +72,18 @@ select_latents(const __grid_constant__ Arguments args) {
     const u64* candidates = args.candidates + b * args.capacity;
     u64* words = args.words + b * args.capacity;
     int* histogram = args.histogram + b * BINS;
+#if COUNTS
+    for (int h = warp; h < HEADS; h += THREADS / 32) {  // one part of the resident rows per lane
+        float2 part = {NEVER, 0};
+        if (lane < int(args.resident_splits))
+            part = __ldcg(args.resident_parts + (b * args.resident_splits + lane) * HEADS + h);
+        const float* more = args.limit_lse ? args.limit_lse + b * HEADS + h : nullptr;
+        float total = with_residents(__ldcg(args.totals + b * HEADS + h), part, more);
+        if (lane == 0) totals[h] = total;
+    }
+#else
     for (int h = threadIdx.x; h < HEADS; h += THREADS) totals[h] = __ldcg(args.totals + b * HEADS + h);
+#endif
     if (threadIdx.x == 0) edges = taken = 0;
     for (int i = threadIdx.x; i < SORTED; i += THREADS) selected[i] = 2147483647;  // larger than any row
 #if SAMPLING
@@ -97,10 +124,7 @@ select_latents(const __grid_constant__ Arguments args) {
     }
     if (!last_block(args.tickets + b * APART, gridDim.x)) return;
 
-    auto value_of = [](u64 word) {
-        u32 bits = u32(word >> 32);
-        return __uint_as_float(bits & 0x80000000u ? bits ^ 0x80000000u : ~bits);
-    };
+    auto value_of = [](u64 word) { return from_ordered(u32(word >> 32)); };
     i64* ids = args.ids + b * args.k;
     float* scores = args.scores + b * args.k;
     int asked = int(args.k) + SAMPLING;  // the priority of the last one is the threshold
@@ -118,7 +142,29 @@ select_latents(const __grid_constant__ Arguments args) {
         int i = j * THREADS + threadIdx.x;
         held[j] = i < n ? __ldcg(words + i) : 0, held_weights[j] = i < n ? weight_of(i) : 0;
     }
-    Cut cut = cut_of<false, THREADS>(histogram, asked);
+    Cut cut = {-1, 0};
+    if (!COUNTS) cut = cut_of<false, THREADS>(histogram, asked);
+#if SAMPLING
+    float temper = args.temper;
+#endif
+#if COUNTS
+    __shared__ Budget budget;
+    auto every = [&](auto inside, auto use) {
+        auto one = [&](u64 word, float weight) {
+            int bin = bin_of(value_of(word));
+            if (inside(bin)) use(word, bin, weight);
+        };
+#pragma unroll
+        for (int j = 0; j < HELD; j++)
+            if (j * THREADS + threadIdx.x < n) one(held[j], held_weights[j]);
+#pragma unroll 1
+        for (int i = HELD * THREADS + threadIdx.x; i < n; i += THREADS) one(__ldcg(words + i), weight_of(i));
+    };
+    float variance = args.variances[b];
+    Choice choice = choose_rows<false>(budget, histogram, int(args.k), variance, edge, edges, bins, seed, every);
+    asked = choice.rows + 1, cut = choice.cut;
+    if (temper < 1) temper = 1 - 1 / sqrtf(float(choice.rows));
+#endif
     auto select = [&](u64 word, float weight) {
         int slot = atomicAdd(&taken, 1), id = id_of(word);
         if (slot < SORTED)
@@ -184,7 +230,7 @@ select_latents(const __grid_constant__ Arguments args) {
     // is 1 for unbiased weights, and smaller for tempered sampling.
     float* weights = args.weights + b * args.k;
     auto weigh = [&](float& weight, int id, float score) {
-        weight = fmaxf(weight, threshold - (score - noise_of(id, seed) * NATS)) * args.temper;
+        weight = fmaxf(weight, threshold - (score - noise_of(id, seed) * NATS)) * temper;
     };
     for (int i = SORTED + threadIdx.x; i < rows; i += THREADS) weigh(weights[i], int(ids[i]), scores[i]);
     for (int i = threadIdx.x; i < sorted; i += THREADS) weigh(selected_weights[i], selected[i], selected_scores[i]);
@@ -193,6 +239,10 @@ select_latents(const __grid_constant__ Arguments args) {
     if (threadIdx.x == 0) {
         args.found[b] = rows;
         if (args.found_sum) args.found_sum[b] += rows;
+#if COUNTS
+        if (args.found_histogram)
+            atomicAdd(reinterpret_cast<u64*>(args.found_histogram + min(i64(rows), args.most_found)), u64(1));
+#endif
     }
     // Sort the selected rows by token id, so that attention always adds them up in the same order. Four lanes
     // per row count the rows with lower ids.

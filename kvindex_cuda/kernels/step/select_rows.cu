@@ -21,6 +21,7 @@
 // from; 0: always k rows. Only with SAMPLING).
 #include "common/row_cache.cuh"
 #include "common/attention_weights.cuh"
+#include "common/in_order.cuh"
 #if SAMPLING
 #include "common/noise.cuh"
 #endif
@@ -102,30 +103,10 @@ __device__ __forceinline__ GroupScore group_score(const float (&estimates)[GROUP
     return {best, bin_of(best)};
 }
 
-__device__ __forceinline__ float from_ordered(u32 bits) {
-    return __uint_as_float(bits & 0x80000000u ? bits ^ 0x80000000u : ~bits);
-}
-
 constexpr int ROWS = 2 * EDGE;      // rows that are sorted by their ids
 constexpr bool EARLY = GROUP <= 4;  // true if registers store all estimates from the start
 constexpr int SOME = EARLY ? ENTRIES : GROUP <= 8 ? 4 : 1;  // entries whose estimates are loaded at a time
 static_assert(GROUP <= THREADS / 32, "a warp for each head");
-
-// For each of `many` entries, call use(i, n), where i is the number of the entry and n is the number of better
-// entries (its rank). Eight threads count for one entry, and one of them calls `use`. All threads of the block
-// call this function.
-template <class Use>
-__device__ __forceinline__ void in_order(const u64* entries, int many, Use use) {
-    for (int at = threadIdx.x; at < (many + 3) / 4 * 32; at += THREADS) {
-        int i = at / 8, better = 0;
-        u64 mine = entries[min(i, many - 1)];
-#pragma unroll 1
-        for (int j = at % 8; j < many; j += 8) better += entries[j] > mine;
-#pragma unroll
-        for (int by = 1; by < 8; by *= 2) better += __shfl_xor_sync(ALL, better, by);
-        if (at % 8 == 0 && i < many) use(i, better);
-    }
-}
 
 #if COUNTS
 #include "common/row_budget.cuh"
@@ -450,7 +431,7 @@ select_rows(const __grid_constant__ Arguments args) {
 #endif
 #if COUNTS
     __shared__ Budget budget;
-    Choice choice = choose_rows(budget, histogram, int(args.k), variance, edge, edges, order, seed, every);
+    Choice choice = choose_rows<true>(budget, histogram, int(args.k), variance, edge, edges, order, seed, every);
     asked = choice.rows + 1, cut = choice.cut;
     if (temper < 1) temper = 1 - 1 / sqrtf(float(choice.rows));
 #endif

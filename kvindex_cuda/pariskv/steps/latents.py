@@ -5,6 +5,9 @@ A layer over latents has one KV head for many query heads. The kernels run in th
     prepare_latents -> sample_latents -> vote_latents -> take_candidates -> estimate_latents
         -> select_latents -> attend_latents -> merge_latents
 
+If the expected error determines the number of rows (`limited`), `resident_latents` runs before all
+others. It adds up the attention weights of sink and window.
+
 This step selects the same rows as the step `sign_votes`, for the same presets. It is for layers
 whose query heads or head dimension exceed the registers and shared memory of the kernels of
 `sign_votes`. Therefore heads are processed in tiles, and the votes (approximate scores) of all keys
@@ -55,7 +58,7 @@ class LatentsStep(SignVotesStep):
         ValueError: There is more than one KV head.
     """
 
-    stages = limits = False
+    stages = False
 
     def __init__(self, geometry: Geometry, layout: Layout, **options: Any) -> None:
         if geometry.kv_heads != 1:
@@ -125,6 +128,19 @@ class LatentsStep(SignVotesStep):
         if self.votes is None or self.votes.shape[1] != room:
             self.votes = torch.empty((groups, room), dtype=torch.int32, device=g.device)
         tiled = dict(TILES=tiles, GROUP=self._tile, D=g.head_dim)
+        splits = self.splits_of_residents(state)
+        if splits:
+            self._resident_launch(
+                self,
+                state,
+                grid=(tiles, splits, groups),
+                block=(256,),
+                defines=self._defines | self._ragged | tiled,
+                overlap=True,
+                queries=queries,
+                token_keys=None,
+                resident_splits=splits,
+            )
         self._prepare_latents(queries, state)
         self._sample_launch(
             self,
@@ -182,8 +198,20 @@ class LatentsStep(SignVotesStep):
                 SOFTCAP=self._capped["SOFTCAP"],
                 POLICY=self._selects["POLICY"],
                 SAMPLING=self._vote_defines["SAMPLING"],
+                COUNTS=self._selects.get("COUNTS", 0),
             ),
             overlap=True,
+            resident_splits=splits,
+        )
+
+    @cached_property
+    def _resident_launch(self) -> NamedLaunch:
+        return NamedLaunch(
+            "step/resident_latents.cu",
+            "resident_latents",
+            self,
+            State,
+            given=("queries", "token_keys", "resident_splits"),
         )
 
     @cached_property
@@ -226,6 +254,7 @@ class LatentsStep(SignVotesStep):
             "select_latents",
             self,
             State,
+            given=("resident_splits",),
             histogram="score_hist",
             tickets="select_tickets",
         )
@@ -245,7 +274,8 @@ class LatentsStep(SignVotesStep):
             state,
             grid=(blocks + tiles * spread + 1, self.groups),
             block=(256,),
-            defines=self._prepares | dict(TILES=tiles, GROUP=self._tile, SIXTEENS=columns),
+            defines=self._prepares
+            | dict(LIMITED=0, TILES=tiles, GROUP=self._tile, SIXTEENS=columns),
             overlap=True,
             queries=queries,
             spread=spread,

@@ -19,7 +19,7 @@ from tests.cuda.graphs import KeptGraph
 
 # `graphs` is a fixture
 from tests.cuda.pariskv.test_captured_step import CASE, PADDED, Replayed, graphs  # noqa: F401
-from tests.support.helpers import left_padding
+from tests.support.helpers import Case, left_padding
 
 G, H, D = 2, 6, 32
 
@@ -248,6 +248,20 @@ def test_a_graph_of_the_caller_reads_the_limit_on_the_device(device, pads, sinks
     assert float(mine.rows_read) == float(theirs.rows_read)
     assert torch.equal(mine.found, theirs.found)
     assert mine.found.sum() == mine.steps * (1 if pads is None else 2)
+
+
+@slow_on_cpu
+def test_a_graph_of_the_caller_searches_latents(device):
+    case = Case(20, 1, 64, 48, value_in_key=True)
+    made = Replayed(device, case, None, **SIZES | AUTO)
+    made.feed(200)
+    made.feed(times=5)
+    made.feed(30)
+    made.feed(times=4)
+    assert made.made == 1
+    mine, theirs = (layer.traffic for layer in made.layers)
+    assert torch.equal(mine.found, theirs.found)
+    assert mine.found.sum() == mine.steps >= 9
 
 
 @slow_on_cpu

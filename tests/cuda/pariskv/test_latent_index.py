@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvindex.core.protocol import Attends, CapturesStep, DecodesStep
+from kvindex.core.protocol import Attends, CapturesStep, DecodesStep, ErrorLimit, LimitsSteps
 from kvindex.core.resident import ResidentRows
 from kvindex.layer import AttentionLayer
 from kvindex.pariskv import decode_step
@@ -58,6 +58,57 @@ def pair(device, case=CASE, **options):
 def assert_same(mine, theirs, queries, k=20):
     assert "executor: fused latents" in mine.explain()
     assert_same_hits(mine.search(queries, k=k), theirs.search(queries, k=k), close=ROUNDED)
+
+
+AUTO = dict(k="auto", error=0.5, sink=4, local_window=16, update_every=64, dense_below=64)
+
+
+@mostly_slow_on_cpu(
+    "heads, length", [(20, 700), (4, 700), (20, 40), (12, 3000)], (20, 700), (4, 700)
+)
+def test_the_error_determines_the_number_of_rows(device, heads, length):
+    """A search finds the rows of plain torch, for few heads by the kernels for plain keys."""
+    case = replace(CASE, q_heads=heads)
+    mine, theirs = pair(device, case, least_candidates=400)
+    for index in (mine, theirs):
+        index.append(*(piece.to(device) for piece in case.tokens(length)))
+    queries, counts = 2 * case.queries().to(device), set()
+    for variance in (30.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.0):
+        for lse in (None, torch.randn(2, heads, device=device) + 3):
+            limit = ErrorLimit(torch.full((2, 1), variance, device=device), lse)
+            found, want = (one.search_within(queries, k=300, limit=limit) for one in (mine, theirs))
+            assert_same_hits(found, want, close=ROUNDED)
+            counts |= {*(found.ids >= 0).sum(-1).flatten().tolist()}
+    assert len(counts) >= (2 if length == 40 else 4)
+
+
+@mostly_slow_on_cpu("heads, sinks", [(20, False), (4, False), (20, True)], (20, False))
+def test_a_layer_chooses_the_number_of_rows_as_in_plain_torch(device, heads, sinks):
+    case = replace(CASE, q_heads=heads)
+    indexes = pair(device, case, preset="sampled")
+    layers = [AttentionLayer(index, **AUTO) for index in indexes]
+    assert indexes[0].capability(LimitsSteps) is not None
+    tokens = [piece.to(device) for piece in case.tokens(420)]
+    logits = torch.linspace(-1, 3, heads, device=device) if sinks else None
+    for t, stop in [(0, 400), *((t, t + 1) for t in range(400, 420))]:
+        queries = 2 * case.tensor(t, 2, heads, stop - t, 64).to(device)
+        given = queries, *part(tokens, t, stop)
+        got, want = (layer.step(*given, sink_logits=logits) for layer in layers)
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+    mine, theirs = (layer.traffic for layer in layers)
+    assert mine.steps == theirs.steps == 20
+    assert torch.equal(mine.found.cpu(), theirs.found.cpu())
+    assert (mine.found > 0).sum() > 1
+
+
+def test_a_step_with_a_limit_is_one_launch_more(device):
+    index = pair(device)[0]
+    index.append(*(piece.to(device) for piece in CASE.tokens(300)))
+    resident = resident_of(index)
+    limit = ErrorLimit(torch.ones(2, 1, device=device))
+    with Launches() as launches:
+        index.attend(CASE.queries().to(device), resident, k=20, limit=limit)
+    assert launches.names[-9:] == ["resident_latents", *LAUNCHES]
 
 
 @slow_on_cpu

@@ -301,7 +301,16 @@ def sharp(case, count, seed, batch):
 @mostly_slow_on_cpu("lengths", [[300, 140, 90], [500, 33]], [300, 140, 90])
 def test_sequences_choose_their_numbers_of_rows_together(device, lengths):
     """A sequence that has too few measured outputs, or is dense, runs alone."""
-    case = case_on(device)
+    check_numbers_of_rows(case_on(device), lengths)
+
+
+@slow_on_cpu
+def test_sequences_of_latents_choose_their_numbers_of_rows_together(device):
+    case = Case(20, 1, 64, 48, value_in_key=True, device=device)
+    check_numbers_of_rows(case, [300, 140, 90])
+
+
+def check_numbers_of_rows(case, lengths):
     pool, alone = kvindex.LayerPool(auto(case)), {}
     for seed, length in enumerate((*lengths, 20)):
         alone[sequence := pool.open()] = auto(case)

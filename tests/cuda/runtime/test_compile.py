@@ -72,6 +72,7 @@ DEFINES = {
         PREPARE | dict(SAMPLING=1, REGRESSION=1, RAGGED=1),
         PREPARE | dict(SAMPLING=1, REGRESSION=1, D=576, GROUP=8),
         PREPARE | dict(SAMPLING=1, REGRESSION=1, LIMITED=1),
+        PREPARE | dict(SAMPLING=1, REGRESSION=1, LIMITED=1, RAGGED=1),
         PREPARE | dict(SAMPLING=1, REGRESSION=1, LIMITED=1, D=64, GROUP=8, DTYPE=0),
         PREPARE | dict(SAMPLING=1, REGRESSION=1, LIMITED=1, D=256, GROUP=16),
         PREPARE | dict(SAMPLING=1, LIMITED=1, D=120, GROUP=3, DTYPE=1),
@@ -130,6 +131,11 @@ DEFINES = {
         dict(HEADS=128, SOFTCAP=0, POLICY=0, SAMPLING=0),
         dict(HEADS=20, SOFTCAP=1, POLICY=1, SAMPLING=0),
         dict(HEADS=128, SOFTCAP=0, POLICY=0, SAMPLING=1),
+        dict(HEADS=128, SOFTCAP=0, POLICY=0, SAMPLING=1, COUNTS=13),
+    ],
+    "step/resident_latents.cu": [
+        dict(D=576, DTYPE=2, GROUP=8, TILES=16, RAGGED=0),
+        dict(D=128, DTYPE=0, GROUP=5, TILES=4, RAGGED=1),
     ],
     "step/attend_latents.cu": [
         LATENTS,

@@ -82,7 +82,11 @@ def attach_batch(
         layer_options=layer_options,
     )
     if isinstance(k, str):
-        raise ValueError(f"k: got {k!r}, allowed with attach_batch is a number")
+        raise ValueError(
+            f"k: got {k!r}, allowed with attach_batch is a number, because a request's index is "
+            "built from cached keys and values, without outputs from which the limit of the error "
+            "follows"
+        )
     kinds = DynamicCache(config=config).layers
     check_paged_model(model, config, kinds)
     full = [number for number, kind in enumerate(kinds) if has_full_attention(kind)]
