@@ -1,6 +1,6 @@
 """Measure the quality of indexes on a real model: recall, coverage of attention weight, KL.
 
-There are eight commands:
+There are nine commands:
 
 - `recall`: recall of the presets of the index `pariskv` (the fraction of each query head's best
   tokens that are found), the attention weight of the found tokens, and the bytes per key. It is
@@ -16,6 +16,8 @@ There are eight commands:
 - `lists`: loss of quality if all heads of a layer attend to the same retrieved tokens.
 - `budget`: error of the attention output if searches choose the number of tokens by their expected
   error (`k="auto"`).
+- `missed`: predictions of that error which also use the coarse scores of keys that are no
+  candidates.
 - `field`: comparison of all indexes on the same keys and queries.
 
     python -m benchmarks.quality recall --text FILE… [--tokens N …] [--presets SPEC …] [--beta β …]
@@ -25,6 +27,7 @@ There are eight commands:
     python -m benchmarks.quality scales --text FILE… [--tokens N]
     python -m benchmarks.quality lists --text FILE… [--tokens N] [--steps T]
     python -m benchmarks.quality budget --text FILE… [--tokens N …] [--steps T] [--error E …]
+    python -m benchmarks.quality missed --text FILE… [--tokens N …] [--steps T] [--seeds N]
     python -m benchmarks.quality field --text FILE… [--tokens N] [--index SPEC …] [--rows K …]
 
 All commands take `--json OUT` and `--model … --gguf-file … --lora … --device …`. The default model
@@ -39,12 +42,13 @@ import argparse
 import torch
 
 from benchmarks.common.reading import add_model
-from benchmarks.comparing import budget, fidelity, field, kl, lists, recall, rows, scales
+from benchmarks.comparing import budget, fidelity, field, kl, lists, missed, recall, rows, scales
 from kvindex_adapters.cli.common import check_search, check_size
 
 COMMANDS = {
     **{"recall": recall, "kl": kl, "fidelity": fidelity},
-    **{"rows": rows, "scales": scales, "lists": lists, "budget": budget, "field": field},
+    **{"rows": rows, "scales": scales, "lists": lists, "budget": budget, "missed": missed},
+    "field": field,
 }
 
 

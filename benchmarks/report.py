@@ -66,6 +66,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "row_scales": quality.row_scales,
     "lists": quality.lists,
     "budget": quality.budget,
+    "missed": quality.missed,
     "recall_lengths": quality.lengths,
     "field": field.field,
     "field_suite": suite.field_suite,

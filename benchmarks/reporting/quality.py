@@ -210,6 +210,54 @@ def budget(result: Result) -> str:
     return f"{words}\n\n{table((*head, 'within'), rows)}\n\n{machine(result)}"
 
 
+RULES = {
+    "candidates": "candidates represent other keys",
+    "votes": "other keys by their votes",
+    "inflated": "the same, inflated",
+    "larger": "the larger of the first and the third",
+    "mass": "the first, plus the squared sum of the others' weights",
+}
+"""Name of a rule of `comparing.missed` -> its words in a table."""
+
+
+def missed(result: Result) -> str:
+    """Make a table of the rules that predict the error of keys that are no candidates."""
+    rows = []
+    some = [cell for cell in result["cells"] if cell["error"] == 0.1]
+    first: dict[tuple[int, str], Result] = {}
+    for cell in some:
+        known = first.setdefault((cell["tokens"], cell["text"]), cell)
+        ways = [dict(known, factor=1.0), *known["stricter"]]
+        equal = next((way for way in ways if way["over"] <= cell["over"]), None)
+        words = (
+            "none"
+            if equal is None
+            else f"{equal['rows']:.0f} (`error={0.1 * equal['factor']:.3g}`)"
+        )
+        rows.append(
+            (
+                *(f"{cell['tokens']:,}", cell["text"], RULES[cell["rule"]], f"{cell['rows']:.0f}"),
+                *(f"{cell['ceiling']:.0%}", f"{cell['over']:.1%}"),
+                f"{max(part['over'] for part in cell['deciles']):.0%}",
+                "" if cell is known else words,
+            )
+        )
+    spread = sorted(value for cell in some for value in cell["residuals"])
+    head = ("tokens", "text", "rule", "rows", "at the ceiling", "above", "worst decile")
+    text = (
+        f"`error=0.1`, with at most 1,024 rows. {result['steps']} decode steps with "
+        f"{result['seeds']} seeds of the random numbers, in one of every {result['every']} layers "
+        f"of {named(result['model'], result['lora'])}. *Rows* is the mean number of rows per KV "
+        "head. *Above* is the fraction of KV heads and steps whose true error is above the allowed "
+        "one; *worst decile* is the same among the tenth of the predictions where it is largest. "
+        "The last column shows how many rows the first rule takes with a smaller `error` if it is "
+        "at most as often above 0.1. The votes' error has a standard deviation of "
+        f"{spread[0]:.2f} to {spread[-1]:.2f} nats in these layers; inflated weights assume "
+        f"{result['residual']} nats."
+    )
+    return f"{text}\n\n{table((*head, 'rows of the first rule'), rows)}\n\n{machine(result)}"
+
+
 def divergence(result: Result) -> str:
     """Make the table of each index's KL divergence, with the ratio to that of exact search.
 

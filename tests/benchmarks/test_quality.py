@@ -1,14 +1,17 @@
 """Quality: each part of the script on a tiny model, and a wrong search for comparison."""
 
+import math
+
 import pytest
 import torch
 
 from benchmarks import quality, ranks_quality, report
-from benchmarks.comparing import fidelity, lists
+from benchmarks.comparing import fidelity, lists, missed
 from benchmarks.comparing.layers import Layer
 from benchmarks.comparing.measure import measure, truths
 from benchmarks.comparing.truth import Setting
 from kvindex.indexes.exact import Exact
+from kvindex.pariskv import row_budget
 from tests.benchmarks.running import MACHINE, ran
 
 
@@ -132,6 +135,35 @@ def test_what_cannot_be_measured_is_told_before_a_model_is_loaded(given, said, c
     with pytest.raises(SystemExit):
         quality.main([*given, "--text", "nothing.txt"])
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_rules_for_missed_keys_are_compared(tiny, monkeypatch):
+    texts, model = tiny
+    sizes = ["--tokens", 1200, "--steps", 2, "--layers", 1, "--seeds", 2, "--error", 0.1]
+    monkeypatch.setattr(missed, "AUTO_ROWS", 64)
+    monkeypatch.setattr(row_budget, "candidates", lambda config, counts, k: counts // 4)
+    result = ran(quality.main, ["missed", *texts, *sizes, *model], monkeypatch)
+    first, votes, inflated, larger, mass = result["cells"][:5]
+    assert [cell["rule"] for cell in result["cells"][:5]] == list(missed.RULES)
+    assert votes["rows"] <= inflated["rows"] <= larger["rows"]
+    assert first["rows"] <= min(larger["rows"], mass["rows"])
+    assert len(first["deciles"]) == 10
+    assert [way["factor"] for way in first["stricter"]] == missed.FACTORS
+    assert first["stricter"][0]["rows"] <= first["stricter"][-1]["rows"] <= 64
+    assert "| the same, inflated |" in report.TABLES["missed"](result)
+
+
+def test_weights_of_votes_are_those_of_exact_sums():
+    """With an error of votes, a key's expected squared weight is larger."""
+    logs = torch.tensor([[-3.0, -2.0, -math.inf]])
+    chances, thresholds = torch.tensor([[-1.0, -0.5, 0.0]]), torch.tensor([[5.0, -1.5]])
+    found = missed.missed(2 * logs, logs, chances, thresholds, 0.0)
+    for at, threshold in enumerate(thresholds[0].tolist()):
+        share = [math.exp(min(x - threshold, c)) for x, c in ((-3.0, -1.0), (-2.0, -0.5))]
+        want = [math.exp(2 * x) * (1 / p - 1) for x, p in zip((-3.0, -2.0), share, strict=True)]
+        assert found[0, at].item() == pytest.approx(sum(want), rel=1e-5)
+    inflated = missed.missed(2 * logs, logs, chances, thresholds, 1.0)
+    torch.testing.assert_close(inflated, found * math.exp(2))
 
 
 def test_a_smaller_allowed_error_finds_more_rows(tiny, monkeypatch):
