@@ -30,10 +30,10 @@ from benchmarks import report
 from benchmarks.common.reading import described, ids_of, loaded, reported, write
 from benchmarks.comparing.budget import MEASURED
 from kvindex.layer.arguments import AUTO_ROWS
-from kvindex.layer.output_scale import OutputScale
 from kvindex.ops import attention, priority
 from kvindex.ops.select import top_k
 from kvindex.pariskv import candidates, row_budget, sampling
+from kvindex.pariskv.index import ParisKV
 from kvindex.pariskv.inputs import Queries, Tokens
 from kvindex_adapters.evaluate.capture import Captured, capture
 
@@ -130,10 +130,10 @@ def sampled(tokens: Tokens, queries: Queries, layer: Captured, query: Tensor) ->
     resident = torch.ones(exact.shape[-1], dtype=torch.bool)
     resident[SINK:N] = False
     # the search (`sampling.search_within`)
-    noises = sampling._noises(tokens)
+    noises = sampling.key_noises(tokens)
     most = row_budget.candidates(tokens.config, tokens.counts, AUTO_ROWS)
-    votes = sampling._valid_votes(tokens, queries)
-    gains, totals = sampling._scales(tokens, queries)
+    votes = sampling.valid_votes(tokens, queries)
+    gains, totals = sampling.vote_scales(tokens, queries)
     coarse = priority.sizes(votes, gains, totals)
     priorities = (coarse + noises).masked_fill(votes[:, :, 0] == priority.LEAST, priority.LEAST)
     bounds = priority.thresholds(priorities, most)
@@ -141,12 +141,12 @@ def sampled(tokens: Tokens, queries: Queries, layer: Captured, query: Tensor) ->
     every = priority.log_chances(coarse, bounds[..., :1])[0]
     ids = tokens.ops.select.compact(is_candidate[None])
     chances = every[None].gather(-1, ids.clamp_min(0))
-    logits, weighted = sampling._logits(tokens, queries, ids, chances)
+    logits, weighted = sampling.candidate_logits(tokens, queries, ids, chances)
     lse = exact[..., resident].logsumexp(-1)
     total = torch.logaddexp(weighted.logsumexp(-1)[0], lse)  # [G, g]
-    sizes = sampling._sampling_weights(logits, total[None, ..., None], ids)
+    sizes = sampling.sampling_weights(logits, total[None, ..., None], ids)
     counts = row_budget.counts_of(AUTO_ROWS)
-    scores, at = top_k(sizes + sampling._noises_of(noises, ids), AUTO_ROWS + 1)
+    scores, at = top_k(sizes + sampling.candidate_noises(noises, ids), AUTO_ROWS + 1)
     thresholds = scores[..., counts]
     first = row_budget.variances(logits - total[None, ..., None], sizes, chances, thresholds)[0]
     # the same with votes for keys that are no candidates
@@ -193,23 +193,22 @@ def steps_of(layer: Captured, steps: int, seeds: int) -> Iterator[tuple[Tensor, 
     """
     keys, values, queries = layer.keys[None], layer.values[None], layer.queries[None]
     sizes = dict(q_heads=queries.shape[1], kv_heads=keys.shape[1], head_dim=keys.shape[-1])
-    index: Any = kvindex.create(
-        "pariskv", **sizes, value_dim=values.shape[-1], scale=layer.scale, backend="torch"
-    )
+    own = dict(value_dim=values.shape[-1], scale=layer.scale, backend="torch")
+    index = kvindex.create("pariskv", **sizes, **own)
+    assert isinstance(index, ParisKV)
     start = keys.shape[2] - steps
     length = start - WINDOW
     valid = torch.arange(length)[None] >= SINK
     index.append(keys[:, :, :length], values[:, :, :length], valid=valid)
-    scale = OutputScale()
-    seen = range(start - MEASURED, start)
     outputs = [
         attention.attend(
             queries[:, :, i], keys[:, :, : at + 1], values[:, :, : at + 1], scale=layer.scale
         )
-        for i, at in enumerate(seen)
+        for i, at in enumerate(range(start - MEASURED, start))
     ]
-    scale.measure(values[:, :, start - MEASURED : start], torch.stack(outputs, 2), None)
-    limit = scale.variance(1.0)[0]
+    # as in `OutputScale`
+    size = values[0, :, start - MEASURED : start].square().sum(-1).mean(-1)
+    limit = torch.stack(outputs, 2)[0].square().sum(-1).mean(-1).sum() / len(size) / size
     for step in range(steps):
         query, end = queries[:, :, MEASURED + step], start + step + 1
         known = replace(layer, keys=keys[0, :, :end], values=values[0, :, :end])
@@ -218,7 +217,6 @@ def steps_of(layer: Captured, steps: int, seeds: int) -> Iterator[tuple[Tensor, 
         for seed in range(seeds):
             other = replace(tokens, config=replace(tokens.config, seed=seed))
             found.append(sampled(other, rotated, known, query[0]))
-        size = scale._values[0]  # type: ignore[index]
         for one in found:  # squared errors as variances of weights
             one.squared.div_(size[:, None])
         yield limit, found
@@ -229,15 +227,15 @@ def residuals(layer: Captured, steps: int) -> float:
     keys, values = layer.keys[None, :, :-steps], layer.values[None, :, :-steps]
     queries = layer.queries[None]
     sizes = dict(q_heads=queries.shape[1], kv_heads=keys.shape[1], head_dim=keys.shape[-1])
-    index: Any = kvindex.create(
-        "pariskv", **sizes, value_dim=values.shape[-1], scale=layer.scale, backend="torch"
-    )
+    own = dict(value_dim=values.shape[-1], scale=layer.scale, backend="torch")
+    index = kvindex.create("pariskv", **sizes, **own)
+    assert isinstance(index, ParisKV)
     index.append(keys, values)
     spreads = []
     for step in range(0, steps, 8):
         query = queries[:, :, MEASURED + step]
         tokens, rotated = index.inputs(query)
-        gains, _ = sampling._scales(tokens, rotated)
+        gains, _ = sampling.vote_scales(tokens, rotated)
         logs = candidates.votes(tokens, rotated) * gains[..., None] * priority.NATS
         folded = query.view(1, keys.shape[1], -1, keys.shape[-1])
         exact = folded @ keys.mT * layer.scale

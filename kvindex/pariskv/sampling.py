@@ -30,11 +30,11 @@ def search(tokens: Tokens, queries: Queries, k: int) -> Hits:
 
     The log weights of the result correct the softmax for the rows that were not sampled.
     """
-    noises = _noises(tokens)
+    noises = key_noises(tokens)
     ids, chances = _find(tokens, queries, noises, tokens.config.limits(tokens.counts, k)[1])
-    logits, weighted = _logits(tokens, queries, ids, chances)
-    sizes = _sampling_weights(logits, weighted.logsumexp(-1, keepdim=True), ids)
-    scores, at, last = priority.sample(sizes, _noises_of(noises, ids), k)
+    logits, weighted = candidate_logits(tokens, queries, ids, chances)
+    sizes = sampling_weights(logits, weighted.logsumexp(-1, keepdim=True), ids)
+    scores, at, last = priority.sample(sizes, candidate_noises(noises, ids), k)
     return _hits(tokens, ids, scores, at, torch.minimum(last, chances.gather(-1, at.clamp_min(0))))
 
 
@@ -44,16 +44,16 @@ def search_within(tokens: Tokens, queries: Queries, k: int, limit: ErrorLimit) -
     The number of rows depends on the estimates of the candidates alone, and is chosen before any
     row is read (`row_budget`).
     """
-    noises = _noises(tokens)
+    noises = key_noises(tokens)
     most = row_budget.candidates(tokens.config, tokens.counts, k)
     ids, chances = _find(tokens, queries, noises, most)
-    logits, weighted = _logits(tokens, queries, ids, chances)
+    logits, weighted = candidate_logits(tokens, queries, ids, chances)
     total = weighted.logsumexp(-1)
     if limit.resident_lse is not None:
         total = torch.logaddexp(total, limit.resident_lse.view_as(total))
-    sizes = _sampling_weights(logits, total[..., None], ids)
+    sizes = sampling_weights(logits, total[..., None], ids)
     counts = row_budget.counts_of(k)
-    scores, at = top_k(sizes + _noises_of(noises, ids), k + 1)
+    scores, at = top_k(sizes + candidate_noises(noises, ids), k + 1)
     thresholds = scores[..., counts]
     variances = row_budget.variances(logits - total[..., None], sizes, chances, thresholds)
     chosen = row_budget.choose(variances, limit.variance)[..., None]
@@ -65,7 +65,7 @@ def search_within(tokens: Tokens, queries: Queries, k: int, limit: ErrorLimit) -
     return _hits(tokens, ids, scores.masked_fill(at < 0, -math.inf), at, own, rows)
 
 
-def _sampling_weights(logits: Tensor, totals: Tensor, ids: Tensor) -> Tensor:
+def sampling_weights(logits: Tensor, totals: Tensor, ids: Tensor) -> Tensor:
     """Return the logarithms of the candidates' sampling weights, `[B, G, C]`.
 
     totals: log-sum-exp of the logits of all rows for each query head, `[B, G, g, 1]`.
@@ -74,7 +74,7 @@ def _sampling_weights(logits: Tensor, totals: Tensor, ids: Tensor) -> Tensor:
     return sizes.masked_fill(ids < 0, -math.inf)  # a sequence may have no candidate
 
 
-def _noises_of(noises: Tensor, ids: Tensor) -> Tensor:
+def candidate_noises(noises: Tensor, ids: Tensor) -> Tensor:
     """Return the random noise of the candidates `ids`, `-log u`, float32 `[B, G, C]`."""
     return noises.expand(*ids.shape[:2], -1).gather(-1, ids.clamp_min(0)) * priority.NATS
 
@@ -105,7 +105,7 @@ def candidate_coverage(tokens: Tokens, queries: Queries, k: int) -> Tensor:
     The candidates are chosen as in a search for `k` rows. In a sequence without valid tokens the
     fraction is 1.
     """
-    every = _logits(tokens, queries, *find(tokens, queries, k))
+    every = candidate_logits(tokens, queries, *find(tokens, queries, k))
     found, whole = (logits.logsumexp(-1) for logits in every)
     return (found - whole).exp().masked_fill(whole == -math.inf, 1.0).flatten(1)
 
@@ -117,7 +117,7 @@ def find(tokens: Tokens, queries: Queries, k: int) -> tuple[Tensor, Tensor]:
         Token ids, int64 `[B, G, C]`, ascending and padded with -1, and the logarithms of the
         probabilities with which they were sampled, float32 `[B, G, C]`.
     """
-    return _find(tokens, queries, _noises(tokens), tokens.config.limits(tokens.counts, k)[1])
+    return _find(tokens, queries, key_noises(tokens), tokens.config.limits(tokens.counts, k)[1])
 
 
 def seeds(tokens: Tokens) -> Tensor:
@@ -132,7 +132,7 @@ def seeds(tokens: Tokens) -> Tensor:
     return priority.seeds(own, tokens.counts.to(own.device), tokens.config.seed)
 
 
-def _noises(tokens: Tokens) -> Tensor:
+def key_noises(tokens: Tokens) -> Tensor:
     """Return `-log2 u` for the random number `u` of each token, `[B, G, N]`.
 
     The values are integers in units of `1 / priority.UNIT`.
@@ -156,11 +156,11 @@ def _find(
     Args:
         tokens: Codes of all tokens.
         queries: Rotated queries.
-        noises: Result of `_noises`.
+        noises: Result of `key_noises`.
         limits: Number of candidates of each sequence, int64 `[B]`.
     """
-    votes = _valid_votes(tokens, queries)
-    sizes = priority.sizes(votes, *_scales(tokens, queries))
+    votes = valid_votes(tokens, queries)
+    sizes = priority.sizes(votes, *vote_scales(tokens, queries))
     priorities = (sizes + noises).masked_fill(votes[:, :, 0] == priority.LEAST, priority.LEAST)
     thresholds = priority.thresholds(priorities, limits)
     ids: Tensor = tokens.ops.select.compact(priorities >= thresholds[..., 1:])
@@ -168,7 +168,7 @@ def _find(
     return ids, priority.log_chances(own, thresholds[..., :1])
 
 
-def _valid_votes(tokens: Tokens, queries: Queries) -> Tensor:
+def valid_votes(tokens: Tokens, queries: Queries) -> Tensor:
     """Return the coarse scores (votes) of all keys, int32 `[B, G, g, N]`.
 
     The score of a padded token is `priority.LEAST`.
@@ -179,7 +179,7 @@ def _valid_votes(tokens: Tokens, queries: Queries) -> Tensor:
     return votes.masked_fill(~tokens.valid[:, None, None], priority.LEAST)
 
 
-def _scales(tokens: Tokens, queries: Queries) -> tuple[Tensor, Tensor]:
+def vote_scales(tokens: Tokens, queries: Queries) -> tuple[Tensor, Tensor]:
     """Return the numbers that convert coarse scores (votes) to logarithms of attention weights.
 
     The estimated logarithm of a key's attention weight is `vote · gains + totals`. This function
@@ -204,7 +204,7 @@ def _vote_units(tokens: Tokens, queries: Queries) -> Tensor:
     return peak * scale * (tokens.encoding.level / (tokens.query_max * FACTOR))
 
 
-def _logits(
+def candidate_logits(
     tokens: Tokens, queries: Queries, ids: Tensor, chances: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the logits of the candidates, and the logits minus `log π`, both `[B, G, g, C]`.

@@ -152,8 +152,8 @@ def test_a_needle_that_the_votes_miss(shift, rarely, monkeypatch):
     assert (errors[~seen] > 4 * allowed).all()
     if seen.sum() > 5:  # the mean of the predictions is about that of the errors
         assert 0.4 * errors.mean() < variances.mean() < 2 * errors.mean()
-    votes = sampling._valid_votes(*parts)[0, 1, 0].float()
-    gain = sampling._scales(*parts)[0][0, 1, 0] * sampling.priority.NATS
+    votes = sampling.valid_votes(*parts)[0, 1, 0].float()
+    gain = sampling.vote_scales(*parts)[0][0, 1, 0] * sampling.priority.NATS
     assert (votes * gain).softmax(-1)[700] < 0.01
     every = built(keys, values)  # a search takes up to 2,048 candidates by default
     hits = every.search_within(queries, k=200, limit=limit(allowed))

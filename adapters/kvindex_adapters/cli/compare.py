@@ -127,8 +127,9 @@ def compare(
         str | None,
         typer.Option(
             "-k",
-            help="Number of tokens that each KV head retrieves per decode step. Separate several "
-            f"values by commas, for example 32,100. Default {K}.",
+            help="Number of tokens that each KV head retrieves per decode step, or auto for as "
+            "many as the expected error asks for. Separate several values by commas, for example "
+            f"32,100. Default {K}.",
         ),
     ] = None,
     tasks: Annotated[
@@ -257,7 +258,9 @@ def compare(
         (content,) = texts.values()
     named = plan.indexes if suite is None or index is not None else ("exact", "pariskv")
     for line in named:  # of the other indexes of a suite, a report says why they do not work
-        common.check_search(line, max(plan.ks), device, regions, store)
+        numbers = [one for one in plan.ks if not isinstance(one, str)]
+        for most in [*([max(numbers)] if numbers else []), *set(plan.ks).difference(numbers)]:
+            common.check_search(line, most, device, regions, store)
     if lora is not None and not lora.is_file():
         raise FileNotFoundError(f"lora: got {str(lora)!r}, allowed is a file that exists")
     if model is None:
@@ -502,7 +505,7 @@ def _plan(index: str, k: str, chosen: dict[str, Any]) -> Plan:
             raise ValueError(f"tasks: got {name!r}, {missing}")
     return Plan(
         indexes=tuple(_parts("index", index)),
-        ks=tuple(_count("k", part) for part in _parts("k", k)),
+        ks=tuple(part if part == "auto" else _count("k", part) for part in _parts("k", k)),
         tasks=tasks,
         tokens=tuple(_count("tokens", part) for part in _parts("tokens", chosen["tokens"])),
         tries=chosen["tries"],
@@ -527,12 +530,6 @@ def _count(name: str, text: str) -> int:
     """
     from kvindex_adapters.cli.common import check_size
 
-    if (name, text) == ("k", "auto"):
-        raise ValueError(
-            "k: got 'auto', allowed is a number, because the limit of the error follows from "
-            "outputs of the prompt, and prompts are copied into indexes without them; kvindex "
-            "generate -k auto says how many rows an answer has used"
-        )
     digits = text.upper().removesuffix("K")
     if not digits.isdecimal():
         raise ValueError(f"{name}: got {text!r}, allowed is a number, for example 4096 or 4K")

@@ -12,7 +12,7 @@
 // query attends to, sink and window included.
 // Compile-time constants: HEADS (query heads of the group), SOFTCAP, POLICY (0: mean_share, the mean attention
 // weight of the heads; 1: max_share, the largest), SAMPLING, COUNTS (how many numbers of rows there are to choose
-// from; 0: always k rows. Only with SAMPLING), FEWEST (see row_budget.cuh).
+// from; 0: always k rows. Only with SAMPLING).
 #include "common/attention_weights.cuh"
 #if SAMPLING
 #include "common/noise.cuh"

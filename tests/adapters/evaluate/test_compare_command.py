@@ -37,7 +37,7 @@ REGIONS = ("--sink", 4, "--local-window", 8, "--update-every", 8)
         (("--index", "json:loads"), "json:loads', which is <function loads at"),
         (("-k", "0"), "k: got 0, allowed is"),
         (("-k", "32,x"), "k: got 'x', allowed is a number, for example 4096"),
-        (("-k", "32,auto"), "k: got 'auto', allowed is a number, because the limit of the error"),
+        (("-k", "32,auto", "--index", "exact"), "k: got 'auto', but Exact with these options"),
         (("-k", 2**40), "k: got 1099511627776, allowed is 1 to 16777216"),
         (("--tasks", "needles"), "did you mean 'needle'"),
         (("--tasks", "none", "--steps", "0"), "tasks, steps: got tasks none and steps 0, so there"),

@@ -10,11 +10,13 @@ import torch
 
 import kvindex
 from kvindex_adapters.evaluate import tasks
+from kvindex_adapters.evaluate.compare.lines import panels
 from kvindex_adapters.evaluate.compare.readings import InstanceReading
 from kvindex_adapters.evaluate.compare.records import ANSWERS, FAILURE, FULL, TEXT, Key, Records
 from kvindex_adapters.evaluate.compare.run import Comparison
 from kvindex_adapters.evaluate.compare.settings import Plan, Settings
 from kvindex_adapters.evaluate.compare.summary import COSTS, summarize
+from kvindex_adapters.evaluate.compare.tables import tables
 from kvindex_adapters.evaluate.tasks import Instance, Question
 from tests.adapters.hf.generation.test_generation import Words
 from tests.adapters.tiny import VOCABULARY, build
@@ -100,6 +102,37 @@ def test_rows_enough_are_full_attention_and_few_are_not(model, tmp_path, whole):
     few = dict(Records(whole).of(TEXT))[Key(TEXT, 60, "exact", 3)]
     assert max(few["kl"]) > 1e-4
     assert few["rows_read"] < 30
+
+
+def test_the_error_may_determine_the_number_of_rows(model, tmp_path):
+    """Each step then counts the rows that its searches have found. A fixed number beside it gives
+    the results that it gives alone."""
+    plan = Plan(("pariskv",), (20, "auto"), ("ask",), (110,), 2)
+    for name, ks in (("both", plan.ks), ("fixed", (20,))):
+        (tmp_path / name).mkdir()
+        comparison(model, tmp_path / name, dataclasses.replace(plan, ks=ks)).run()
+    both, fixed = Records(tmp_path / "both"), Records(tmp_path / "fixed")
+    assert [*both.of(FAILURE)] == []
+    texts = dict(both.of(TEXT))
+    auto, few = texts[Key(TEXT, 110, "pariskv", "auto")], texts[Key(TEXT, 110, "pariskv", 20)]
+    assert few["kl"] == dict(fixed.of(TEXT))[Key(TEXT, 110, "pariskv", 20)]["kl"]
+    assert few["rows_found"] == 20 < auto["rows_found"] <= 98
+    assert auto["kl"] != few["kl"]
+    assert len([key for key, _ in both.of(ANSWERS) if key.k == "auto"]) == 2
+    summary = json.loads(json.dumps(summarize(SETTINGS, both)))
+    assert [row["k"] for row in summary["text"]] == [None, 20, "auto"]
+    assert {row["k"] for row in summary["accuracy"]} == {None, 20, "auto"}
+    assert next(row["ks"] for row in summary["rows_needed"] if row["task"] is None) == [20]
+    assert [panel.along for panel in panels(summary)] == ["tokens"] * 2
+    assert "pariskv, k = auto" in panels(summary)[0].lines
+    made = tables(summary)
+    assert any(cell.text == "auto" for row in made[0].rows for cell in row)
+
+
+def test_an_index_that_cannot_predict_errors_is_a_failure(model, tmp_path):
+    comparison(model, tmp_path, Plan(("exact",), ("auto",), ("ask",), (60,), 1)).run()
+    ((_, record),) = Records(tmp_path).of(FAILURE)
+    assert "k: got 'auto', but" in record["words"]
 
 
 def test_prompts_may_be_read_sparsely(tmp_path):

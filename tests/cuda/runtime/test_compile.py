@@ -128,9 +128,9 @@ DEFINES = {
         TILED | dict(D=128, BITS=5, SOFTCAP=1, GROUP=4, TILES=5, RAGGED=1),
     ],
     "step/select_latents.cu": [
-        dict(HEADS=128, SOFTCAP=0, POLICY=0, SAMPLING=0),
-        dict(HEADS=20, SOFTCAP=1, POLICY=1, SAMPLING=0),
-        dict(HEADS=128, SOFTCAP=0, POLICY=0, SAMPLING=1),
+        dict(HEADS=128, SOFTCAP=0, POLICY=0, SAMPLING=0, COUNTS=0),
+        dict(HEADS=20, SOFTCAP=1, POLICY=1, SAMPLING=0, COUNTS=0),
+        dict(HEADS=128, SOFTCAP=0, POLICY=0, SAMPLING=1, COUNTS=0),
         dict(HEADS=128, SOFTCAP=0, POLICY=0, SAMPLING=1, COUNTS=13),
     ],
     "step/resident_latents.cu": [

@@ -71,7 +71,7 @@ def dense_cost(full: FullAttention, ids: Tensor) -> Steady:
     return Steady(step_s, rows, rows, 0.0, nbytes, {"rows": nbytes}, peak())
 
 
-def cost(indexed: Indexed, ids: Tensor, *, k: int) -> Steady:
+def cost(indexed: Indexed, ids: Tensor, *, k: int | str) -> Steady:
     """Measure time and memory of decode steps with an index.
 
     Each step reads one token of `ids`, int64 `[T]`, and retrieves `k` tokens per KV head. The index
@@ -104,7 +104,7 @@ def dense_logits(full: FullAttention, ids: Tensor) -> Tensor:
 
 
 def divergence(
-    indexed: Indexed, ids: Tensor, full: Tensor, *, k: int
+    indexed: Indexed, ids: Tensor, full: Tensor, *, k: int | str
 ) -> tuple[Tensor, Tensor, Found]:
     """Compare the predictions of a model with an index and with full attention on a text.
 
@@ -114,7 +114,7 @@ def divergence(
         indexed: The model with the index.
         ids: Token ids of the text, int64 `[T]`.
         full: Logits of full attention after each token, `[T, V]`.
-        k: Number of tokens to retrieve per KV head in each step.
+        k: Number of tokens to retrieve per KV head in each step, or "auto".
 
     Returns:
         Three results: the KL divergence of the prediction with the index from that of full

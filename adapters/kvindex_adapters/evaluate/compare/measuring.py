@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvindex.core import check
 from kvindex.core.config import parse_spec
 from kvindex_adapters.evaluate import tasks
 from kvindex_adapters.evaluate.compare.readings import FieldReading, InstanceReading, TextReading
-from kvindex_adapters.evaluate.compare.records import FULL, SKIPPED, Key, Record
+from kvindex_adapters.evaluate.compare.records import AUTO, FULL, SKIPPED, Key, Record
 from kvindex_adapters.evaluate.compare.replay import indexed
 from kvindex_adapters.evaluate.compare.schedule import Work
 from kvindex_adapters.evaluate.compare.settings import Plan, Settings
@@ -100,7 +101,7 @@ class Measuring:
         if isinstance(reading, ValueError):
             yield from self.plan.failed([replace(work.reading, index=None)], in_words(reading))
             return
-        for index, keys in groupby(work.keys, lambda key: key.index):
+        for (index, _), keys in groupby(work.keys, lambda key: (key.index, key.k == AUTO)):
             if index == FULL:
                 yield work.reading, reading.own
             else:
@@ -125,11 +126,14 @@ class Measuring:
         return InstanceReading(self.model, self.tokenizer, instance)
 
     def _through(self, reading: Reading, keys: list[Key]) -> Iterator[Measured]:
-        """Measure one index on one text or prompt, and yield one result for each `k`."""
+        """Measure one index on one text or prompt, and yield one result for each `k`.
+
+        If one `k` is "auto", it is the only one.
+        """
         index, left = keys[0].index, list(keys)
         assert index is not None
         if isinstance(reading, FieldReading):
-            reasons = [(key, reading.skips(key.k)) for key in keys]
+            reasons = [(key, reading.skips(check.wanted_rows(key.k))) for key in keys]
             left = [key for key, reason in reasons if reason is None]
             for key, reason in reasons:
                 if reason is not None:
@@ -139,10 +143,13 @@ class Measuring:
                 return
         try:
             options = self._options(index) | {"observed": isinstance(reading, FieldReading)}
+            if keys[0].k == AUTO:
+                options["k"] = AUTO
             with indexed(self.model, reading.context.ids, index=index, **options) as cache:
                 cache.read(reading.context)
                 while left:
-                    record = reading.through(cache, left[0].k)
+                    k: Any = left[0].k  # a suite has numbers only
+                    record = reading.through(cache, k)
                     yield left[0], {**self.plan.about(left[0]), **record}
                     left.pop(0)
         except Exception as error:  # an index may raise any error; other indexes continue

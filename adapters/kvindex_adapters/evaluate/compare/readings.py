@@ -50,12 +50,12 @@ class InstanceReading:
             self._asked.append((chunk, draft, limit))
         self.own = self._record([draft for _, draft, _ in self._asked])
 
-    def through(self, indexed: Indexed, k: int) -> Record:
+    def through(self, indexed: Indexed, k: int | str) -> Record:
         """Answer the questions with an index, and return the scores and answers.
 
         Args:
             indexed: A model with an index that contains the context.
-            k: Number of tokens that each decode step retrieves per KV head.
+            k: Number of tokens that each decode step retrieves per KV head, or "auto".
         """
         answers = []
         for chunk, draft, limit in self._asked:
@@ -89,12 +89,12 @@ class TextReading:
         everything = {"recall": 1.0, "coverage": 1.0, "weighted": False}
         self.own = self._record(torch.zeros(steps), torch.ones(steps), everything, cost)
 
-    def through(self, indexed: Indexed, k: int) -> Record:
+    def through(self, indexed: Indexed, k: int | str) -> Record:
         """Measure an index on the last `steps` tokens of the text, and return the result.
 
         Args:
             indexed: A model with an index that contains all earlier tokens of the text.
-            k: Number of tokens that each decode step retrieves per KV head.
+            k: Number of tokens that each decode step retrieves per KV head, or "auto".
         """
         cost = continuation.cost(indexed, self._steps, k=k)
         kl, same, found = continuation.divergence(indexed, self._steps, self._logits, k=k)

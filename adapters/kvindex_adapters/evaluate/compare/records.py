@@ -19,6 +19,10 @@ FULL = "full attention"
 """The name of full attention in stored results, where other results have the name of an index."""
 
 
+AUTO = "auto"
+"""Value of `k` for searches that choose the number of tokens by their expected error."""
+
+
 @dataclass(frozen=True)
 class Key:
     """The key of a stored result: what was measured.
@@ -28,7 +32,8 @@ class Key:
         tokens: Length of the prompt in tokens.
         index: Name and options of the index, or `FULL` for full attention. None if the result
             concerns no index.
-        k: Number of tokens that each decode step retrieves per KV head; 0 for full attention.
+        k: Number of tokens that each decode step retrieves per KV head, or `AUTO`; 0 for full
+            attention.
         task: Name of the task, or None for a text.
         seed: Seed from which the task's prompt was made, or None for a text.
         text: Name of the text, if a suite measures several. None for the one text of a usual
@@ -38,7 +43,7 @@ class Key:
     kind: str
     tokens: int
     index: str | None = FULL
-    k: int = 0
+    k: int | str = 0
     task: str | None = None
     seed: int | None = None
     text: str | None = None

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
+from kvindex.core import check
 from kvindex.core.capability import capability
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import ExpandsBatch, KVIndex, ObservesQueries
@@ -23,6 +24,7 @@ from kvindex.layer import AttentionLayer
 from kvindex.pariskv.block_layout import BLOCK
 from kvindex_adapters.common.prompt_chunks import chunks
 from kvindex_adapters.common.unsupported import UnsupportedError
+from kvindex_adapters.evaluate.compare.records import AUTO
 from kvindex_adapters.evaluate.fidelity import BLOCK as STEPS
 from kvindex_adapters.evaluate.parallel import ParallelLayer
 from kvindex_adapters.hf.attach import attach
@@ -199,8 +201,8 @@ class RecordingLayer(ReplayLayer):
 
 class Indexed:
     """A model with an index and a KV cache. Prompts are read once with full attention, and their
-    keys and values are copied to this cache, unless the index or sparse attention requires that the
-    model reads them again.
+    keys and values are copied to this cache, unless the index, sparse attention or `k="auto"`
+    requires that the model reads them again.
 
     Args:
         model: The attached model.
@@ -224,6 +226,7 @@ class Indexed:
         _step(model, cache, first[:2].to(model.device))
         observers = (capability(index, ObservesQueries) for index in cache.indexes())
         self._rereads = sparse or (not observed and any(one is not None for one in observers))
+        self._rereads |= any(layer.error is not None for layer in self.layers)  # measures outputs
         if self._rereads:
             cache.reset()
         else:
@@ -246,7 +249,8 @@ class Indexed:
 
         The keys and values of the tokens are copied from `chunk`, where they were stored when the
         model read the prompt with full attention. If the index also uses the queries of the prompt,
-        or if prompts are read with sparse attention, the model reads the tokens again instead.
+        if prompts are read with sparse attention, or if the number of tokens to retrieve follows
+        from the outputs of the prompt, the model reads the tokens again instead.
 
         Returns:
             With sparse attention, the logits `[V]` after the last token. Otherwise None: the logits
@@ -284,14 +288,16 @@ class Indexed:
         self.cache.rollback(checkpoint)
 
     @contextmanager
-    def branch(self, k: int) -> Iterator[None]:
+    def branch(self, k: int | str) -> Iterator[None]:
         """Context manager inside which decode steps retrieve `k` tokens per KV head.
+
+        If `k` is "auto", the model must be attached with this option.
 
         At the end of the `with` block, the KV cache is restored to its state at the beginning.
         """
         before = self.checkpoint()
-        for layer in self.layers:
-            layer.k = k
+        for layer in self.layers if k != AUTO else ():
+            layer.k = check.wanted_rows(k)
         try:
             yield
         finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvindex.core import check
-from kvindex_adapters.evaluate.compare.records import FAILURE, Key, Record
+from kvindex_adapters.evaluate.compare.records import AUTO, FAILURE, Key, Record
 from kvindex_adapters.evaluate.output_files import write_json
 
 
@@ -76,7 +76,7 @@ class Plan:
 
     Args:
         indexes: Names and options of indexes and wrappers, as `name:option=value+wrapper`.
-        ks: Numbers of tokens that a decode step retrieves per KV head.
+        ks: Numbers of tokens that a decode step retrieves per KV head, or "auto".
         tasks: Names of tasks.
         tokens: Lengths of prompts in tokens.
         tries: Number of prompts of each task and length. Their seeds are 0 to `tries - 1`.
@@ -86,7 +86,7 @@ class Plan:
     """
 
     indexes: tuple[str, ...]
-    ks: tuple[int, ...]
+    ks: tuple[int | str, ...]
     tasks: tuple[str, ...]
     tokens: tuple[int, ...]
     tries: int
@@ -96,7 +96,7 @@ class Plan:
         """Names of the texts to measure. None stands for the one text of a usual comparison."""
         return (None,)
 
-    def pairs(self, tokens: int) -> list[tuple[str, int]]:
+    def pairs(self, tokens: int) -> list[tuple[str, int | str]]:
         """Return the indexes to measure at a prompt length, each with `k`.
 
         Pairs of the same index are adjacent.
@@ -133,4 +133,5 @@ class Plan:
                 raise ValueError(f"{name}: got no value, allowed is one value or more")
         for name in ("k", "tokens"):
             for value in lists[name]:
-                check.at_least(name, value, 1)
+                if (name, value) != ("k", AUTO):
+                    check.at_least(name, value, 1)

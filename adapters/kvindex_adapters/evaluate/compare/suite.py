@@ -102,7 +102,7 @@ class FieldPlan(Plan):
     """
 
     indexes: tuple[str, ...] = ()
-    ks: tuple[int, ...] = BUDGETS
+    ks: tuple[int | str, ...] = BUDGETS
     tasks: tuple[str, ...] = ()
     tokens: tuple[int, ...] = ()
     tries: int = 1
@@ -129,13 +129,13 @@ class FieldPlan(Plan):
         """Names of the texts to measure."""
         return self.names
 
-    def pairs(self, tokens: int) -> list[tuple[str, int]]:
+    def pairs(self, tokens: int) -> list[tuple[str, int | str]]:
         """Return the indexes to measure at a prompt length, each with `k`."""
         return list(self._at(tokens))
 
     def about(self, key: Key) -> Record:
         """Return the method and the budgets to which the result `key` belongs."""
-        return dict(self._at(key.tokens).get((str(key.index), key.k), {}))
+        return dict(self._at(key.tokens).get((str(key.index), int(key.k)), {}))
 
     def failed(self, keys: Sequence[Key], words: str) -> Iterator[tuple[Key, Record]]:
         """Yield the reason for each cell that is not measured, because the index has failed."""

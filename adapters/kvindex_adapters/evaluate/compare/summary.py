@@ -11,6 +11,7 @@ from kvindex_adapters.evaluate import tasks
 from kvindex_adapters.evaluate.compare.depths import depth_rows
 from kvindex_adapters.evaluate.compare.records import (
     ANSWERS,
+    AUTO,
     FAILURE,
     FULL,
     SKIPPED,
@@ -42,7 +43,7 @@ MARGIN = 0.02
 """Largest loss of accuracy with which an index still counts as equal to full attention."""
 
 Row = dict[str, Any]
-Who = tuple[str, int]
+Who = tuple[str, int | str]
 """The name of an index and its `k`. For full attention, the name is `FULL` and `k` is 0."""
 Instances = dict[tuple[Any, int, Any], float]
 """Maps (task, tokens, seed) of a prompt to the fraction of its questions that were answered right.
@@ -165,7 +166,7 @@ def _rows_needed(differences: list[Row]) -> list[Row]:
     """
     losses: dict[Any, dict[int, float]] = {}
     for row in differences:
-        if row["base"] == FULL:
+        if row["base"] == FULL and row["k"] != AUTO:
             scope = row["index"], row["task"], row["tokens"]
             losses.setdefault(scope, {})[row["k"]] = -row["difference"]
     return [
