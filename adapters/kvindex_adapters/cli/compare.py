@@ -128,8 +128,8 @@ def compare(
         typer.Option(
             "-k",
             help="Number of tokens that each KV head retrieves per decode step, or auto for as "
-            "many as the expected error asks for. Separate several values by commas, for example "
-            f"32,100. Default {K}.",
+            "many as the expected error asks for (auto:0.05 sets the allowed error). Separate "
+            f"several values by commas, for example 32,100. Default {K}.",
         ),
     ] = None,
     tasks: Annotated[
@@ -258,9 +258,8 @@ def compare(
         (content,) = texts.values()
     named = plan.indexes if suite is None or index is not None else ("exact", "pariskv")
     for line in named:  # of the other indexes of a suite, a report says why they do not work
-        numbers = [one for one in plan.ks if not isinstance(one, str)]
-        for most in [*([max(numbers)] if numbers else []), *set(plan.ks).difference(numbers)]:
-            common.check_search(line, most, device, regions, store)
+        for asked in _asked(plan):
+            common.check_search(line, asked.pop("k"), device, regions | asked, store)
     if lora is not None and not lora.is_file():
         raise FileNotFoundError(f"lora: got {str(lora)!r}, allowed is a file that exists")
     if model is None:
@@ -288,6 +287,16 @@ def compare(
             f"stopped after {minutes:g} minutes: {left} results are missing; run the same command "
             "again to continue"
         )
+
+
+def _asked(plan: Plan) -> list[dict[str, Any]]:
+    """Return the arguments of `attach` for the largest number among `plan.ks`, and for each value
+    that is not a number."""
+    from kvindex_adapters.evaluate.compare.records import automatic
+
+    numbers = [k for k in plan.ks if not isinstance(k, str)]
+    largest = [dict[str, Any](k=max(numbers))] if numbers else []
+    return [*largest, *(asked for k in plan.ks if (asked := automatic(k)))]
 
 
 def _given(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
@@ -505,7 +514,7 @@ def _plan(index: str, k: str, chosen: dict[str, Any]) -> Plan:
             raise ValueError(f"tasks: got {name!r}, {missing}")
     return Plan(
         indexes=tuple(_parts("index", index)),
-        ks=tuple(part if part == "auto" else _count("k", part) for part in _parts("k", k)),
+        ks=tuple(part if part.startswith("auto") else _count("k", part) for part in _parts("k", k)),
         tasks=tasks,
         tokens=tuple(_count("tokens", part) for part in _parts("tokens", chosen["tokens"])),
         tries=chosen["tries"],

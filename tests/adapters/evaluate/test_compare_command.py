@@ -38,6 +38,8 @@ REGIONS = ("--sink", 4, "--local-window", 8, "--update-every", 8)
         (("-k", "0"), "k: got 0, allowed is"),
         (("-k", "32,x"), "k: got 'x', allowed is a number, for example 4096"),
         (("-k", "32,auto", "--index", "exact"), "k: got 'auto', but Exact with these options"),
+        (("-k", "auto:0"), "k: got 'auto:0', allowed after 'auto:' is a positive finite number"),
+        (("-k", "autos"), "k: got 'autos', allowed is a number, 'auto', or 'auto:0.05'"),
         (("-k", 2**40), "k: got 1099511627776, allowed is 1 to 16777216"),
         (("--tasks", "needles"), "did you mean 'needle'"),
         (("--tasks", "none", "--steps", "0"), "tasks, steps: got tasks none and steps 0, so there"),

@@ -107,7 +107,7 @@ def test_rows_enough_are_full_attention_and_few_are_not(model, tmp_path, whole):
 def test_the_error_may_determine_the_number_of_rows(model, tmp_path):
     """Each step then counts the rows that its searches have found. A fixed number beside it gives
     the results that it gives alone."""
-    plan = Plan(("pariskv",), (20, "auto"), ("ask",), (110,), 2)
+    plan = Plan(("pariskv",), (20, "auto", "auto:2"), ("ask",), (110,), 2)
     for name, ks in (("both", plan.ks), ("fixed", (20,))):
         (tmp_path / name).mkdir()
         comparison(model, tmp_path / name, dataclasses.replace(plan, ks=ks)).run()
@@ -118,10 +118,11 @@ def test_the_error_may_determine_the_number_of_rows(model, tmp_path):
     assert few["kl"] == dict(fixed.of(TEXT))[Key(TEXT, 110, "pariskv", 20)]["kl"]
     assert few["rows_found"] == 20 < auto["rows_found"] <= 98
     assert auto["kl"] != few["kl"]
+    assert texts[Key(TEXT, 110, "pariskv", "auto:2")]["rows_found"] < auto["rows_found"]
     assert len([key for key, _ in both.of(ANSWERS) if key.k == "auto"]) == 2
     summary = json.loads(json.dumps(summarize(SETTINGS, both)))
-    assert [row["k"] for row in summary["text"]] == [None, 20, "auto"]
-    assert {row["k"] for row in summary["accuracy"]} == {None, 20, "auto"}
+    assert [row["k"] for row in summary["text"]] == [None, 20, "auto", "auto:2"]
+    assert {row["k"] for row in summary["accuracy"]} == {None, 20, "auto", "auto:2"}
     assert next(row["ks"] for row in summary["rows_needed"] if row["task"] is None) == [20]
     assert [panel.along for panel in panels(summary)] == ["tokens"] * 2
     assert "pariskv, k = auto" in panels(summary)[0].lines

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvindex_adapters.evaluate.compare.records import AUTO, FULL
+from kvindex_adapters.evaluate.compare.records import FULL
 
 NAMED = 6
 """Maximum number of lines in a plot that have a label. The other lines are gray."""
@@ -55,7 +55,8 @@ def panels(summary: dict[str, Any]) -> list[Panel]:
     measured = [*summary["text"], *summary["accuracy"]]
     ks, lengths = ({row[name] for row in measured} - {None} for name in ("k", "tokens"))
     one_length = len(lengths) < 2
-    along = "k" if one_length and len(ks - {AUTO}) > 1 else "tokens"
+    numbers = {k for k in ks if not isinstance(k, str)}
+    along = "k" if one_length and len(numbers) > 1 else "tokens"
     several = along == "tokens" and len(ks) > 1
     all_tasks = [row for row in summary["accuracy"] if row["task"] is None and row["tokens"]]
     found = []
@@ -107,7 +108,7 @@ def _lines(
             confidence interval.
         least: Lower end of the vertical axis. Smaller values are replaced by it.
     """
-    rows = [row for row in rows if row[along] != AUTO]  # it has no place on an axis
+    rows = [row for row in rows if not isinstance(row[along], str)]  # "auto" is on no axis
     xs = sorted({row[along] for row in rows} - {None})
     lines: dict[str, list[Point]] = {}
     for row in rows:

@@ -20,7 +20,13 @@ from kvindex.core import check
 from kvindex.core.config import parse_spec
 from kvindex_adapters.evaluate import tasks
 from kvindex_adapters.evaluate.compare.readings import FieldReading, InstanceReading, TextReading
-from kvindex_adapters.evaluate.compare.records import AUTO, FULL, SKIPPED, Key, Record
+from kvindex_adapters.evaluate.compare.records import (
+    FULL,
+    SKIPPED,
+    Key,
+    Record,
+    automatic,
+)
 from kvindex_adapters.evaluate.compare.replay import indexed
 from kvindex_adapters.evaluate.compare.schedule import Work
 from kvindex_adapters.evaluate.compare.settings import Plan, Settings
@@ -101,7 +107,7 @@ class Measuring:
         if isinstance(reading, ValueError):
             yield from self.plan.failed([replace(work.reading, index=None)], in_words(reading))
             return
-        for (index, _), keys in groupby(work.keys, lambda key: (key.index, key.k == AUTO)):
+        for (index, _), keys in groupby(work.keys, lambda key: (key.index, automatic(key.k))):
             if index == FULL:
                 yield work.reading, reading.own
             else:
@@ -128,7 +134,7 @@ class Measuring:
     def _through(self, reading: Reading, keys: list[Key]) -> Iterator[Measured]:
         """Measure one index on one text or prompt, and yield one result for each `k`.
 
-        If one `k` is "auto", it is the only one.
+        If `k` is a text such as "auto", there is only one.
         """
         index, left = keys[0].index, list(keys)
         assert index is not None
@@ -143,8 +149,7 @@ class Measuring:
                 return
         try:
             options = self._options(index) | {"observed": isinstance(reading, FieldReading)}
-            if keys[0].k == AUTO:
-                options["k"] = AUTO
+            options |= automatic(keys[0].k)
             with indexed(self.model, reading.context.ids, index=index, **options) as cache:
                 cache.read(reading.context)
                 while left:

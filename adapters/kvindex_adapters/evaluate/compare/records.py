@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from kvindex.core import check
+
 Record = dict[str, Any]
 
 TEXT, ANSWERS, FAILURE, SKIPPED = "text", "answers", "failure", "skipped"
@@ -20,7 +22,31 @@ FULL = "full attention"
 
 
 AUTO = "auto"
-"""Value of `k` for searches that choose the number of tokens by their expected error."""
+"""Value of `k` for searches that choose the number of tokens by their expected error. `auto:0.05`
+also sets the allowed error, which is otherwise that of `attach`."""
+
+
+def automatic(k: int | str) -> dict[str, Any]:
+    """Return the arguments of `attach` for a `k` such as "auto" or "auto:0.05".
+
+    Return an empty dict for a number.
+
+    Raises:
+        ValueError: The text is another one, or the error is not a positive finite number.
+    """
+    if not isinstance(k, str):
+        return {}
+    name, colon, error = k.partition(":")
+    if name != AUTO:
+        raise ValueError(f"k: got {k!r}, allowed is a number, 'auto', or 'auto:0.05'")
+    if not colon:
+        return {"k": AUTO}
+    try:
+        return {"k": AUTO, "error": check.positive("error", float(error))}
+    except ValueError:
+        raise ValueError(
+            f"k: got {k!r}, allowed after 'auto:' is a positive finite number, the allowed error"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -32,8 +58,8 @@ class Key:
         tokens: Length of the prompt in tokens.
         index: Name and options of the index, or `FULL` for full attention. None if the result
             concerns no index.
-        k: Number of tokens that each decode step retrieves per KV head, or `AUTO`; 0 for full
-            attention.
+        k: Number of tokens that each decode step retrieves per KV head, or a text (see
+            `automatic`); 0 for full attention.
         task: Name of the task, or None for a text.
         seed: Seed from which the task's prompt was made, or None for a text.
         text: Name of the text, if a suite measures several. None for the one text of a usual

@@ -24,7 +24,6 @@ from kvindex.layer import AttentionLayer
 from kvindex.pariskv.block_layout import BLOCK
 from kvindex_adapters.common.prompt_chunks import chunks
 from kvindex_adapters.common.unsupported import UnsupportedError
-from kvindex_adapters.evaluate.compare.records import AUTO
 from kvindex_adapters.evaluate.fidelity import BLOCK as STEPS
 from kvindex_adapters.evaluate.parallel import ParallelLayer
 from kvindex_adapters.hf.attach import attach
@@ -291,12 +290,13 @@ class Indexed:
     def branch(self, k: int | str) -> Iterator[None]:
         """Context manager inside which decode steps retrieve `k` tokens per KV head.
 
-        If `k` is "auto", the model must be attached with this option.
+        If `k` is a text such as "auto", the model must be attached with the options
+        `records.automatic(k)`.
 
         At the end of the `with` block, the KV cache is restored to its state at the beginning.
         """
         before = self.checkpoint()
-        for layer in self.layers if k != AUTO else ():
+        for layer in () if isinstance(k, str) else self.layers:
             layer.k = check.wanted_rows(k)
         try:
             yield

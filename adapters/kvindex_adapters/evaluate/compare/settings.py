@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvindex.core import check
-from kvindex_adapters.evaluate.compare.records import AUTO, FAILURE, Key, Record
+from kvindex_adapters.evaluate.compare.records import FAILURE, Key, Record, automatic
 from kvindex_adapters.evaluate.output_files import write_json
 
 
@@ -76,7 +76,8 @@ class Plan:
 
     Args:
         indexes: Names and options of indexes and wrappers, as `name:option=value+wrapper`.
-        ks: Numbers of tokens that a decode step retrieves per KV head, or "auto".
+        ks: Numbers of tokens that a decode step retrieves per KV head, or texts (see
+            `records.automatic`).
         tasks: Names of tasks.
         tokens: Lengths of prompts in tokens.
         tries: Number of prompts of each task and length. Their seeds are 0 to `tries - 1`.
@@ -133,5 +134,5 @@ class Plan:
                 raise ValueError(f"{name}: got no value, allowed is one value or more")
         for name in ("k", "tokens"):
             for value in lists[name]:
-                if (name, value) != ("k", AUTO):
+                if not (name == "k" and automatic(value)):
                     check.at_least(name, value, 1)

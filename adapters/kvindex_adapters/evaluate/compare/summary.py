@@ -11,7 +11,6 @@ from kvindex_adapters.evaluate import tasks
 from kvindex_adapters.evaluate.compare.depths import depth_rows
 from kvindex_adapters.evaluate.compare.records import (
     ANSWERS,
-    AUTO,
     FAILURE,
     FULL,
     SKIPPED,
@@ -166,7 +165,7 @@ def _rows_needed(differences: list[Row]) -> list[Row]:
     """
     losses: dict[Any, dict[int, float]] = {}
     for row in differences:
-        if row["base"] == FULL and row["k"] != AUTO:
+        if row["base"] == FULL and not isinstance(row["k"], str):
             scope = row["index"], row["task"], row["tokens"]
             losses.setdefault(scope, {})[row["k"]] = -row["difference"]
     return [
