@@ -487,10 +487,12 @@ def _rows_in_words(summary: dict[str, Any]) -> Iterator[str]:
         if row["index"] != FULL and place not in seen:
             seen.add(place)
             others = row["rows_read"] - row["rows_found"]
+            how = f" with k = {row['k']}" if isinstance(row["k"], str) else ""
             yield (
-                f"{row['tokens']:,} tokens, {row['index']}: a step reads {row['rows_read']:.0f} of "
-                f"{row['rows_full']:,.0f} rows per KV head, {row['rows_found']:.0f} from the index "
-                f"and {others:.0f} of the first and newest tokens"
+                f"{row['tokens']:,} tokens, {row['index']}{how}: a step reads "
+                f"{row['rows_read']:.0f} of {row['rows_full']:,.0f} rows per KV head, "
+                f"{row['rows_found']:.0f} from the index and {others:.0f} of the first and newest "
+                "tokens"
             )
 
 
