@@ -139,6 +139,18 @@ def test_chunks_and_short_sequences_are_attended_to_exactly(softcap, count):
         torch.testing.assert_close(found[place, None], expected)
 
 
+def test_a_single_token_of_a_prompt_attends_to_all_tokens():
+    paged, sequence, keys, values = served(1100, k=1)
+    expected = attend(queries(), keys, values, scale=paged.geometry.scale)
+    torch.testing.assert_close(paged.attend(queries(), sequence, prompt=True), expected)
+    output = torch.empty(2, H, D)
+    asked = queries().repeat(2, 1, 1)
+    paged.attend_batch(asked, output, [sequence] * 2, [0, 1, 2], prompts=[True])
+    torch.testing.assert_close(output[:1], expected)
+    assert torch.equal(output[1:], paged.attend(queries(), sequence))  # a decode step searches
+    assert not torch.equal(output[1], output[0])
+
+
 def test_what_is_searched_is_whole_blocks_before_the_window():
     paged = served(1, sink=64, local_window=200, dense_below=600)[0]
     lengths = (1, 599, 600, 711, 712, 967, 968)
@@ -195,11 +207,11 @@ def test_latents_are_searched_as_by_an_index_of_latents(tokens):
     assert (few - expected).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("count", [2, 300, 1100])
+@pytest.mark.parametrize("count", [1, 2, 300, 1100])
 def test_chunks_attend_to_latents_exactly(count):
     paged, sequence, keys = latents_served(1100, k=1)
     asked = torch.randn(count, 6, 24, generator=torch.Generator().manual_seed(7))
-    found = paged.attend(asked, sequence)
+    found = paged.attend(asked, sequence, prompt=True)
     assert found.shape == (count, 6, 16)
     for place in {0, count // 2, count - 1}:
         seen = keys[:, :, : 1100 - count + place + 1]

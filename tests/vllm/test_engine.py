@@ -51,12 +51,42 @@ def test_mixed_lengths_in_chunks(stock, searching, watched):
     assert watched.steps
 
 
-def test_few_rows_give_other_tokens(engine, model, stock):
-    few = engine(model, {"k": 1, "dense_below": 0, "sink": 0, "local_window": 0})
+def test_few_rows_give_other_tokens(few, stock):
     prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
     found, exact = tokens(few, prompts), tokens(stock, prompts)
     assert found[2] == exact[2]  # the sequence is shorter than a block
     assert found != exact
+
+
+@pytest.fixture(scope="module")
+def few(engine, model):
+    """An engine that retrieves too few rows for the tokens of full attention."""
+    return engine(model, {"k": 1, "dense_below": 0, "sink": 0, "local_window": 0})
+
+
+def test_a_single_token_that_is_left_of_a_prompt(few, stock, monkeypatch):
+    """It attends to all tokens, as the rest of its prompt does."""
+    seen, attend = [], PagedAttention.attend
+
+    def watch(self, queries, sequence, sinks=None, **given):
+        seen.append((len(queries), sequence.length, given["prompt"]))
+        return attend(self, queries, sequence, sinks, **given)
+
+    monkeypatch.setattr(PagedAttention, "attend", watch)
+    ids = prompt(513, seed=60)
+
+    def first(llm):
+        ((answer,),) = ((one.outputs for one in answers(llm, [ids], 1, logprobs=1)),)
+        (step,) = answer[0].logprobs
+        return {token: one.logprob for token, one in step.items()}
+
+    expected = first(stock)
+    for _ in range(2):  # a chunk of 512 tokens and one of 1, then 512 cached tokens
+        assert first(few) == pytest.approx(expected, rel=1e-4)
+        assert seen[-1] == (1, 513, True)
+    assert len(seen) == 2 * (2 + 1)
+    answers(few, [ids], 2)
+    assert seen[-1] == (1, 514, False)  # a decode step
 
 
 def test_a_prefix_that_is_shared(stock, searching, watched):

@@ -59,6 +59,34 @@ def test_prompts_are_flash_attentions_and_decoded_tokens_search(entered):
         assert (output[4:] == 9).all()
 
 
+def test_the_last_token_of_a_prompt_in_a_batch_of_decode_steps(entered):
+    """It attends to all tokens. A decode step of a sequence of the same length searches."""
+    config = entered({**EVERY, "k": 1, "dense_below": 0, "local_window": 1})
+    layers = layers_of(config)
+    builder = builder_of(config, layers)
+    tables = torch.tensor([[3, 7, 1], [4, 2, 5], [0, 0, 0]]).int()
+    lengths = [600, 600, 0]
+    before = [(0, 599), (0, 599)]
+    slots = slots_of(tables[:2], before)
+    for layer in layers.values():
+        pages.write_rows(layer.kv_cache, slots, *torch.randn(2, len(slots), G, D))
+    builder.build(0, common(tables[:2], [599] * 2, [599] * 2, slots))
+    slots = slots_of(tables, [(599, 600)] * 2 + [(0, 0)])
+    for layer in layers.values():
+        pages.write_rows(layer.kv_cache, slots[:2], *torch.randn(2, 2, G, D))
+    reading = torch.tensor([False, True])  # without an entry for padding
+    given = common(tables, lengths, [1, 1, 0], slots, is_prefilling=reading)
+    metadata = builder.build(0, given)
+    for layer in layers.values():
+        queries, output = torch.randn(3, H, D), torch.empty(3, H, D)
+        layer.impl.forward(layer, queries, None, None, layer.kv_cache, metadata, output)
+        for b in range(2):
+            rows = pages.read_rows(layer.kv_cache, tables[b], 0, 600)
+            expected = attend(queries[b, None], rows.keys, rows.values, scale=D**-0.5)[0]
+            same = torch.allclose(output[b], expected, rtol=1e-4, atol=1e-5)
+            assert same is (b == 1)
+
+
 def test_a_batch_of_sparse_prompts_and_others(entered, monkeypatch):
     """FlashAttention computes a decode step, a prompt without whole blocks, and padding."""
     from kvindex_adapters.vllm import gpu_batch
@@ -259,6 +287,18 @@ def test_prompts_are_read_sparsely(stock, engine, model, emulated):
     assert found == tokens(theirs, prompts, 8)
     assert found == [tokens(mine, [ids], 8)[0] for ids in prompts]  # with cached prefixes
     assert found[0] != tokens(stock, prompts[:1], 8)[0]
+
+
+def test_a_single_token_that_is_left_of_a_prompt_is_read_by_the_kernels(emulated, stock):
+    few = emulated(ASKED | {"k": 1, "sink": 0, "local_window": 1})
+    ids = [prompt(513, seed=60)]
+    expected = tokens(stock, ids, 1, logprobs=1)
+    for cached in (False, True):
+        (mine,), (theirs,) = (answers(llm, ids, 1, logprobs=1) for llm in (few, stock))
+        assert (mine.num_cached_tokens == 512) is cached
+        ours, own = (one.outputs[0] for one in (mine, theirs))
+        assert [list(ours.token_ids)] == expected[0]
+        assert ours.cumulative_logprob == pytest.approx(own.cumulative_logprob, rel=1e-4)
 
 
 def test_the_engine_decodes_by_the_kernels(emulated, stock):

@@ -136,7 +136,7 @@ class PagedAttention:
             own = slice(starts[number], starts[number + 1])
             if own.start == own.stop:
                 continue
-            prompt = bool(prompts and prompts[number])
+            prompt = number < len(prompts) and prompts[number]
             chosen = sparse[number] if sparse and number < len(sparse) else None
             output[own] = self.attend(queries[own], sequence, sinks, prompt=prompt, sparse=chosen)
 
@@ -151,15 +151,15 @@ class PagedAttention:
     ) -> Tensor:
         """Return the attention output `[T, H, Dv]` of a sequence's newest queries `[T, H, D]`.
 
-        A single query in a long sequence searches the index. So does each query of a step that
-        verifies drafted tokens. Other queries use full causal attention, or attend to chosen blocks
-        of keys if they belong to a prompt that is read with sparse attention.
+        In a long sequence, the query of a decode step searches the index. So does each query of a
+        step that verifies drafted tokens. The queries of a prompt use full causal attention, or
+        attend to chosen blocks of keys if the prompt is read with sparse attention.
 
         Args:
             queries: Queries of the newest tokens.
             sequence: The sequence, whose pages already contain the rows of these tokens.
             sinks: Logits of the learned sinks `[H]`, or None in a model without sinks.
-            prompt: Whether several queries are a chunk of a prompt, and none of them a draft.
+            prompt: Whether the queries are a chunk of a prompt, even if it is a single one.
             sparse: The prompt of the sequence if it is read with sparse attention, otherwise None.
         """
         count = len(queries)
@@ -170,15 +170,14 @@ class PagedAttention:
             output = attend_prompt(queries, rows, sparse, self.geometry)
             self._measure(output, sequence)
             return output
-        if (
-            1 < count <= 1 + self.drafted and not prompt
-        ):  # as if the tokens were decoded one after another
+        # drafts are verified as if the tokens were decoded one after another
+        if not prompt and 1 < count <= 1 + self.drafted:
             parts = []
             for place in range(count):
                 known = replace(sequence, length=sequence.length - count + 1 + place)
                 parts.append(self.attend(queries[place, None], known, sinks))
             return torch.cat(parts)
-        searches = count == 1 and (self.budget is None or self.budget.known)
+        searches = count == 1 and not prompt and (self.budget is None or self.budget.known)
         if searches and (indexed := self.searched(sequence.length)):
             return self._search(queries, sequence, indexed, sinks)
         output = self.attend_dense(queries, sequence, sinks)

@@ -472,7 +472,8 @@ class StepCounter:
         short = (new <= 1 + self._drafted) & (known > 0)  # a length of 0 is padding
         reading = common.is_prefilling
         if reading is not None:
-            short &= (new == 1) | ~reading[: common.num_reqs].numpy()
+            prompts = reading[: common.num_reqs].numpy()
+            short[: len(prompts)] &= ~prompts
         places = range(1 + self._drafted)
         steps = np.concatenate([known[short & (new > place)] - place for place in places])
         assert self._options is not None  # an engine with an index has options

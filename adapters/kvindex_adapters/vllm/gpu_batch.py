@@ -204,11 +204,11 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
     ) -> FlashAttentionMetadata:
         """Build the metadata of a batch, and prepare the fused decode steps in it."""
         common = common_attn_metadata
-        rows, starts = 0, []
+        rows, starts, whole = 0, [], None
         sparse: list[SparseChunk] = []
         tables, lengths = common.block_table_tensor, common.seq_lens
         if self._layers and common.max_query_len == 1:
-            rows = common.num_reqs
+            rows, whole = common.num_reqs, single_prompts(common)
         elif self._layers and common.max_query_len <= 1 + self._drafted and not reads(common):
             rows = common.num_actual_tokens
             tables, lengths = one_by_one(common)
@@ -229,7 +229,7 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
             return metadata
         check_causal(common.causal)
         steps = self._opened()
-        steps.begin(tables, lengths, common.slot_mapping, rows=rows)
+        steps.begin(tables, lengths, common.slot_mapping, rows=rows, whole=whole)
         if alone:
             numbers = {layer.impl.codes: i for i, layer in enumerate(self._layers)}
             parts = self._parts(common, starts, rows) if starts else []
@@ -333,6 +333,21 @@ def one_by_one(common: CommonAttentionMetadata) -> tuple[Tensor, Tensor]:
     later = ends[owner] - 1 - tokens  # new tokens of the same sequence after this one
     lengths = (common.seq_lens[owner] - later).masked_fill(later < 0, 0)  # below 0 for padding
     return common.block_table_tensor[owner], lengths.to(common.seq_lens.dtype)
+
+
+def single_prompts(common: CommonAttentionMetadata) -> Tensor | None:
+    """Return which sequences of a batch of single tokens read the only token that is left of their
+    prompt, bool `[R]` on the device of the batch, or None if there are none.
+
+    Such a token attends to all tokens before it, like the other tokens of its prompt. vLLM may
+    still replay the CUDA graph of a decode step, so the choice must be data on the device.
+    """
+    if not reads(common):
+        return None
+    found = torch.zeros(common.num_reqs, dtype=torch.bool)
+    prompts = common.is_prefilling[: common.num_reqs]  # may have no entries for padding
+    found[: len(prompts)] = prompts
+    return found.to(common.seq_lens.device, non_blocking=True)
 
 
 @dataclass(frozen=True)

@@ -153,31 +153,21 @@ class Prompt:
         """
         return -(-start // BLOCK) < min(stop, self.dense_from) // BLOCK
 
-    def chunk_end(self, start: int, end: int, total: int, *, single: bool = True) -> int:
+    def chunk_end(self, start: int, end: int) -> int:
         """Return the position at which a chunk ends, at most `end`.
 
         A chunk that does not reach the dense end of the prompt has whole blocks. Otherwise the
-        tokens of a divided block could not choose blocks together. No chunk has a single token, if
-        this is possible, because a step with a single token is a decode step.
+        tokens of a divided block could not choose blocks together.
 
         Args:
             start: Position of the first token of the chunk.
             end: Position at which the chunk would end.
-            total: Number of tokens to read: those of the prompt, and of the answer if a request
-                continues after vLLM has preempted it.
-            single: Whether to avoid chunks of a single token.
 
         Returns:
             The position. It is `start` if the chunk must wait for a step with more room.
         """
-        if start >= self.length:
-            return end
-        if single and total - end == 1 and start < end:
-            end -= 1
-        if end < self.dense_from:
-            end = max(end // BLOCK * BLOCK, start)
-        if single and end - start == 1 and total > end:
-            return start
+        if start < self.length and end < self.dense_from:
+            return max(end // BLOCK * BLOCK, start)
         return end
 
 

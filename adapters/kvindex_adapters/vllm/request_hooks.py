@@ -164,8 +164,7 @@ def _aligning(own: Callable[..., Any]) -> Callable[..., Any]:
     def align(self: Any, request: Any, new: int, *cached: int, **named: int) -> int:
         """Return the number of tokens of a chunk, at most `new`. `cached` and `named` have the
         numbers of cached tokens before it that `request` does not include yet."""
-        hybrid = vars(self).get("kvindex_hybrid", True)
-        if hybrid:
+        if vars(self).get("kvindex_hybrid", True):
             new = own(self, request, new, *cached, **named)
         reading = _reading(self)
         if reading is None or not reading.sparse:
@@ -175,9 +174,7 @@ def _aligning(own: Callable[..., Any]) -> Callable[..., Any]:
             return new
         start = request.num_computed_tokens + sum(cached) + sum(named.values())
         prompt = Prompt(request.num_prompt_tokens, reading)
-        # the state of linear attention is stored at the end of a chunk, which must stay where it is
-        end = prompt.chunk_end(start, start + new, request.num_tokens, single=not hybrid)
-        return end - start
+        return prompt.chunk_end(start, start + new) - start
 
     return align
 

@@ -4,8 +4,8 @@
 // can be encoded.
 //
 // A sequence of at least `dense_below` tokens is searched in whole segments, except for its last `window`
-// tokens. Shorter sequences are not searched: all their tokens are resident, so attention reads all of them. A
-// sequence without tokens gets the addresses of an existing page, so that later kernels read valid memory.
+// tokens. Shorter sequences are not searched, nor are those marked in `whole`: all their tokens are resident, so
+// attention reads all of them. A sequence without tokens gets the addresses of an existing page, so that later kernels read valid memory.
 // If `segments` is not null, the kernel also writes the number of each segment and increments `clock`, for a
 // row cache that all sequences share (common/row_cache.cuh).
 //
@@ -25,6 +25,7 @@ struct Arguments {
     const int* lengths;      // [R]: tokens of each sequence
     const i64* slots;        // [count]: slots that this step's tokens are written to, below 0 for none
     const i64* bases;        // [L, 2]: addresses of the codes and of the rows of each layer
+    const bool* whole;       // [R]: true for a sequence that is not searched whatever its length, or null
     const int* candidates;   // [row + 1]: C, the number of candidates, by the number of searched segments
     i64* codes;              // [L, room, row]: addresses of the segments' codes; `rows` likewise for their rows
     i64* rows;
@@ -70,7 +71,8 @@ read_pages(const __grid_constant__ Arguments args) {
     }
     i64 tokens = min(i64(max(0, args.lengths[r])), args.row * TOKENS), place = layer * args.room + r;
     i64 segments = (tokens + TOKENS - 1) / TOKENS;
-    i64 searched = tokens < args.dense_below ? 0 : max(tokens - args.window, i64(0)) / TOKENS;
+    bool dense = tokens < args.dense_below || (args.whole && args.whole[r]);
+    i64 searched = dense ? 0 : max(tokens - args.window, i64(0)) / TOKENS;
     if (searched * TOKENS <= args.sink) searched = 0;
     i64 sink = searched ? args.sink : 0;
     if (layer == 0 && blockIdx.x == 0 && threadIdx.x == 0) {

@@ -155,7 +155,15 @@ class PagedSteps:
         self._arena, self._reserved = Arena(device), 0
         self._steps: dict[int, tuple[BaseStep, list[State]]] = {}
 
-    def begin(self, tables: Tensor, lengths: Tensor, slots: Tensor, *, rows: int) -> None:
+    def begin(
+        self,
+        tables: Tensor,
+        lengths: Tensor,
+        slots: Tensor,
+        *,
+        rows: int,
+        whole: Tensor | None = None,
+    ) -> None:
         """Read the engine's tables before a step of the model, and encode the blocks that have
         become full. Do not call this during the capture of a CUDA graph.
 
@@ -166,6 +174,8 @@ class PagedSteps:
             slots: Slots to which new tokens are written, int64 `[T]`; below 0 if a token is not
                 written.
             rows: Number of sequences for which `attend` will run: `R`, or 0 if it will not run.
+            whole: True for each sequence that gets full attention whatever its length, bool `[R]`;
+                None if there is no such sequence.
         """
         self._encode_due()
         if rows > self._most_rows:
@@ -185,6 +195,7 @@ class PagedSteps:
                 tables=of_type("tables", tables, torch.int32),
                 lengths=of_type("lengths", lengths, torch.int32),
                 slots=of_type("slots", slots, torch.int64),
+                whole=None if whole is None else of_type("whole", whole, torch.bool),
                 bases=self._pages.bases,
                 candidates=self._candidates,
                 codes=self._codes,

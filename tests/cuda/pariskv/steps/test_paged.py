@@ -98,35 +98,39 @@ class Engine:
                 slots.append(self.write(b, bounds[chunk], bounds[chunk + 1]))
             self.begin(torch.cat(slots), rows=0)
 
-    def begin(self, slots, *, rows, lengths=LENGTHS):
+    def begin(self, slots, *, rows, lengths=LENGTHS, whole=None):
         lengths = torch.tensor(lengths, dtype=torch.int32, device=self.device)
+        if whole is not None:
+            whole = torch.tensor(whole, device=self.device)
+        tables = self.tables[: max(len(lengths), 1)]
         with on(self.device):
-            self.steps.begin(self.tables[: max(len(lengths), 1)], lengths, slots, rows=rows)
+            self.steps.begin(tables, lengths, slots, rows=rows, whole=whole)
 
-    def decode(self, lengths=LENGTHS):
+    def decode(self, lengths=LENGTHS, whole=None):
         """Run a step for all sequences; return the outputs of the kernels and of torch for each
-        layer.
+        layer. Sequences with a true entry in `whole` get full attention.
         """
         slots = [
             self.write(b, length - 1, length) if length else torch.tensor([-1], device=self.device)
             for b, length in enumerate(lengths)
         ]
-        self.begin(torch.cat(slots), rows=len(lengths), lengths=lengths)
+        self.begin(torch.cat(slots), rows=len(lengths), lengths=lengths, whole=whole)
         for layer in range(LAYERS):
             queries = self.normal(len(lengths), H, D)
             output = torch.full_like(queries, torch.nan)
             with on(self.device):
                 self.steps.attend(layer, queries, output, sinks=self.sinks)
-            yield output, self.expected(layer, queries, lengths)
+            yield output, self.expected(layer, queries, lengths, whole or ())
 
-    def expected(self, layer, queries, lengths):
+    def expected(self, layer, queries, lengths, whole=()):
         """The reference reads the codes that the kernels wrote."""
         found = torch.zeros_like(queries)
         records = self.codes[layer][..., : self.paged.layout.head_bytes]
         for b, length in enumerate(lengths):
             if length:
                 sequence = Sequence(self.rows[layer], records, self.tables[b], length)
-                found[b] = self.paged.attend(queries[b, None], sequence, self.sinks)[0]
+                full = b < len(whole) and whole[b]
+                found[b] = self.paged.attend(queries[b, None], sequence, self.sinks, prompt=full)[0]
         return found
 
 
@@ -173,6 +177,21 @@ def test_few_rows_are_those_of_plain_torch(spec, device):
     engine = Engine(device, index=spec, k=6)
     engine.prefill()
     assert_close(engine.decode())
+
+
+@on_devices
+def test_some_sequences_of_a_batch_get_full_attention(device):
+    """They are as long as others that search."""
+    engine = Engine(device, k=6)
+    engine.prefill()
+    whole = [False, True, True, True, False, False]
+    pairs = list(engine.decode(whole=whole))
+    assert_close(pairs)
+    queries = engine.normal(len(LENGTHS), H, D)
+    searched, full = (engine.expected(0, queries, LENGTHS, some) for some in ((), whole))
+    differs = (searched - full).abs().amax(dim=(1, 2)) > 0.01
+    assert differs.tolist() == [False, True, False, True, False, False]
+    assert_close(engine.decode())  # the next step searches again
 
 
 @on_devices
