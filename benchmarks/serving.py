@@ -5,8 +5,8 @@ weights in the shape of a model. The engine `stock` uses the attention that vLLM
 engine `kvindex` uses the plug-in. Each runs in a process of its own.
 
     python -m benchmarks.serving [--shape SHAPE] [--layers L] [--context N] [--batch B …] [--shared]
-        [--index SPEC] [--k K] [--rows WHERE] [--written T] [--rounds R] [--stock-block TOKENS]
-        [--plain] [--arrivals PER_S --requests N] [--without-check] --json OUT
+        [--index SPEC] [--k K] [--rows WHERE] [--dense-below TOKENS] [--written T] [--rounds R]
+        [--stock-block TOKENS] [--plain] [--arrivals PER_S --requests N] [--without-check] --json OUT
 
 **Check.** First, each engine generates tokens greedily with a model that has only four layers. The
 plug-in retrieves all tokens (k is as large as the sequence). The engines must generate the same
@@ -72,6 +72,11 @@ CLOSE = 0.1
 may decide which of them is generated."""
 
 
+def tokens_or_auto(text: str) -> int | str:
+    """Convert the option `--dense-below` from its text."""
+    return text if text == "auto" else int(text)
+
+
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line. Exit with an error message if an option is invalid."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -113,6 +118,12 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         choices=("device", "host"),
         default="device",
         help="Memory in which the plug-in stores keys and values",
+    )
+    parser.add_argument(
+        "--dense-below",
+        type=tokens_or_auto,
+        default="auto",
+        help="Length in tokens below which the plug-in uses full attention, or auto",
     )
     parser.add_argument(
         "--written",
@@ -326,7 +337,8 @@ def large(given: argparse.Namespace, plan: str, folder: str) -> Any:
     """Start the engine that is timed."""
     tokens = given.context + given.written + BLOCK
     sizes = dict(layers=given.layers, tokens=tokens, rows=max(given.batch))
-    return opened(given, plan, folder, index=given.index, k=given.k, **sizes)
+    options = dict(index=given.index, k=given.k, dense_below=given.dense_below)
+    return opened(given, plan, folder, **options, **sizes)
 
 
 def timed(given: argparse.Namespace, plan: str, folder: str) -> Any:

@@ -87,6 +87,29 @@ def test_the_last_token_of_a_prompt_in_a_batch_of_decode_steps(entered):
             assert same is (b == 1)
 
 
+def test_flash_attention_computes_batches_in_which_a_search_does_not_pay(entered):
+    from vllm.config import CUDAGraphMode
+
+    index = {"index": "pariskv:preset=fast", "k": 6}
+    tables, slots = torch.tensor([[3, 7, 1], [4, 2, 0]]).int(), torch.tensor([300, 301])
+
+    def searches(asked, mode, **more):
+        config = entered(index | asked)
+        config.compilation_config.cudagraph_mode = mode
+        builder = builder_of(config, layers_of(config))
+        given = common(tables, [700, 300], [1, 1], slots, **more)
+        return builder.build(0, given).searching is not None
+
+    known = dict(seq_lens_cpu_upper_bound=torch.tensor([700, 300]).int())
+    assert not searches({}, CUDAGraphMode.NONE, **known)
+    assert not searches({}, CUDAGraphMode.PIECEWISE, **known)
+    assert searches({}, CUDAGraphMode.FULL_DECODE_ONLY, **known)  # a graph has been captured
+    assert searches({}, CUDAGraphMode.NONE)  # the host does not know the lengths
+    assert searches({"dense_below": 2048}, CUDAGraphMode.NONE, **known)
+    long = dict(seq_lens_cpu_upper_bound=torch.tensor([300_000, 300]).int())
+    assert searches({}, CUDAGraphMode.NONE, **long)
+
+
 def test_a_batch_of_sparse_prompts_and_others(entered, monkeypatch):
     """FlashAttention computes a decode step, a prompt without whole blocks, and padding."""
     from kvindex_adapters.vllm import gpu_batch
@@ -299,6 +322,20 @@ def test_a_single_token_that_is_left_of_a_prompt_is_read_by_the_kernels(emulated
         ours, own = (one.outputs[0] for one in (mine, theirs))
         assert [list(ours.token_ids)] == expected[0]
         assert ours.cumulative_logprob == pytest.approx(own.cumulative_logprob, rel=1e-4)
+
+
+def test_by_default_short_sequences_do_not_search(emulated, stock):
+    from prometheus_client import REGISTRY
+
+    from tests.vllm.on_a_cpu import Attention
+
+    mine = emulated({"index": "pariskv:preset=fast", "k": 1})
+    names = [f"vllm:kvindex_{kind}_steps_total" for kind in ("searched", "dense")]
+    before = [Attention.searched, *(REGISTRY.get_sample_value(n, {"engine": "0"}) for n in names)]
+    prompts = [prompt(length, seed) for seed, length in enumerate((700, 300))]
+    assert tokens(mine, prompts, 8) == tokens(stock, prompts, 8)
+    after = [Attention.searched, *(REGISTRY.get_sample_value(n, {"engine": "0"}) for n in names)]
+    assert [new - old for new, old in zip(after, before, strict=True)] == [0, 0, 2 * 7]
 
 
 def test_the_engine_decodes_by_the_kernels(emulated, stock):

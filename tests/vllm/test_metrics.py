@@ -7,6 +7,7 @@ import pytest
 
 from kvindex_adapters.vllm import metrics, reports
 from kvindex_adapters.vllm.attention import PagedAttention
+from kvindex_adapters.vllm.costs import Limit
 from kvindex_adapters.vllm.metrics import Steps
 from kvindex_adapters.vllm.options import Options
 
@@ -14,8 +15,9 @@ from kvindex_adapters.vllm.options import Options
 @pytest.mark.parametrize("sink", [0, 64, 256])
 @pytest.mark.parametrize("local_window", [0, 200, 256])
 def test_steps_are_counted_as_attention_computes_them(sink, local_window):
-    options = Options(sink=sink, local_window=local_window, dense_below=600, k=300)
-    attention = SimpleNamespace(options=options)
+    options = Options(sink=sink, local_window=local_window, k=300)
+    limit = Limit(600)
+    attention = SimpleNamespace(options=options, limit=limit)
     lengths = [1, 255, 256, 599, 600, 712, 800, 967, 968, 5000]
     searched = dense = read = 0
     for length in lengths:
@@ -26,9 +28,10 @@ def test_steps_are_counted_as_attention_computes_them(sink, local_window):
     assert searched
     assert dense
     expected = Steps(searched, dense, read, sum(lengths))
-    assert Steps.of(lengths, options) == expected
-    assert Steps.of(lengths, options, search=False) == Steps(0, 10, sum(lengths), sum(lengths))
-    assert Steps.of(np.array([], dtype=np.int64), options) == Steps(0, 0, 0, 0)
+    assert Steps.of(lengths, options, limit) == expected
+    whole = Steps.of(lengths, options, limit, search=False)
+    assert whole == Steps(0, 10, sum(lengths), sum(lengths))
+    assert Steps.of(np.array([], dtype=np.int64), options, limit) == Steps(0, 0, 0, 0)
 
 
 @pytest.fixture

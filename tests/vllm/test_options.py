@@ -11,7 +11,7 @@ from kvindex_adapters.vllm.options import Options
 
 
 def test_options_and_their_defaults():
-    assert Options.of({}) == Options("pariskv:sign_decoder=mean", 100, 64, 256, 2048)
+    assert Options.of({}) == Options("pariskv:sign_decoder=mean", 100, 64, 256, "auto")
     given = Options.of({"index": "pariskv:preset=fast:beta=.1", "k": 7})
     assert (given.k, given.config.beta, given.config.sampling) == (7, 0.1, "none")
     assert type(given.layout(64)) is Layout

@@ -23,6 +23,7 @@ from kvindex.pariskv.block_layout import BLOCK, Layout
 from kvindex.pariskv.encoding import Encoding
 from kvindex.pariskv.inputs import Queries, Tokens
 from kvindex_adapters.vllm import pages
+from kvindex_adapters.vllm.costs import Limit, limit_of
 from kvindex_adapters.vllm.options import Options
 from kvindex_adapters.vllm.reading import Prompt, attend_prompt
 from kvindex_adapters.vllm.row_budget import RowBudget
@@ -60,6 +61,7 @@ class PagedAttention:
         options: Options of the plug-in.
         encoding: Encoding of keys.
         layout: Layout of the codes in pages.
+        limit: The sequences that search.
         drafted: Largest number of drafted tokens that a step verifies (speculative decoding).
         budget: The limit of the error, or None if each search retrieves a fixed number of rows.
     """
@@ -68,6 +70,7 @@ class PagedAttention:
     options: Options
     encoding: Encoding
     layout: Layout
+    limit: Limit
     drafted: int = 0
     budget: RowBudget | None = field(default=None, compare=False)
 
@@ -82,13 +85,15 @@ class PagedAttention:
         """
         encoding = Encoding.of(options.config, geometry, ops)
         layout = options.layout(geometry.head_dim)
+        limit = limit_of(options.dense_below, geometry, None, batches=False)
         error = options.allowed_error
-        budget = None if error is None else RowBudget(error, options.dense_below)
-        return PagedAttention(geometry, options, encoding, layout, drafted, budget)
+        budget = None if error is None else RowBudget(error, limit.dense_below)
+        return PagedAttention(geometry, options, encoding, layout, limit, drafted, budget)
 
     def explain(self) -> str:
         """Return a description of the layer: its index, and the sequences that use the index."""
-        return f"{self.options.explain()}, in plain torch; {self.options.reading.explain()}"
+        text, reading = self.options.explain(self.limit), self.options.reading
+        return f"{text}, in plain torch; {reading.explain()}"
 
     def encode(self, rows: Tensor, records: Tensor, slots: Tensor) -> None:
         """Encode the segments of 256 tokens that the new tokens complete.
@@ -199,7 +204,7 @@ class PagedAttention:
     def searched(self, length: int) -> int:
         """Return how many tokens a decode step searches in a sequence of this length. Only complete
         segments that are older than the local window are searched."""
-        if length < self.options.dense_below:
+        if length < self.limit.dense_below:
             return 0
         indexed = max(length - self.options.local_window, 0) // BLOCK * BLOCK
         return indexed if indexed > self.options.sink else 0

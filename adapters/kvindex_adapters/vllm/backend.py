@@ -127,6 +127,7 @@ class TorchAttention(PluginAttention):
         self.paged = PagedAttention.of(options, geometry, drafted_tokens(config))
         self.codes = codes_layer(config, geometry, self.paged.layout.head_bytes, target)
         self.codes.mixed = True
+        self.codes.limit = self.paged.limit
         self.context = config.compilation_config.static_forward_context
         if options.reading.sparse:
             install_runner(config)

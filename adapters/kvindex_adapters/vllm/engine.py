@@ -31,6 +31,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvindex.core.geometry import Geometry
 from kvindex.pariskv.block_layout import BLOCK
+from kvindex_adapters.vllm.costs import LEAST, Limit
 from kvindex_adapters.vllm.metrics import Counters, Steps
 from kvindex_adapters.vllm.options import CODES, Options
 from kvindex_adapters.vllm.row_budget import RowBudget
@@ -202,6 +203,7 @@ class CodesLayer(AttentionLayerBase):
         self.kv_cache = torch.empty(0)
         self.mixed = False  # whether steps also search in batches that contain prompts
         self.host: Any = None  # the `HostRows` of all layers, if keys and values are in host memory
+        self.limit = Limit(LEAST)  # the sequences that search
 
     @staticmethod
     def name(number: int) -> str:
@@ -417,6 +419,27 @@ def reads(common: CommonAttentionMetadata) -> bool:
     return common.is_prefilling is not None and bool(common.is_prefilling[: common.num_reqs].any())
 
 
+def batch_searches(config: VllmConfig, limit: Limit, common: CommonAttentionMetadata) -> bool:
+    """Return False for a batch of decode steps that FlashAttention computes faster on a GPU.
+
+    A CUDA graph of a whole step searches in any case. vLLM decides before this call whether it
+    replays one.
+
+    Args:
+        config: The engine's configuration.
+        limit: The sequences that search.
+        common: vLLM's metadata of the batch. The lengths of its sequences may be upper bounds.
+    """
+    mode, known = config.compilation_config.cudagraph_mode, common.seq_lens_cpu_upper_bound
+    graphs = mode is None or mode.has_full_cudagraphs()
+    if limit.costs is None or graphs or known is None:
+        return True
+    lengths = known[: common.num_reqs].numpy()
+    new = np.diff(common.query_start_loc_cpu[: common.num_reqs + 1].numpy())
+    steps = [lengths[new > place] - place for place in range(common.max_query_len)]
+    return limit.searches(lengths[new > 0], np.concatenate(steps))
+
+
 class StepCounter:
     """Counts the decode steps of the batches of an engine (see `metrics`).
 
@@ -428,8 +451,9 @@ class StepCounter:
         self._drafted = drafted_tokens(config)
         self._layers = config.compilation_config.static_forward_context
         self._rows = 0.0  # fraction of a row that is not counted yet
-        layers = self._layers.values()
-        self._mixed = any(isinstance(layer, CodesLayer) and layer.mixed for layer in layers)
+        codes = [layer for layer in self._layers.values() if isinstance(layer, CodesLayer)]
+        self._mixed = any(layer.mixed for layer in codes)
+        self._config, self._limit = config, codes[0].limit
 
     @staticmethod
     def of(config: VllmConfig, layer_names: list[str]) -> StepCounter | None:
@@ -479,13 +503,16 @@ class StepCounter:
         assert self._options is not None  # an engine with an index has options
         few = common.max_query_len <= 1 + self._drafted
         search = self._mixed or common.max_query_len == 1 or (few and not reads(common))
+        if not self._mixed:
+            search = search and batch_searches(self._config, self._limit, common)
         found = None
         if budgets := self._budgets():
             search = search and all(budget.known for budget in budgets)
             self._rows += sum(budget.take_found() for budget in budgets) / len(budgets)
             found = int(self._rows)
             self._rows -= found
-        self._counters.add(Steps.of(steps, self._options, search=search, found=found))
+        how: Any = dict(search=search, found=found)
+        self._counters.add(Steps.of(steps, self._options, self._limit, **how))
 
     def _budgets(self) -> list[RowBudget]:
         """Return the limits of all layers, or an empty list if each search finds `k` rows."""

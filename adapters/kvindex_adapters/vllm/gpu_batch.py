@@ -18,6 +18,7 @@ from kvindex.core.geometry import Geometry
 from kvindex.core.transaction import in_plain_torch
 from kvindex_adapters.vllm.engine import (
     CodesLayer,
+    batch_searches,
     drafted_tokens,
     logger,
     options_of,
@@ -207,7 +208,9 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         rows, starts, whole = 0, [], None
         sparse: list[SparseChunk] = []
         tables, lengths = common.block_table_tensor, common.seq_lens
-        if self._layers and common.max_query_len == 1:
+        if not self._may_search(common):
+            pass  # FlashAttention computes the batch
+        elif self._layers and common.max_query_len == 1:
             rows, whole = common.num_reqs, single_prompts(common)
         elif self._layers and common.max_query_len <= 1 + self._drafted and not reads(common):
             rows = common.num_actual_tokens
@@ -235,6 +238,12 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
             parts = self._parts(common, starts, rows) if starts else []
             metadata.searching = Searching(steps, numbers, rows, parts, common)
         return metadata
+
+    def _may_search(self, common: CommonAttentionMetadata) -> bool:
+        """Return False for a batch of decode steps that FlashAttention computes faster."""
+        if not self._layers or common.max_query_len > 1 + self._drafted:
+            return True
+        return batch_searches(self.vllm_config, self._layers[0].impl.codes.limit, common)
 
     def _build_sparse(
         self, common: CommonAttentionMetadata, chunks: list[SparseChunk]
@@ -295,7 +304,7 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
             k=options.most_rows,
             sink=options.sink,
             local_window=options.local_window,
-            dense_below=options.dense_below,
+            dense_below=self._layers[0].impl.codes.limit.dense_below,
             most_rows=most_rows,
             new_tokens=max(scheduler.max_num_batched_tokens, most_rows),
         )

@@ -13,6 +13,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAtten
 import kvindex_cuda
 from kvindex.core.geometry import Geometry
 from kvindex.core.transaction import in_plain_torch
+from kvindex_adapters.vllm.costs import FALLBACK, limit_of
 from kvindex_adapters.vllm.engine import (
     CodesLayer,
     PluginAttention,
@@ -89,6 +90,9 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         self.codes = codes_layer(config, self.geometry, record_bytes, target)
         self.context = config.compilation_config.static_forward_context
         self.codes.mixed = options.rows == "host"
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else FALLBACK
+        given = options.dense_below, self.geometry, name
+        self.codes.limit = limit_of(*given, batches=options.rows == "device")
         if options.rows == "host":
             self.host = self.codes.host = host_of(config, self.geometry, options)
             self.number = self.host.add_layer()
@@ -107,7 +111,9 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
                 "FlashAttention computes all other tokens, over copies of rows on the host; "
                 f"{self.options.cached_rows} rows per KV head and layer stay on the device"
             )
-        return f"{self.options.explain()}, in fused steps of batches of decoded tokens; {others}"
+        assert self.codes is not None  # only layers with an index are described
+        text = self.options.explain(self.codes.limit)
+        return f"{text}, in fused steps of batches of decoded tokens; {others}"
 
     def forward(
         self,

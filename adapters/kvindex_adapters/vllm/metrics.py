@@ -21,6 +21,7 @@ import numpy as np
 
 from kvindex.pariskv.block_layout import BLOCK
 from kvindex_adapters.vllm import reports
+from kvindex_adapters.vllm.costs import Limit
 from kvindex_adapters.vllm.options import Options
 
 FOLDER = "PROMETHEUS_MULTIPROC_DIR"
@@ -56,13 +57,19 @@ class Steps:
 
     @staticmethod
     def of(
-        lengths: Any, options: Options, *, search: bool = True, found: int | None = None
+        lengths: Any,
+        options: Options,
+        limit: Limit,
+        *,
+        search: bool = True,
+        found: int | None = None,
     ) -> Steps:
         """Count the steps of sequences.
 
         Args:
             lengths: Number of tokens of each sequence, integers `[B]`.
             options: Options of the plug-in.
+            limit: The sequences that search.
             search: Whether decode steps of long sequences search in this batch.
             found: Number of rows that searches have found for each KV head, in all sequences
                 together. None: each search finds `k` rows, or all if there are fewer.
@@ -72,7 +79,7 @@ class Steps:
         if not search:
             return Steps(0, len(lengths), stored + (found or 0), stored)
         indexed = np.maximum(lengths - options.local_window, 0) // BLOCK * BLOCK
-        searched = (lengths >= options.dense_below) & (indexed > options.sink)
+        searched = (lengths >= limit.dense_below) & (indexed > options.sink)
         each = np.minimum(options.most_rows, indexed - options.sink) if found is None else 0
         read = np.where(searched, each + options.sink + lengths - indexed, lengths)
         count = int(searched.sum())

@@ -14,7 +14,7 @@ from kvindex.core.config import make_config, read_options, split_spec, unknown
 from kvindex.layer.arguments import AUTO_ERROR, AUTO_ROWS
 from kvindex.pariskv.block_layout import BLOCK, Layout, SubspaceLayout
 from kvindex.pariskv.config import ParisKVConfig
-from kvindex_adapters.vllm import reports
+from kvindex_adapters.vllm import costs, reports
 from kvindex_adapters.vllm.reading import Reading
 
 BACKEND = "KVINDEX"
@@ -60,7 +60,8 @@ class Options:
         sink: Number of first tokens that each step attends to exactly.
         local_window: Minimum number of newest tokens that each step attends to exactly. A step
             attends to up to 255 more, because only whole blocks of 256 tokens are searched.
-        dense_below: Sequences with fewer tokens use full attention.
+        dense_below: Sequences with fewer tokens use full attention. "auto" for the number that
+            `costs` computes: on a CPU 2,048.
         rows: Where keys and values are stored: "device" for vLLM's pages, or "host" for pinned
             memory.
         cached_rows: With `rows="host"`, number of rows per KV head and layer in the device's cache,
@@ -82,7 +83,7 @@ class Options:
     k: int | str = 100
     sink: int = 64
     local_window: int = 256
-    dense_below: int = 2048
+    dense_below: int | str = costs.AUTO
     rows: str = "device"
     cached_rows: int = 4096
     prefill: str = "dense"
@@ -106,7 +107,7 @@ class Options:
             )
         check.at_least("sink", self.sink, 0)
         check.at_least("local_window", self.local_window, 0)
-        check.at_least("dense_below", self.dense_below, 0)
+        costs.checked(self.dense_below)
         if self.rows not in ROWS:
             raise ValueError(f"rows: got {self.rows!r}, allowed is one of {', '.join(ROWS)}")
         cached = check.at_least("cached_rows", self.cached_rows, 4)
@@ -213,14 +214,18 @@ class Options:
         how = self.prefill, self.prefill_selector, self.prefill_mass, self.prefill_last
         return Reading(*how)
 
-    def explain(self) -> str:
-        """Describe how many rows a decode step retrieves, and in which sequences."""
+    def explain(self, limit: costs.Limit) -> str:
+        """Describe how many rows a decode step retrieves, and in which sequences.
+
+        Args:
+            limit: The sequences that search.
+        """
         rows = f"k={self.k} rows"
         if self.allowed_error is not None:
             rows = f"up to {self.most_rows} rows, as many as error={self.allowed_error} asks for,"
         return (
-            f"By {self.index}: {rows} of sequences of at least {self.dense_below} tokens, "
-            f"in addition to {self.sink} first and {self.local_window} or more newest ones"
+            f"By {self.index}: {rows} of {limit.explain()}, in addition to {self.sink} "
+            f"first and {self.local_window} or more newest ones"
         )
 
     def layout(self, head_dim: int) -> Layout:

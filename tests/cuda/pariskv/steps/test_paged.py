@@ -66,7 +66,7 @@ class Engine:
             k=self.options.k,
             sink=self.options.sink,
             local_window=self.options.local_window,
-            dense_below=self.options.dense_below,
+            dense_below=self.paged.limit.dense_below,
             most_rows=len(LENGTHS),
             tokens=1280,
             new_tokens=2048,
