@@ -6,7 +6,8 @@ engine `kvindex` uses the plug-in. Each runs in a process of its own.
 
     python -m benchmarks.serving [--shape SHAPE] [--layers L] [--context N] [--batch B …] [--shared]
         [--index SPEC] [--k K] [--rows WHERE] [--dense-below TOKENS] [--written T] [--rounds R]
-        [--stock-block TOKENS] [--plain] [--arrivals PER_S --requests N] [--without-check] --json OUT
+        [--stock-block TOKENS] [--plain] [--arrivals PER_S --requests N] [--without-check]
+        --json OUT
 
 **Check.** First, each engine generates tokens greedily with a model that has only four layers. The
 plug-in retrieves all tokens (k is as large as the sequence). The engines must generate the same
