@@ -12,6 +12,9 @@ from the host (kernels/common/row_cache.cuh). All tensors stay at fixed addresse
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -87,3 +90,44 @@ class RowCache:
         """Return the bytes that the cache takes on the device."""
         parts: tuple[Tensor, ...] = (self.tags, self.stamps, self.clocks, self.counts, self.data)
         return sum(part.nbytes for part in parts)
+
+
+class LookupCounter:
+    """Reads the counters of several row caches from time to time, without waiting for the device.
+
+    Args:
+        caches: The caches, which have the same number of groups.
+        interval: Number of calls of `read` from one copy of the counters to the next.
+    """
+
+    def __init__(self, caches: Sequence[RowCache], interval: int = 64) -> None:
+        self._caches, self._interval, self._calls = list(caches), interval, 0
+        self._known = torch.stack([cache.counts for cache in self._caches]).cpu().long()
+        self._copy = torch.zeros_like(self._known, dtype=torch.int32)
+        self._copied: Any = None  # an event that is recorded when `_copy` is complete
+        if self._caches[0].counts.is_cuda:
+            self._copy = self._copy.pin_memory()
+
+    def read(self) -> tuple[int, int]:
+        """Return how many rows have been looked up, and how many of these the caches contained,
+        since the previous call that returned numbers other than 0.
+
+        Call this once in each decode step. Most calls return 0 and 0.
+        """
+        self._calls += 1
+        found = self._differences() if self._copied is not None and self._copied.query() else (0, 0)
+        if self._calls % self._interval == 0 and self._copied is None:
+            counts = torch.stack([cache.counts for cache in self._caches])
+            self._copy.copy_(counts, non_blocking=True)
+            if not counts.is_cuda:
+                return self._differences()
+            self._copied = torch.cuda.current_stream(counts.device).record_event()
+        return found
+
+    def _differences(self) -> tuple[int, int]:
+        self._copied = None
+        counts = self._copy.long()
+        more = (counts - self._known) % 2**32  # the counters wrap around
+        self._known = counts
+        looked_up, found = more.sum((0, 1)).tolist()
+        return looked_up, found

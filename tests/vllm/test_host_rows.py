@@ -127,8 +127,15 @@ def emulated_engine(on_a_cpu, engine, model):
 
 def test_the_engine_decodes_from_rows_on_the_host(emulated_engine, stock):
     """The batch has mixed lengths, blocks that fill, cached prefixes, and preempted sequences."""
+    from prometheus_client import REGISTRY
+
     from tests.vllm.on_a_cpu import Attention
 
+    def lookups():
+        names = [f"vllm:kvindex_rows_{kind}_total" for kind in ("looked_up", "cached")]
+        return [REGISTRY.get_sample_value(name, {"engine": "0"}) for name in names]
+
+    before = lookups()
     prompts = [prompt(length, seed) for seed, length in enumerate((700, 300, 20, 508))]
     assert tokens(emulated_engine, prompts, 8) == tokens(stock, prompts, 8)
     assert Attention.searched >= 2 * 4
@@ -143,6 +150,8 @@ def test_the_engine_decodes_from_rows_on_the_host(emulated_engine, stock):
     prompts = [prompt(length, seed=20 + length) for length in lengths]
     expected = [tokens(stock, [ids], 20)[0] for ids in prompts]
     assert tokens(emulated_engine, prompts, 20) == expected
+    looked_up, cached = (new - old for new, old in zip(lookups(), before, strict=True))
+    assert looked_up > cached > looked_up / 2  # most rows are read again in the next step
 
 
 @pytest.mark.parametrize("kind", ["tensor", "pipeline"])

@@ -67,6 +67,22 @@ def test_counters_are_read_by_another_process(folder, monkeypatch):
     assert collected(folder)["vllm:kvindex_rows_stored_total"] == 806
 
 
+def test_lookups_in_the_row_cache_are_counted_if_there_is_one(folder):
+    pytest.importorskip("prometheus_client")
+    counters = metrics.Counters.open(1, lookups=True)
+    counters.add_lookups(0, 0)
+    found = collected(folder)
+    assert len(found) == 6
+    assert found["vllm:kvindex_rows_looked_up_total"] == 0
+    counters.add_lookups(10, 7)
+    counters.add_lookups(5, 5)
+    counters.add(Steps(1, 0, 5, 6))
+    found = collected(folder)
+    assert found["vllm:kvindex_rows_looked_up_total"] == 15
+    assert found["vllm:kvindex_rows_cached_total"] == 12
+    assert found["vllm:kvindex_rows_read_total"] == 5
+
+
 def test_the_folder_of_vllm_comes_first(folder, tmp_path, monkeypatch):
     pytest.importorskip("prometheus_client")
     own = tmp_path / "own"

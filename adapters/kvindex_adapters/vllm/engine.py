@@ -453,7 +453,8 @@ class StepCounter:
         self._rows = 0.0  # fraction of a row that is not counted yet
         codes = [layer for layer in self._layers.values() if isinstance(layer, CodesLayer)]
         self._mixed = any(layer.mixed for layer in codes)
-        self._config, self._limit = config, codes[0].limit
+        self._config, self._limit, self._host = config, codes[0].limit, codes[0].host
+        self._lookups: Any = None
 
     @staticmethod
     def of(config: VllmConfig, layer_names: list[str]) -> StepCounter | None:
@@ -476,16 +477,21 @@ class StepCounter:
         logger.info("kvindex: %s", explain(config))
         if not get_pp_group().is_first_rank:
             return None
-        counters = Counters.open(config.parallel_config.data_parallel_index)
+        number, cached = config.parallel_config.data_parallel_index, first.host is not None
+        counters = Counters.open(number, lookups=cached)
         return None if counters is None else StepCounter(config, counters)
 
     def count(self, common: CommonAttentionMetadata) -> None:
         """Count the decode steps of a batch. Their lengths may be upper bounds, because the host
         does not wait for the device.
 
-        A step that verifies drafted tokens is counted once for each of its tokens. If searches
-        choose the number of rows, the rows of a batch are counted with the next batch.
+        A step that verifies drafted tokens is counted once for each of its tokens. Lookups in the
+        row cache are counted some steps later. If searches choose the number of rows, the rows of a
+        batch are counted with the next batch.
         """
+        if self._host is not None:
+            self._lookups = self._lookups or self._host.lookup_counter()
+            self._counters.add_lookups(*self._lookups.read())
         lengths = common.seq_lens_cpu_upper_bound
         if lengths is None:
             lengths = common.seq_lens

@@ -39,6 +39,16 @@ COUNTERS = {
 """Names and descriptions of the counters, in the order of the fields of `Steps`."""
 
 
+LOOKUPS = {
+    "vllm:kvindex_rows_looked_up": (
+        "Rows in host memory that decode steps looked up in the row cache of the device, in all KV "
+        "heads and layers of the first worker process."
+    ),
+    "vllm:kvindex_rows_cached": "Looked-up rows that the row cache contained.",
+}
+"""Names and descriptions of the counters of an engine with rows in host memory."""
+
+
 @dataclass(frozen=True)
 class Steps:
     """What the decode steps of one batch read.
@@ -92,35 +102,48 @@ class Counters:
     Args:
         folder: Folder of the file.
         engine: Number of the engine among those of data parallelism.
+        lookups: Whether to count lookups in a row cache too.
     """
 
-    def __init__(self, folder: Path, engine: int) -> None:
+    def __init__(self, folder: Path, engine: int, *, lookups: bool = False) -> None:
         from prometheus_client.mmap_dict import MmapedDict, mmap_key
 
         # the collector reads the type of the metrics from the first part of the name
         self._file = MmapedDict(str(folder / f"counter_kvindex-{os.getpid()}.db"))
         weakref.finalize(self, self._file.close)
         labels = ["engine"], [str(engine)]
-        self._keys = [
-            mmap_key(name, f"{name}_total", *labels, text) for name, text in COUNTERS.items()
-        ]
-        for key in self._keys:
+        self._keys, self._lookups = (
+            [mmap_key(name, f"{name}_total", *labels, text) for name, text in names.items()]
+            for names in (COUNTERS, LOOKUPS if lookups else {})
+        )
+        for key in self._keys + self._lookups:
             self._file.read_value(key)  # writes 0 for a new key
 
     @staticmethod
-    def open(engine: int) -> Counters | None:
+    def open(engine: int, *, lookups: bool = False) -> Counters | None:
         """Return the counters of this process, or None if no process would read them.
 
         Args:
             engine: Number of the engine among those of data parallelism.
+            lookups: Whether to count lookups in a row cache too.
         """
         path = os.environ.get(FOLDER)
         folder = Path(path) if path else reports.folder()
-        return Counters(folder, engine) if folder and folder.is_dir() else None
+        if folder is None or not folder.is_dir():
+            return None
+        return Counters(folder, engine, lookups=lookups)
 
     def add(self, steps: Steps) -> None:
         """Add the steps of one batch."""
-        for key, value in zip(self._keys, astuple(steps), strict=True):
+        self._add(self._keys, astuple(steps))
+
+    def add_lookups(self, looked_up: int, cached: int) -> None:
+        """Add rows that were looked up, and the number of these that the row cache contained."""
+        if looked_up:
+            self._add(self._lookups, (looked_up, cached))
+
+    def _add(self, keys: list[str], values: tuple[int, ...]) -> None:
+        for key, value in zip(keys, values, strict=True):
             self._file.write_value(key, self._file.read_value(key)[0] + value, 0.0)
 
 

@@ -20,7 +20,7 @@ from kvindex_cuda.memory.budget import Budget, shared_budget
 from kvindex_cuda.memory.host_pages import HostPages
 from kvindex_cuda.memory.page_rows import gather_pages, load_kernels, write_pages
 from kvindex_cuda.memory.pages import Pages
-from kvindex_cuda.memory.row_cache import RowCache
+from kvindex_cuda.memory.row_cache import LookupCounter, RowCache
 from kvindex_cuda.pariskv.steps.paged import PagedSteps
 
 
@@ -142,6 +142,10 @@ class HostRows:
         if self._host is not None:
             self._host.close()
             self._host = None
+
+    def lookup_counter(self) -> LookupCounter:
+        """Return an object that reads the lookups in the row caches of all layers."""
+        return LookupCounter(self.caches)
 
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Write the keys and values of new tokens to a layer's pages (see `write_pages`)."""
