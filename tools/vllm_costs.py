@@ -68,7 +68,7 @@ class Point:
 def points() -> Iterator[Point]:
     """Read the measurements."""
     for file in FILES:
-        found = json.loads((RESULTS / file).read_text())
+        found = json.loads((RESULTS / file).read_text(encoding="utf-8"))
         gpu = next(kind for kind in GPUS if kind in found["machine"]["gpu"].split())
         for point in found["points"]:
             times = (point[name]["median_us"] for name in ("dense", "step_device"))
@@ -122,11 +122,11 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="Only compare the file")
     given, text = parser.parse_args(), json.dumps(table(), indent=1) + "\n"
     if given.check:
-        if WRITTEN.read_text() != text:
+        if WRITTEN.read_text(encoding="utf-8") != text:
             print(f"{WRITTEN}: run tools/vllm_costs.py", file=sys.stderr)
             return 1
         return 0
-    WRITTEN.write_text(text)
+    WRITTEN.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -98,6 +98,19 @@ def test_as_many_rows_as_there_are_give_the_engines_own_tokens(made, taught, gra
     assert written(mine, PROMPTS) == taught[: len(PROMPTS)]
 
 
+@pytest.mark.parametrize("dense_graphs", [False, True])
+def test_short_batches_have_graphs_with_flash_attention(made, taught, dense_graphs):
+    """FlashAttention computes them there. In graphs that search, sequences of fewer than 2,048
+    tokens get full attention too.
+
+    The test uses the model runner that VLLM_USE_V2_MODEL_RUNNER selects (0 or 1).
+    """
+    asked = {"index": "pariskv:preset=fast", "k": 1, "dense_graphs": dense_graphs}
+    mine = made(asked, True)
+    assert written(mine, PROMPTS) == taught[: len(PROMPTS)]
+    assert written(mine, [ALONE]) == [taught[-1]]
+
+
 @pytest.mark.parametrize("index", ["pariskv:preset=precise", "pariskv:sign_decoder=mean"])
 def test_other_presets(made, taught, index):
     mine = made(EVERY | {"index": index}, True, block_size=512)

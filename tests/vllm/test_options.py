@@ -64,6 +64,7 @@ def engine(additional=None, backend="KVINDEX", **other):
         "disable_hybrid_kv_cache_manager": True,
         "speculative_config": None,
         "kv_transfer_config": None,
+        "use_ubatching": False,
         "additional_config": {} if additional is None else additional,
         **other,
     }
@@ -148,6 +149,25 @@ def test_engines_that_are_not_supported(setting, said):
     assert said in reason
     if "additional" not in setting:  # without the backend, nothing is checked
         assert unsupported.engine_reasons(engine(backend=None, **setting)) == []
+
+
+@pytest.mark.usefixtures("separate")
+@pytest.mark.parametrize(
+    ("asked", "setting", "said"),
+    [
+        ({"dense_below": 2048}, {}, "dense_below=2048, allowed is False, or dense_below='auto'"),
+        ({"rows": "host"}, {}, "rows='host', allowed is False, or rows='device'"),
+        ({}, {"use_ubatching": True}, "use_ubatching, allowed is False, or use_ubatching=False"),
+    ],
+)
+def test_two_graphs_are_not_supported_with_all_settings(asked, setting, said):
+    given = {"kvindex": {"dense_graphs": True}}
+    assert unsupported.engine_reasons(engine(given)) == []
+    (reason,) = unsupported.engine_reasons(
+        engine({"kvindex": {"dense_graphs": True, **asked}}, **setting)
+    )
+    assert reason == f"dense_graphs: got True with {said}"
+    assert unsupported.engine_reasons(engine({"kvindex": asked}, **setting)) == []
 
 
 @pytest.mark.usefixtures("separate")

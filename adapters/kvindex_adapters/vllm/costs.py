@@ -200,6 +200,6 @@ def kind_of(gpu: str) -> Costs:
 @cache
 def read() -> Mapping[str, Any]:
     """Read `costs.json`: kind of GPU -> name of a field of `Costs` -> number."""
-    text = files("kvindex_adapters.vllm").joinpath("costs.json").read_text()
+    text = files("kvindex_adapters.vllm").joinpath("costs.json").read_text(encoding="utf-8")
     kinds: Mapping[str, Any] = json.loads(text)["gpus"]
     return kinds

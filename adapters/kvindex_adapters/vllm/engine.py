@@ -160,6 +160,12 @@ def first_layer(config: VllmConfig) -> int:
     return start
 
 
+def first_codes(config: VllmConfig) -> CodesLayer:
+    """Return the first `CodesLayer` of an engine with an index in at least one layer."""
+    layers = config.compilation_config.static_forward_context.values()
+    return next(layer for layer in layers if isinstance(layer, CodesLayer))
+
+
 def spec_of_rows(spec: FullAttentionSpec, geometry: Geometry) -> FullAttentionSpec:
     """Return vLLM's specification for pages that contain a layer's keys and values."""
     g = geometry
@@ -419,19 +425,20 @@ def reads(common: CommonAttentionMetadata) -> bool:
     return common.is_prefilling is not None and bool(common.is_prefilling[: common.num_reqs].any())
 
 
-def batch_searches(config: VllmConfig, limit: Limit, common: CommonAttentionMetadata) -> bool:
+def batch_searches(config: VllmConfig, common: CommonAttentionMetadata) -> bool:
     """Return False for a batch of decode steps that FlashAttention computes faster on a GPU.
 
-    A CUDA graph of a whole step searches in any case. vLLM decides before this call whether it
-    replays one.
+    Unless there are two graphs for each batch size (`two_graphs`), a full CUDA graph searches in
+    any case. vLLM decides before this call whether it replays one.
 
     Args:
-        config: The engine's configuration.
-        limit: The sequences that search.
+        config: The configuration of an engine with an index in at least one layer.
         common: vLLM's metadata of the batch. The lengths of its sequences may be upper bounds.
     """
     mode, known = config.compilation_config.cudagraph_mode, common.seq_lens_cpu_upper_bound
+    options, limit = options_of(config), first_codes(config).limit
     graphs = mode is None or mode.has_full_cudagraphs()
+    graphs = graphs and not (options is not None and options.dense_graphs)
     if limit.costs is None or graphs or known is None:
         return True
     lengths = known[: common.num_reqs].numpy()
@@ -451,9 +458,10 @@ class StepCounter:
         self._drafted = drafted_tokens(config)
         self._layers = config.compilation_config.static_forward_context
         self._rows = 0.0  # fraction of a row that is not counted yet
-        codes = [layer for layer in self._layers.values() if isinstance(layer, CodesLayer)]
-        self._mixed = any(layer.mixed for layer in codes)
-        self._config, self._limit, self._host = config, codes[0].limit, codes[0].host
+        layers = self._layers.values()
+        self._mixed = any(isinstance(layer, CodesLayer) and layer.mixed for layer in layers)
+        first, self._config = first_codes(config), config
+        self._limit, self._host = first.limit, first.host
         self._lookups: Any = None
 
     @staticmethod
@@ -470,8 +478,7 @@ class StepCounter:
         Returns:
             The counter, or None if another builder or process counts, or if nothing reads it.
         """
-        layers = config.compilation_config.static_forward_context.values()
-        first = next(layer for layer in layers if isinstance(layer, CodesLayer))
+        first = first_codes(config)
         if first.counted_with not in layer_names or get_tensor_model_parallel_rank() != 0:
             return None
         logger.info("kvindex: %s", explain(config))
@@ -510,7 +517,7 @@ class StepCounter:
         few = common.max_query_len <= 1 + self._drafted
         search = self._mixed or common.max_query_len == 1 or (few and not reads(common))
         if not self._mixed:
-            search = search and batch_searches(self._config, self._limit, common)
+            search = search and batch_searches(self._config, common)
         found = None
         if budgets := self._budgets():
             search = search and all(budget.known for budget in budgets)

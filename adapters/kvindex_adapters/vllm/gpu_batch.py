@@ -16,6 +16,7 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from kvindex.core.geometry import Geometry
 from kvindex.core.transaction import in_plain_torch
+from kvindex_adapters.vllm import two_graphs
 from kvindex_adapters.vllm.engine import (
     CodesLayer,
     batch_searches,
@@ -161,6 +162,7 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         self._geometries: set[Geometry | None] = set()
         self._caches: list[Tensor] = []
         self._steps: PagedSteps | None = None
+        self._capturing = False
         self._host: HostRows | None = None
         context = vllm_config.compilation_config.static_forward_context
         if self._options is not None:
@@ -208,7 +210,9 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         rows, starts, whole = 0, [], None
         sparse: list[SparseChunk] = []
         tables, lengths = common.block_table_tensor, common.seq_lens
-        if not self._may_search(common):
+        full = not self._may_search(common)
+        two_graphs.choose(full and self._graphs)
+        if full and not self._graphs:
             pass  # FlashAttention computes the batch
         elif self._layers and common.max_query_len == 1:
             rows, whole = common.num_reqs, single_prompts(common)
@@ -223,10 +227,10 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
             sparse = sparse_chunks(common, prompts)
         if sparse:
             return self._build_sparse(common, sparse)
-        alone = (
-            bool(rows) or self._host is not None
-        )  # vLLM's schedule for FlashAttention is not needed
-        metadata = super().build(common_prefix_len, common, fast_build or alone)
+        alone = bool(rows) or self._host is not None
+        # vLLM's schedule for FlashAttention is not needed, unless one of two graphs contains it
+        scheduled = self._graphs and (full or self._capturing)
+        metadata = super().build(common_prefix_len, common, fast_build or (alone and not scheduled))
         metadata.searching = None
         if not self._layers:
             return metadata
@@ -239,11 +243,29 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
             metadata.searching = Searching(steps, numbers, rows, parts, common)
         return metadata
 
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> FlashAttentionMetadata:
+        """Build the metadata of a batch for a capture."""
+        self._capturing = True
+        try:
+            return super().build_for_cudagraph_capture(common_attn_metadata)
+        finally:
+            self._capturing = False
+
+    @property
+    def _graphs(self) -> bool:
+        """True if there are two full CUDA graphs for each batch size."""
+        mode = self.vllm_config.compilation_config.cudagraph_mode
+        if self._options is None or not self._options.dense_graphs or self._host is not None:
+            return False
+        return mode is None or mode.has_full_cudagraphs()
+
     def _may_search(self, common: CommonAttentionMetadata) -> bool:
         """Return False for a batch of decode steps that FlashAttention computes faster."""
         if not self._layers or common.max_query_len > 1 + self._drafted:
             return True
-        return batch_searches(self.vllm_config, self._layers[0].impl.codes.limit, common)
+        return batch_searches(self.vllm_config, common)
 
     def _build_sparse(
         self, common: CommonAttentionMetadata, chunks: list[SparseChunk]

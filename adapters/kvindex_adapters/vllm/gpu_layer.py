@@ -13,6 +13,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAtten
 import kvindex_cuda
 from kvindex.core.geometry import Geometry
 from kvindex.core.transaction import in_plain_torch
+from kvindex_adapters.vllm import two_graphs
 from kvindex_adapters.vllm.costs import FALLBACK, limit_of
 from kvindex_adapters.vllm.engine import (
     CodesLayer,
@@ -98,6 +99,8 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
             self.number = self.host.add_layer()
         if options.reading.sparse:
             install_runner(config)
+        if options.dense_graphs:
+            two_graphs.install()
         self.options = options
 
     def explain(self) -> str:
@@ -129,7 +132,12 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
     ) -> Tensor:
         """Compute the attention of queries `[T, H, D]` of all sequences into `output`."""
         rows = self._rows(kv_cache)
-        if attn_metadata is None or self.codes is None or attn_metadata.searching is None:
+        if (
+            attn_metadata is None
+            or self.codes is None
+            or attn_metadata.searching is None
+            or two_graphs.full()
+        ):
             given = layer, query, key, value, rows, attn_metadata, output
             return self.attend_whole(*given, output_scale, output_block_scale)
         check_output(output_scale, output_block_scale)

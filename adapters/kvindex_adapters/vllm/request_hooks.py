@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
 
 from kvindex_adapters.vllm.engine import options_of
 from kvindex_adapters.vllm.options import Options
+from kvindex_adapters.vllm.patches import patch
 from kvindex_adapters.vllm.reading import PREFIX, Prompt, Prompts, Reading
 from kvindex_adapters.vllm.unsupported import ALIGN, refuse
 
@@ -36,10 +36,10 @@ def install() -> None:
     processor = importlib.import_module("vllm.v1.engine.input_processor").InputProcessor
     core = importlib.import_module("vllm.v1.engine.core").EngineCore
     scheduler = importlib.import_module("vllm.v1.core.sched.scheduler").Scheduler
-    _patch(processor, "process_inputs", _checking)
-    _patch(core, "preprocess_add_request", _salting)
-    _patch(scheduler, "__init__", _switching)
-    _patch(scheduler, ALIGN, _aligning)
+    patch(processor, "process_inputs", _checking, __name__)
+    patch(core, "preprocess_add_request", _salting, __name__)
+    patch(scheduler, "__init__", _switching, __name__)
+    patch(scheduler, ALIGN, _aligning, __name__)
 
 
 def install_runner(config: Any) -> None:
@@ -62,7 +62,7 @@ def install_runner(config: Any) -> None:
             f"{', '.join(methods)}, allowed is 'dense'"
         )
     for name, wrap in methods.items():
-        _patch(runner, name, wrap)
+        patch(runner, name, wrap, __name__)
 
 
 def sparse_prompts() -> list[Prompt | None]:
@@ -103,15 +103,6 @@ def _reading(owner: Any) -> Reading | None:
         stored["kvindex_reading"] = None if options is None else options.reading
     found: Reading | None = stored["kvindex_reading"]
     return found
-
-
-def _patch(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Any]) -> None:
-    """Wrap a method of a class, unless it is missing or wrapped already."""
-    own = vars(owner).get(name)
-    if own is not None and own.__module__ != __name__:
-        wrapped = wraps(own)(wrap(own))
-        wrapped.__module__ = __name__
-        setattr(owner, name, wrapped)
 
 
 def _checking(own: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ from kvindex.core.geometry import Geometry
 from kvindex.layer.arguments import check_sparse
 from kvindex.pariskv.block_layout import BLOCK
 from kvindex_adapters.vllm import reports
+from kvindex_adapters.vllm.costs import AUTO
 from kvindex_adapters.vllm.options import BACKEND, Options
 from kvindex_adapters.vllm.reading import ROOM
 
@@ -116,6 +117,7 @@ def engine_reasons(config: Any) -> list[str]:
     assert options is not None
     reasons += _setting_reasons(config) + _model_reasons(config, options)
     reasons += _draft_reasons(config, options)
+    reasons += _graph_reasons(config, options) if options.dense_graphs else []
     return reasons + (_sparse_engine_reasons(config, options) if options.reading.sparse else [])
 
 
@@ -224,6 +226,25 @@ def _model_reasons(config: Any, options: Options) -> list[str]:
             not model.is_hybrid or packs(config, options),
             f"rows='device' and vLLM 0.28 or newer for such a model, or {other}",
         ),
+    )
+
+
+def _graph_reasons(config: Any, options: Options) -> list[str]:
+    """Return the reasons why an engine cannot have two CUDA graphs for each batch size."""
+    wanted = (
+        (
+            options.dense_below == AUTO,
+            f"dense_below={options.dense_below!r}",
+            f"dense_below={AUTO!r}",
+        ),
+        (options.rows == "device", f"rows={options.rows!r}", "rows='device'"),
+        (not config.parallel_config.use_ubatching, "use_ubatching", "use_ubatching=False"),
+    )
+    return _reasons(
+        *(
+            ("dense_graphs", f"True with {got}", fine, f"False, or {need}")
+            for fine, got, need in wanted
+        )
     )
 
 
