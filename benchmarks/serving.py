@@ -5,9 +5,9 @@ weights in the shape of a model. The engine `stock` uses the attention that vLLM
 engine `kvindex` uses the plug-in. Each runs in a process of its own.
 
     python -m benchmarks.serving [--shape SHAPE] [--layers L] [--context N] [--batch B …] [--shared]
-        [--index SPEC] [--k K] [--rows WHERE] [--dense-below TOKENS] [--written T] [--rounds R]
-        [--stock-block TOKENS] [--plain] [--arrivals PER_S --requests N] [--without-check]
-        --json OUT
+        [--index SPEC] [--k K] [--rows WHERE] [--dense-below TOKENS] [--dense-graphs]
+        [--written T] [--rounds R] [--stock-block TOKENS] [--plain]
+        [--arrivals PER_S --requests N] [--without-check] --json OUT
 
 **Check.** First, each engine generates tokens greedily with a model that has only four layers. The
 plug-in retrieves all tokens (k is as large as the sequence). The engines must generate the same
@@ -125,6 +125,12 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         type=tokens_or_auto,
         default="auto",
         help="Length in tokens below which the plug-in uses full attention, or auto",
+    )
+    parser.add_argument(
+        "--dense-graphs",
+        action="store_true",
+        help="Let vLLM capture a second CUDA graph with FlashAttention for each batch size, for "
+        "batches in which a search does not pay",
     )
     parser.add_argument(
         "--written",
@@ -339,6 +345,7 @@ def large(given: argparse.Namespace, plan: str, folder: str) -> Any:
     tokens = given.context + given.written + BLOCK
     sizes = dict(layers=given.layers, tokens=tokens, rows=max(given.batch))
     options = dict(index=given.index, k=given.k, dense_below=given.dense_below)
+    options |= dict(dense_graphs=given.dense_graphs)
     return opened(given, plan, folder, **options, **sizes)
 
 

@@ -80,3 +80,17 @@ def test_requests_that_arrive_wait_for_tokens(monkeypatch):
     shown = serving.waits(found)
     assert set(shown) == {"first_ms", "first_ms_99", "between_ms", "between_ms_99"}
     assert 0 <= shown["first_ms"] <= shown["first_ms_99"]
+
+
+def test_options_of_the_plug_in(monkeypatch):
+    opened = []
+    monkeypatch.setattr(serving, "opened", lambda *given, **options: opened.append(options))
+    options = ["--json", "out", "--k", "50", "--dense-below", "8192"]
+    for more in ([], ["--dense-graphs", "--dense-below", "auto"]):
+        serving.large(serving.arguments(options + more), "kvindex", "folder")
+    asked = dict(index="pariskv:sign_decoder=mean", k=50)
+    sizes = dict(layers=None, tokens=131_072 + 128 + 256, rows=1)
+    assert opened == [
+        asked | sizes | dict(dense_below=8192, dense_graphs=False),
+        asked | sizes | dict(dense_below="auto", dense_graphs=True),
+    ]
