@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,21 @@ def test_other_values_are_refused(given):
     said = f"dense_below: got {given!r}, allowed is an integer of at least 0, or 'auto'"
     with pytest.raises(ValueError, match=said):
         costs.checked(given)
+
+
+TABLE = r"^\| (?:(\d+), (\d+), (\d+) .*?)?\| (H\d+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|$"
+
+
+def test_the_table_of_the_page():
+    """A search takes less time than full attention from these lengths on."""
+    rows = re.findall(TABLE, (ROOT / "docs/adapters/vllm.md").read_text(), re.MULTILINE)
+    assert len(rows) == 6
+    shape = {}
+    for *sizes, gpu, one, four, sixteen in rows:
+        if sizes[0]:
+            shape = dict(zip(("q_heads", "kv_heads", "head_dim"), map(int, sizes), strict=True))
+        limit = on(gpu, **shape)
+        for batch, shown in ((1, one), (4, four), (16, sixteen)):
+            length = int(shown.replace(",", ""))
+            assert limit.searches([round(length * 1.02)] * batch)
+            assert not limit.searches([round(length * 0.95)] * batch)
