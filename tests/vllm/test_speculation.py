@@ -217,8 +217,10 @@ def test_drafts_that_are_not_supported(stock, engine, model, asked, how, said):
         engine(model, EVERY | asked, speculative_config=speculative)
 
 
-def test_steps_of_several_tokens_are_counted():
+def test_steps_of_several_tokens_are_counted(monkeypatch):
     pytest.importorskip("vllm")
+    from kvindex_adapters.vllm import engine as module
+    from kvindex_adapters.vllm.costs import Limit
     from kvindex_adapters.vllm.engine import StepCounter
     from kvindex_adapters.vllm.metrics import Steps
 
@@ -226,6 +228,9 @@ def test_steps_of_several_tokens_are_counted():
     counter = StepCounter.__new__(StepCounter)
     counter._options, counter._drafted, counter._mixed = Options(**EVERY), DRAFTS, False
     counter._counters = SimpleNamespace(add=counted.append)
+    counter._config = counter._host = None
+    counter._limit = limit = Limit(EVERY["dense_below"])
+    monkeypatch.setattr(module, "batch_searches", lambda config, common: True)
     common = SimpleNamespace(
         query_start_loc_cpu=torch.tensor([0, 4, 5, 5]),
         seq_lens_cpu_upper_bound=torch.tensor([900, 40, 0]),
@@ -234,8 +239,8 @@ def test_steps_of_several_tokens_are_counted():
         is_prefilling=None,
     )
     counter.count(common)
-    assert counted == [Steps.of([900, 899, 898, 897, 40], Options(**EVERY))]
+    assert counted == [Steps.of([900, 899, 898, 897, 40], Options(**EVERY), limit)]
     common.is_prefilling = torch.tensor([True, False, False])  # four tokens of a prompt
     counter._mixed = True
     counter.count(common)
-    assert counted[1] == Steps.of([40], Options(**EVERY))
+    assert counted[1] == Steps.of([40], Options(**EVERY), limit)
