@@ -120,8 +120,22 @@ class TokenGraph:
         return self._session.agreed(self._sampler.choose(logits))[:, None]
 
 
-SEARCH_EVERY = 8
-"""One of so many successive drafts searches. The others reuse the rows that it has selected."""
+SEARCH_EVERY = 3
+"""One of so many successive drafts searches, if drafts take a large part of the time. The others
+reuse the rows that it has selected."""
+
+CHEAP = 0.1
+"""Largest time of a draft, relative to its verification (`Session.draft_cost`), with which every
+draft searches. A search then costs little, and more drafts are accepted."""
+
+
+def search_every(cost: float | None) -> int:
+    """Return how many successive drafts have one search.
+
+    Args:
+        cost: `Session.draft_cost`, or None if the drafts are not verified by full attention.
+    """
+    return SEARCH_EVERY if cost is not None and cost > CHEAP else 1
 
 
 class DraftWriter:
@@ -135,19 +149,26 @@ class DraftWriter:
         sampler: The sampler of the generation, which chooses the most likely tokens.
         searching: The graph of the session's usual decode steps.
         graphs: Whether decode steps may be captured in a CUDA graph.
+        every: One of so many drafts searches (`search_every`).
     """
 
     def __init__(
-        self, session: Session, sampler: Sampler, searching: TokenGraph, *, graphs: bool = True
+        self,
+        session: Session,
+        sampler: Sampler,
+        searching: TokenGraph,
+        *,
+        graphs: bool = True,
+        every: int = SEARCH_EVERY,
     ) -> None:
-        self._searching, self._repeating = searching, None
-        if graphs and session.can_repeat:
+        self._searching, self._repeating, self._every = searching, None, every
+        if graphs and every > 1 and session.can_repeat:
             self._repeating = TokenGraph(session, sampler, repeats=True)
         self._selected = False  # whether rows that can be reused were selected for this draft
 
     def step(self, place: int) -> None:
         """Write the draft number `place` of a round to `session.token`, which is its input, too."""
-        if place % SEARCH_EVERY and self._selected and self._repeating is not None:
+        if place % self._every and self._selected and self._repeating is not None:
             self._repeating.step(drafts=True)
         else:
             self._selected = self._searching.step(drafts=True)

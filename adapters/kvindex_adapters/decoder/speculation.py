@@ -48,6 +48,7 @@ class Speculator:
         graphs: CUDA graphs for steps of several tokens, or None.
         draft: Function like `step` for a token that may be rejected. It gets the number of the
             draft in its round. None runs such steps op by op.
+        cost: Time of a draft, relative to a round without drafts (`DraftLength`).
     """
 
     def __init__(
@@ -61,10 +62,10 @@ class Speculator:
         read: Read,
         graphs: DraftGraphs | None = None,
         draft: Callable[[int], None] | None = None,
+        cost: float | None = None,
     ) -> None:
         self._session, self._sampler, self._full = session, sampler, speculation.full
         self._graphs, self._draft = graphs, draft
-        cost = session.draft_cost() if speculation.full else None
         self._length, self._step, self._read = DraftLength(speculation, cost), step, read
         self._known = [PromptLookup(ids) for ids in known]
 

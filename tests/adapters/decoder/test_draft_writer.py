@@ -3,7 +3,7 @@
 import pytest
 
 from kvindex_adapters.decoder import graph
-from kvindex_adapters.decoder.graph import SEARCH_EVERY, DraftWriter
+from kvindex_adapters.decoder.graph import CHEAP, SEARCH_EVERY, DraftWriter, search_every
 
 
 class Steps:
@@ -58,3 +58,8 @@ def test_without_graphs_each_draft_searches(monkeypatch, graphs, can_repeat):
     for place in range(3):
         writer.step(place)
     assert "".join(done) == "SSS"
+
+
+def test_every_draft_searches_where_verification_takes_most_of_the_time():
+    assert search_every(None) == search_every(CHEAP / 2) == 1
+    assert search_every(2 * CHEAP) == SEARCH_EVERY

@@ -71,9 +71,6 @@ class Table:
     def agreed(self, tokens):
         return tokens
 
-    def draft_cost(self):
-        return 0.25
-
     def draft(self, tokens):
         return self._drafts[tokens]
 
