@@ -95,16 +95,27 @@ class SeveralTokensExecutor(Protocol):
         ...
 
     def prepare_tokens(
-        self, resident: ResidentRows, k: int, tokens: int, wrong: Tensor | None
+        self,
+        resident: ResidentRows,
+        k: int,
+        tokens: int,
+        wrong: Tensor | None,
+        limit: ErrorLimit | None = None,
     ) -> object:
         """Prepare the capture or a replay (see `CapturesTokens.prepare_tokens`).
 
         wrong: an int32 tensor `[]` that kernels set to 1 if a query is not finite; None for no
-        check.
+        check. limit: see `LimitsSteps`.
         """
         ...
 
-    def captured_tokens(self, queries: Tensor, tokens: Rows, resident: ResidentRows) -> Attended:
+    def captured_tokens(
+        self,
+        queries: Tensor,
+        tokens: Rows,
+        resident: ResidentRows,
+        limit: ErrorLimit | None = None,
+    ) -> Attended:
         """Run a decode step of several tokens (see `CapturesTokens.captured_tokens`)."""
         ...
 
@@ -118,7 +129,9 @@ class AllRowsExecutor(Protocol):
         """True if its kernels support the index, its rows and its batch size."""
         ...
 
-    def prepare_all(self, resident: ResidentRows, tokens: int, skip: int) -> object:
+    def prepare_all(
+        self, resident: ResidentRows, tokens: int, skip: int, masked: bool = False
+    ) -> object:
         """Prepare the capture or a replay (see `CapturesAll.prepare_all`)."""
         ...
 
@@ -359,46 +372,78 @@ class ExecutedIndex(BaseIndex):
             )
         return executor.captured_repeat(queries.detach(), token, resident, k, limit is not None)
 
-    def prepare_tokens(self, resident: ResidentRows, *, k: int, tokens: int) -> object:
+    def prepare_tokens(
+        self,
+        resident: ResidentRows,
+        *,
+        k: int,
+        tokens: int,
+        limit: ErrorLimit | None = None,
+    ) -> object:
         """Prepare the capture or a replay of a decode step of several tokens.
 
-        The index must have at least one token. See `protocol.CapturesTokens.prepare_tokens`.
+        The index must have at least one token. See `protocol.CapturesTokens.prepare_tokens`, and
+        `protocol.LimitsSteps` for `limit`.
         """
         check.at_least("k", k, 1)
         check.at_least("tokens", tokens, 1)
         check.at_least("len(index)", len(self), 1)
-        wrong = self._flagged_queries()
-        return self._capturing_tokens().prepare_tokens(resident, k, tokens, wrong)
+        prepare, within = self._capturing_tokens().prepare_tokens, self._within(limit)
+        return prepare(resident, k, tokens, self._flagged_queries(), **within)
 
-    def captured_tokens(self, queries: Tensor, tokens: Rows, resident: ResidentRows) -> Attended:
+    def captured_tokens(
+        self,
+        queries: Tensor,
+        tokens: Rows,
+        resident: ResidentRows,
+        *,
+        limit: ErrorLimit | None = None,
+    ) -> Attended:
         """Run a decode step of several tokens that the caller can capture in a CUDA graph.
 
-        See `protocol.CapturesTokens.captured_tokens`.
+        See `protocol.CapturesTokens.captured_tokens`, and `protocol.LimitsSteps` for `limit`. Its
+        `resident_lse` is float32 `[B·T, H]` here.
         """
-        g = self.geometry
-        shape = {"T": None, "H": g.q_heads, "D": g.head_dim}
-        check.tensor("queries", queries, shape, g.dtype, g.device)
-        return self._capturing_tokens().captured_tokens(queries.detach(), tokens, resident)
+        self._check_tokens(queries)
+        step, within = self._capturing_tokens().captured_tokens, dict[str, Any]()
+        if limit is not None:
+            within = self._within(replace(limit, resident_lse=None)) | dict(limit=limit)
+            if (lse := limit.resident_lse) is not None:
+                shape: dict[str, int | None] = {"B·T": len(queries), "H": self.geometry.q_heads}
+                check.tensor("limit.resident_lse", lse, shape, torch.float32, queries.device)
+        return step(queries.detach(), tokens, resident, **within)
 
-    def prepare_all(self, resident: ResidentRows, *, tokens: int, skip: int) -> object:
+    def prepare_all(
+        self, resident: ResidentRows, *, tokens: int, skip: int, masked: bool = False
+    ) -> object:
         """Prepare the capture or a replay of a decode step that attends to all tokens.
 
         The index must have at least one token. See `protocol.CapturesAll.prepare_all`.
         """
         check.at_least("tokens", tokens, 1)
         check.at_least("skip", skip, 0)
+        if masked and skip:
+            raise ValueError(f"skip: got {skip} with masked=True, allowed is 0")
         check.at_least("len(index)", len(self), 1)
-        return self._capturing_all().prepare_all(resident, tokens, skip)
+        return self._capturing_all().prepare_all(resident, tokens, skip, masked)
 
     def captured_all(self, queries: Tensor, tokens: Rows, resident: ResidentRows) -> Attended:
         """Run a decode step that attends to all tokens, and that the caller can capture.
 
         See `protocol.CapturesAll.captured_all`.
         """
-        g = self.geometry
-        shape = {"T": None, "H": g.q_heads, "D": g.head_dim}
-        check.tensor("queries", queries, shape, g.dtype, g.device)
+        self._check_tokens(queries)
         return self._capturing_all().captured_all(queries.detach(), tokens, resident)
+
+    def _check_tokens(self, queries: Tensor) -> None:
+        """Check queries `[B·T, H, D]` of several tokens of each sequence."""
+        g, batch = self.geometry, self._batch or 1
+        shape = {"B·T": None, "H": g.q_heads, "D": g.head_dim}
+        check.tensor("queries", queries, shape, g.dtype, g.device)
+        if not len(queries) or len(queries) % batch:
+            raise ValueError(
+                f"queries: got {len(queries)} tokens, allowed is a multiple of {batch} sequences"
+            )
 
     def _capturing_all(self) -> AllRowsExecutor:
         if not self._captures_all:

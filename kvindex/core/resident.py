@@ -125,6 +125,11 @@ class ResidentRows:
         start, self._count = self._count, self._count + count
         return start
 
+    def hide(self, start: int, shown: Tensor) -> None:
+        """Set the mask of rows that were claimed: bool `[B, n]`, False for rows to hide."""
+        self._hides = True
+        self.mask[:, start : start + shown.shape[1]].copy_(shown)
+
     def shorten(self, count: int) -> None:
         """Keep the first `count` rows. The others must not be masked."""
         self._count = count

@@ -821,20 +821,19 @@ class AttentionLayer(Transactional):
     ) -> Tensor:
         """Launch a decode step, so that a CUDA graph captures it.
 
-        The step has one real token of each sequence, or `T` tokens of a single sequence. Inside
-        `attending_fully`, the tokens of a single sequence attend to all tokens. The kernels read
-        the positions and the number of rows from device memory. Call `prepare_replay` before the
-        capture and before each replay, and `count_replay` after each replay.
+        The step has `T` real tokens of each sequence. Inside `attending_fully`, they attend to all
+        tokens. The kernels read the positions and the number of rows from device memory. Call
+        `prepare_replay` before the capture and before each replay, and `count_replay` after each
+        replay.
 
         Args:
-            queries: `[B, H, 1, D]` or `[1, H, T, D]`, after the rotary embedding.
-            keys: `[B, G, 1, D]` or `[1, G, T, D]`, after the rotary embedding.
-            values: `[B, G, 1, Dv]` or `[1, G, T, Dv]`.
-            sink_logits: `[H]`, or `[B, H, 1]` or `[1, H, T]`, the logits of learned sinks (see
-                `step`).
+            queries: `[B, H, T, D]`, after the rotary embedding.
+            keys: `[B, G, T, D]`, after the rotary embedding.
+            values: `[B, G, T, Dv]`.
+            sink_logits: `[H]` or `[B, H, T]`, the logits of learned sinks (see `step`).
 
         Returns:
-            Attention outputs `[B, H, 1, Dv]` or `[1, H, T, Dv]`, which the next replay overwrites.
+            Attention outputs `[B, H, T, Dv]`, which the next replay overwrites.
 
         Raises:
             ValueError: A shape, dtype or device does not fit. NaN and infinite values are not
@@ -847,7 +846,7 @@ class AttentionLayer(Transactional):
         how: Any = dict(full=self._full, repeat=self._repeats)
         return self._captured.step(queries, token, sinks, wanted, **how)
 
-    def count_replay(self, kept: int = 1, of: int = 1) -> bool:
+    def count_replay(self, kept: int = 1, of: int = 1, shown: Tensor | None = None) -> bool:
         """Count the tokens that a replay of the CUDA graph has appended.
 
         If the window is then full, its old tokens move into the index. If this raises an error, the
@@ -856,6 +855,9 @@ class AttentionLayer(Transactional):
         Args:
             kept: Number of tokens that stay, at least 1. The others are removed.
             of: Number of tokens of the decode step.
+            shown: If sequences keep different numbers of tokens, bool `[B, kept]`: False for tokens
+                that a sequence does not keep. They become padding, so that all sequences have the
+                same length. None if all keep `kept` tokens.
 
         Returns:
             True if tokens were moved into the index, or began to move.
@@ -865,7 +867,10 @@ class AttentionLayer(Transactional):
         """
         if not 1 <= kept <= of:
             raise ValueError(f"kept: got {kept}, allowed is 1 to {of}; truncate() removes all")
-        due = self._captured.count(kept, of, full=self._full)
+        if shown is not None:
+            shape: dict[str, int | None] = {"B": self.batch_size, "kept": kept}
+            check.tensor("shown", shown, shape, torch.bool, self.index.geometry.device)
+        due = self._captured.count(kept, of, shown, full=self._full)
         if due:
             self._update_replayed(kept)
         return due

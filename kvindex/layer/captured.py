@@ -46,8 +46,7 @@ index again, and the rows of sink and window."""
 class CapturedSteps(Restorable):
     """Decode steps that the caller captures in a CUDA graph and replays.
 
-    A step has one token of each sequence, or several tokens of one sequence, of which the caller
-    may reject the last ones.
+    A step has one token of each sequence, or several, of which the caller may reject the last ones.
 
     Args:
         contents: The index and the window.
@@ -90,13 +89,10 @@ class CapturedSteps(Restorable):
         if capability(index, CapturesStep) is None:
             return f"index: got {name}, which has no decode step that a CUDA graph can capture"
         if tokens > 1 and capability(index, CapturesTokens) is None:
-            batch = self._contents.window.batch_size
             return (
-                f"index: got {name} with {batch} sequences, which has no decode step of several "
-                "tokens that a CUDA graph can capture"
+                f"index: got {name}, which has no decode step of several tokens that a CUDA graph "
+                "can capture"
             )
-        if tokens > 1 and error is not None:
-            return f"error: got {error}, allowed is None and a number for k in a step of {tokens}"
         if error is not None and capability(index, LimitsSteps) is None:
             return (
                 f"error: got {error}, allowed is None and a number for k in a CUDA graph, because "
@@ -117,8 +113,6 @@ class CapturedSteps(Restorable):
             return f"tokens: got {length}, allowed are some in the index, after a decode step"
         if capability(index, CapturesAll) is None:
             return f"index: got {name}, whose steps with full attention no CUDA graph can capture"
-        if self._contents.window.padding:
-            return "valid: got padding, allowed is none for full attention in a CUDA graph"
         deferred = self._updates.deferred
         return "tokens must move into the index before the next token" if deferred else None
 
@@ -142,12 +136,16 @@ class CapturedSteps(Restorable):
         index, resident = self._capturing(tokens)
         self._due_at = self._updates.due_from()
         if full:
-            skip = len(resident) - len(self._contents.window)
+            window = self._contents.window
+            # Without padding, the sink is read from the index, and no mask is read. Sequences of a
+            # batch may get padding later, if they keep different numbers of tokens.
+            padded = window.padding or window.batch_size > 1
+            skip = 0 if padded else len(resident) - len(self._contents.window)
             entire = required(index, CapturesAll)
-            again = partial(entire.prepare_all, resident, tokens=tokens, skip=skip)
+            again = partial(entire.prepare_all, resident, tokens=tokens, skip=skip, masked=padded)
         elif tokens > 1:
-            several, k = required(index, CapturesTokens), rows_to_ask(index, wanted.k)
-            again = partial(several.prepare_tokens, resident, k=k, tokens=tokens)
+            several, how = required(index, CapturesTokens), self._asked(wanted, None)
+            again = partial(several.prepare_tokens, resident, tokens=tokens, **how)
         else:
             how = self._asked(wanted, None)
             again = partial(required(index, CapturesStep).prepare_replay, resident, **how)
@@ -206,22 +204,21 @@ class CapturedSteps(Restorable):
         """Launch the kernels of a decode step, so that a graph captures them.
 
         Args:
-            queries: `[B, H, 1, D]`, or `[1, H, T, D]`.
-            token: Keys `[B, G, 1, D]` and values `[B, G, 1, Dv]` of the new token, or of `T`
-                tokens.
-            sinks: Logits of learned sinks `[B, H, 1]` or `[1, H, T]`, or None.
+            queries: `[B, H, T, D]`.
+            token: Keys `[B, G, T, D]` and values `[B, G, T, Dv]` of the new tokens.
+            sinks: Logits of learned sinks `[B, H, T]`, or None.
             wanted: How many rows to retrieve per KV head, as for `prepare`.
             full: Whether the tokens attend to all tokens, as for `prepare`.
             repeat: Whether one token attends to the rows that the last captured step has selected,
                 instead of searching.
 
         Returns:
-            Attention outputs `[B, H, 1, Dv]` or `[1, H, T, Dv]`.
+            Attention outputs `[B, H, T, Dv]`.
         """
         index, resident = self._capturing(queries.shape[2])
         if full or queries.shape[2] > 1:
             parts = queries, token.keys, token.values
-            return self._several(index, resident, parts, sinks, full=full)
+            return self._several(index, resident, parts, sinks, wanted, full=full)
         sinks = None if sinks is None else sinks[..., 0]
         how = self._asked(wanted, sinks)
         if repeat:
@@ -238,31 +235,39 @@ class CapturedSteps(Restorable):
         resident: ResidentRows,
         parts: Sequence[Tensor],
         sinks: Tensor | None,
+        wanted: Wanted,
         *,
         full: bool,
     ) -> Tensor:
-        """Launch the kernels of a decode step of several tokens of one sequence.
+        """Launch the kernels of a decode step of several tokens of each sequence.
 
         `parts` are its queries, keys and values; the other arguments are those of `step`.
         """
-        # each token is a sequence of a batch for the kernels
-        queries, keys, values = (one.transpose(0, 2) for one in parts)
+        # each token is a sequence of a batch for the kernels: [B, H, T, D] -> [B·T, H, 1, D]
+        batch = len(parts[0])
+        queries, keys, values = (one.transpose(1, 2).flatten(0, 1)[:, :, None] for one in parts)
+        sinks = None if sinks is None else sinks.transpose(1, 2).flatten(0, 1)
+        given = queries[:, :, 0], Rows(keys, values), resident
         if full:
-            step = required(index, CapturesAll).captured_all
+            attended = required(index, CapturesAll).captured_all(*given)
         else:
-            step = required(index, CapturesTokens).captured_tokens
-        attended = step(queries[:, :, 0], Rows(keys, values), resident)
-        if not full:
-            self._tally.watch(attended.found, tokens=len(queries))
-        output = output_of(attended, None if sinks is None else sinks[0].T)
-        return output.transpose(0, 1)[None]
+            limited = self._asked(wanted, sinks)
+            limited.pop("k")
+            attended = required(index, CapturesTokens).captured_tokens(*given, **limited)
+            tokens = len(queries) // batch
+            self._tally.watch(attended.found, attended.histogram, tokens=tokens)
+        output = output_of(attended, sinks)
+        return output.reshape(batch, -1, *output.shape[1:]).transpose(1, 2)
 
-    def count(self, kept: int = 1, of: int = 1, *, full: bool = False) -> bool:
+    def count(
+        self, kept: int = 1, of: int = 1, shown: Tensor | None = None, *, full: bool = False
+    ) -> bool:
         """Count the tokens that a replay of the graph has appended.
 
         Args:
             kept: Number of tokens that stay. The others are removed.
             of: Number of tokens that the replay has appended.
+            shown: Bool `[B, kept]`, False for tokens that become padding; None if there are none.
             full: Whether they have attended to all tokens. The rows that they have read are then
                 not counted, as in other steps with full attention.
 
@@ -271,7 +276,7 @@ class CapturedSteps(Restorable):
         """
         contents, window = self._contents, self._contents.window
         before = len(contents)
-        resident = window.count_staged(kept, of)
+        resident = window.count_staged(kept, of, shown, before)
         # rows are also read for tokens that are then removed, each time one more than before
         sums = [of * (old + 1) + of * (of - 1) // 2 for old in (len(resident) - kept, before)]
         sizes = sums[0], resident.masked, sums[1], window.padded

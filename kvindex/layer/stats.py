@@ -92,8 +92,7 @@ class Watched(NamedTuple):
     """Counters on the device, to which steps in a CUDA graph add the number of rows that they find.
 
     Args:
-        found: The sum of these numbers, int64 `[B, G]`, or `[T, G]` for steps of `T` tokens of one
-            sequence.
+        found: The sum of these numbers, int64 `[B·T, G]` for steps of `T` tokens of each sequence.
         counted: How much of `found.sum()` is already included in `State.total`, int64 `[]`.
         histogram: How often each number was found, int64 `[n + 1]`, or None.
         tallied: How much of `histogram` is already included in `State.total`, int64 `[n + 1]`.
@@ -171,8 +170,8 @@ class Tally(Restorable):
         launched would become part of the graph.
 
         Args:
-            found: The sum of these numbers, int64 `[B, G]`, or `[T, G]` for steps of `T` tokens of
-                one sequence. Its values never decrease.
+            found: The sum of these numbers, int64 `[B·T, G]` for steps of `T` tokens of each
+                sequence. Its values never decrease.
             histogram: How often each number was found, int64 `[n + 1]`, or None. Its values never
                 decrease.
             tokens: Number of tokens of each sequence in a step, `T`.

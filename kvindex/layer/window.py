@@ -89,6 +89,8 @@ class Window(NamedState, Restorable):
         self._resident: ResidentRows | None = None
         self._moved = False  # True: rows were removed or moved, so `_resident` must be rewritten
         self._counted = 0  # tokens of the window with staged ones; only used if some are staged
+        # flags of staged tokens, bool [B, n] from a position in the window on, if some are padding
+        self._flags: list[tuple[int, Tensor]] = []
         self._padded: Tensor | float | None = 0.0  # number of padding tokens; None: not counted yet
 
     def checkpoint(self) -> Any:
@@ -102,7 +104,7 @@ class Window(NamedState, Restorable):
         """Restore the state that `checkpoint` returned."""
         sizes, parts, self.sink, self._resident, self._padded = checkpoint
         self.leaving, self.local, self._local_before = sizes
-        self._counted = 0
+        self._counted, self._flags = 0, []
         self._window, window, self._valid, valid = parts
         self._window.rollback(window)
         self._valid.rollback(valid)
@@ -200,9 +202,7 @@ class Window(NamedState, Restorable):
 
     @property
     def padding(self) -> bool:
-        """True if any token is padding. Unlike `valid`, this changes nothing in the window, because
-        staged tokens are never padding.
-        """
+        """True if any token is padding. Unlike `valid`, this changes nothing in the window."""
         return self._valid.flags is not None
 
     def real(self, start: int, stop: int | None = None) -> Tensor | None:
@@ -223,7 +223,7 @@ class Window(NamedState, Restorable):
         the number. So callers can compare with `is`, without waiting for the device.
         """
         if self._padded is None:
-            flags = self._valid.flags  # without staged tokens, which are all real
+            flags = self._valid.flags  # without staged tokens, which count as real
             self._padded = 0.0 if flags is None else (~flags).sum(1).float().mean()
         return self._padded
 
@@ -276,13 +276,15 @@ class Window(NamedState, Restorable):
         other._window = self._window.reordered(batch_indices)
         other._valid = self._valid.reordered(batch_indices)
         other.sink = None if self.sink is None else self.sink.reordered(batch_indices)
-        other._moved, other._padded, other._counted = True, None, 0
+        other._moved, other._padded, other._counted, other._flags = True, None, 0, []
         return other
 
     # A token is called staged if its row is only in the resident rows (the tensor with sink and
     # window that kernels read and append to), and the window has not copied the row yet.
 
-    def count_staged(self, kept: int = 1, of: int = 1) -> ResidentRows:
+    def count_staged(
+        self, kept: int = 1, of: int = 1, shown: Tensor | None = None, before: int = 0
+    ) -> ResidentRows:
         """Count the tokens of a decode step that a CUDA graph has replayed.
 
         The graph writes the rows of new tokens only to the resident rows (the buffer with the rows
@@ -291,6 +293,9 @@ class Window(NamedState, Restorable):
         Args:
             kept: Number of tokens that stay. The others are removed.
             of: Number of tokens of the decode step.
+            shown: Bool `[B, kept]`, False for tokens of sequences that keep fewer: they become
+                padding. None if all sequences keep as many.
+            before: Only with `shown`: number of tokens of the sequence before the decode step.
 
         Returns:
             The resident rows.
@@ -303,11 +308,23 @@ class Window(NamedState, Restorable):
             raise RuntimeError(
                 "graph: got a replay before prepare_replay(); call prepare_replay() first"
             )
+        if shown is not None:
+            self._hide(shown, before, resident)
         self._counted = len(self) + kept
         resident.claim(kept)
         if kept < of:
             resident.count.fill_(len(resident))
         return resident
+
+    def _hide(self, shown: Tensor, before: int, resident: ResidentRows) -> None:
+        """Make new tokens padding where `shown` is False. The arguments are those of
+        `count_staged`."""
+        if self._valid.flags is None:
+            known = before - (len(self) - len(self._window))  # without staged tokens
+            real = torch.ones((self.batch_size, known), dtype=torch.bool, device=shown.device)
+            self._valid.append(self._valid.reserve(0, real[:, None], real), all_real=False)
+        resident.hide(len(resident), shown)
+        self._flags = [*self._flags, (len(self), shown)]
 
     def drop_staged(self, count: int) -> bool:
         """Keep the first `count` tokens, if all tokens after them are staged.
@@ -319,6 +336,8 @@ class Window(NamedState, Restorable):
         """
         resident = self._resident
         if self._moved or resident is None or not len(self._window) <= count <= len(self):
+            return False
+        if any(start + flags.shape[1] > count for start, flags in self._flags):
             return False
         self._counted = count
         self.local = min(self.local, len(self) - self.leaving)
@@ -343,6 +362,7 @@ class Window(NamedState, Restorable):
         # The device's copy of the rows in sink and window, and their number, still include the
         # removed tokens. `_moved` requests that both are written again.
         self._counted, self._moved = counted, True
+        self._flags = [one for one in self._flags if one[0] + one[1].shape[1] <= counted]
 
     def _take_staged(self) -> None:
         """Copy keys and values that are not yet in the window's own memory.
@@ -361,12 +381,26 @@ class Window(NamedState, Restorable):
         keys, values = rows.tensor_split([self._geometry.head_dim], dim=-1)
         before = self._window.checkpoint(), self._valid.checkpoint()
         try:
-            self._valid.append(self._valid.reserve(0, keys, None), all_real=True)
+            flags = self._flags_of(held, keys)
+            self._valid.append(self._valid.reserve(0, keys, flags), all_real=flags is None)
             self._window.append({"keys": keys, "values": values})
         except BaseException:
             self._window.rollback(before[0])
             self._valid.rollback(before[1])
             raise
+        if self._flags:
+            self._flags, self._padded = [], None
+
+    def _flags_of(self, held: int, keys: Tensor) -> Tensor | None:
+        """Return the flags of staged tokens with keys `[B, G, n, D]`, bool `[B, n]`; None if no one
+        is padding. `held` is the position of the first in the window."""
+        if not self._flags:
+            return None
+        shape = len(keys), keys.shape[2]
+        together = torch.ones(shape, dtype=torch.bool, device=keys.device)
+        for start, flags in self._flags:
+            together[:, start - held : start - held + flags.shape[1]] = flags
+        return together
 
     # The methods below move tokens from the window into the index. The class `Updates` calls
     # `oldest` and `begin` to start a move. Later it calls `without` and `end` to complete the

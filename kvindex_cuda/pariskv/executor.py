@@ -130,8 +130,11 @@ class ParisKVExecutor(AppendedCodes):
         self._limit_lse: Tensor | None = None  # float32 [B, H], read together with the limit
         self._limit: tuple[Tensor, int] | None = None  # the limit in `_variances`, and its version
         self._version, self._text = object(), object()  # see `BatchRow`
-        self._several: dict[int, SeveralTokens] = {}  # number of tokens -> their decode steps
-        self._all: dict[int, AllRows] = {}  # the same for steps that attend to all rows
+        # (number of tokens, whether the error is limited) -> their decode steps
+        self._several: dict[tuple[int, bool], SeveralTokens] = {}
+        # number of tokens -> the limit that their decode steps have, and its version
+        self._limits_of: dict[int, tuple[Tensor, int]] = {}
+        self._all: dict[int, AllRows] = {}  # number of tokens -> steps that attend to all rows
 
     def update(self, contents: Contents) -> ParisKVExecutor:
         """Adapt to a change of the index's tokens or batch size. Return the executor for the
@@ -337,63 +340,90 @@ class ParisKVExecutor(AppendedCodes):
     @property
     def captures_tokens(self) -> bool:
         """True if a caller can capture decode steps of several tokens in a CUDA graph."""
-        return not self._geometry.value_in_key and len(self.codes.table) == 1
+        return not self._geometry.value_in_key
 
     def prepare_tokens(
-        self, resident: ResidentRows, k: int, tokens: int, wrong: Tensor | None
+        self,
+        resident: ResidentRows,
+        k: int,
+        tokens: int,
+        wrong: Tensor | None,
+        limit: ErrorLimit | None = None,
     ) -> State:
         """Prepare the capture or the replay of a decode step of several tokens on the current
         stream (`CapturesTokens.prepare_tokens`)."""
-        rows, several = self._rows, self._several.get(tokens)
+        kind = tokens, limit is not None
+        rows, several = self._rows, self._several.get(kind)
         assert rows is not None
         made_of = self._version, self.cache, resident, wrong
-        if several is not None and (reads := several.prepared(made_of, k)) is not None:
-            rows.wait()
-            return reads
         if several is None:
             given = self._geometry, self._config, self._kind, self._layout
-            several = self._several[tokens] = SeveralTokens(*given, tokens)
-        row = self.batch_row(wrong)
+            sizes = tokens, len(self.codes.table), limit is not None
+            several = self._several[kind] = SeveralTokens(*given, *sizes)
+            self._limits_of.pop(tokens, None)
+        if limit is not None:
+            variance, (last, version) = limit.variance, self._limits_of.get(tokens, (None, 0))
+            if last is not variance or version != variance._version:
+                several.put_limit(variance)
+                self._limits_of[tokens] = variance, variance._version
+        if (reads := several.prepared(made_of, k)) is not None:
+            rows.wait()
+            return reads
+        row, counts = self.batch_row(wrong), self._contents.counts.tolist()
+        each = [replace(row, count=count) for count in counts]
         self._begin_cache()
         made_of = self._version, self.cache, resident, wrong
-        return several.prepare(row, made_of, k)
+        return several.prepare(each, made_of, k)
 
-    def captured_tokens(self, queries: Tensor, tokens: Rows, resident: ResidentRows) -> Attended:
+    def captured_tokens(
+        self,
+        queries: Tensor,
+        tokens: Rows,
+        resident: ResidentRows,
+        limit: ErrorLimit | None = None,
+    ) -> Attended:
         """Run a decode step of several tokens that a caller's CUDA graph may capture.
 
         Args:
-            queries: `[T, H, D]`.
-            tokens: Keys `[T, G, 1, D]` and values `[T, G, 1, Dv]`.
+            queries: `[B·T, H, D]`, the `T` tokens of each sequence after each other.
+            tokens: Keys `[B·T, G, 1, D]` and values `[B·T, G, 1, Dv]`.
             resident: The rows that were passed to `prepare_tokens`.
+            limit: The limit that was passed to `prepare_tokens`, or None. Here its `resident_lse`
+                is `[B·T, H]`.
         """
-        several = self._several.get(len(queries))
+        several = self._several.get((len(queries) // len(self.codes.table), limit is not None))
         if several is None:
             raise RuntimeError("graph: call prepare_tokens() before captured_tokens()")
-        return several.step(queries, tokens, resident)
+        lse = None if limit is None else limit.resident_lse
+        return several.step(queries, tokens, resident, lse)
 
     @property
     def captures_all(self) -> bool:
-        """True if a caller can capture decode steps of several tokens that attend to all rows."""
+        """True if a caller can capture decode steps that attend to all rows."""
         store = self._store
         reads = isinstance(store, AttendsToAllRows) and store.most_tokens > 0
         return self.captures_tokens and self.attends and reads
 
-    def prepare_all(self, resident: ResidentRows, tokens: int, skip: int) -> object:
+    def prepare_all(
+        self, resident: ResidentRows, tokens: int, skip: int, masked: bool = False
+    ) -> object:
         """Prepare the capture or the replay of a decode step of several tokens that attend to all
         rows (`CapturesAll.prepare_all`)."""
-        rows = self._rows
+        rows, state = self._rows, self._opened_state()
         assert rows is not None
         rows.wait()
         if tokens not in self._all:
-            self._all[tokens] = AllRows(self._geometry, tokens)
-        return self._all[tokens].prepare(rows, self._opened_state().length, resident, skip)
+            self._all[tokens] = AllRows(self._geometry, tokens, len(self.codes.table))
+        valid = state.valid if masked else None
+        return self._all[tokens].prepare(rows, state.length, resident, skip, valid)
 
     def captured_all(self, queries: Tensor, tokens: Rows, resident: ResidentRows) -> Attended:
         """Run a decode step of several tokens that attend to all rows, and that a caller's CUDA
         graph may capture. The arguments are those of `captured_tokens`."""
-        if len(queries) not in self._all:
+        every = self._all.get(len(queries) // len(self.codes.table))
+        if every is None:
             raise RuntimeError("graph: call prepare_all() before captured_all()")
-        return self._all[len(queries)].step(queries, tokens, resident)
+        return every.step(queries, tokens, resident)
 
     def attend_hits(self, queries: Tensor, hits: Hits, resident: ResidentRows) -> Attended:
         """Attend to the rows of `hits` and to the resident rows (sink and local window)."""

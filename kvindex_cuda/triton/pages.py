@@ -3,7 +3,7 @@ pages."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,16 +38,19 @@ class Newest(NamedTuple):
 
     Attributes:
         table: Address of the rows of each sequence, int64 `[B, 1]`, on the device.
-        lengths: Number of rows of each sequence, int64 `[B]`, on the device. The last `T` are those
-            of the queries.
+        lengths: Number of rows of each sequence, int64 `[B]`, on the device, with any stride. The
+            last `T` are those of the queries.
         rows: The rows, `[B, G, W, D + Dv]`, contiguous.
         begin: Number of rows at the beginning that are left out, because pages contain them.
+        mask: 1 for rows to attend to and 0 for the others, uint8 `[B, W]`, contiguous; None to
+            attend to all. The numbers of other rows must be finite.
     """
 
     table: Tensor
     lengths: Tensor
     rows: Tensor
     begin: int
+    mask: Tensor | None = None
 
 
 def attend_pages(
@@ -63,6 +66,7 @@ def attend_pages(
     page_tokens: int = PAGE,
     causal: bool = True,
     newest: Newest | None = None,
+    valid: Tensor | None = None,
     splits: int | None = None,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -75,7 +79,7 @@ def attend_pages(
         table: Addresses of pages, int64 `[B, S]`, as in `kvindex.storage.store.AddressedRows`; 0
             for a page without rows. A row is a key followed by its value, in the queries' dtype.
         lengths: Number of rows of each sequence, int64 `[B]`, up to `S · page_tokens`. It is read
-            on the device.
+            on the device, and may have any stride.
         kv_heads: KV heads, `G`.
         value_dim: Dimension of a value, `Dv`.
         scale: Multiplies the logits.
@@ -85,6 +89,9 @@ def attend_pages(
         causal: Whether attention is causal: the queries belong to the last `T` rows, and each query
             sees its own row and earlier ones. If not, they see all rows.
         newest: Further rows to attend to, or None. Attention to the pages must not be causal then.
+        valid: One bit for each row of the pages, from the lowest bit of the first word on, int32
+            `[B, S · page_tokens / 32]`, contiguous; 0 for rows that are left out, whose numbers
+            must be finite. None to attend to all rows.
         splits: Number of parts into which the rows of a sequence are split, a power of two. Each
             part is processed by one program, and a second launch merges the results
             (Flash-Decoding: Dao et al., 2023). None for as many as keep a GPU busy.
@@ -102,7 +109,10 @@ def attend_pages(
     if table.ndim != 2 or len(table) != B:
         raise ValueError(f"table: got shape {list(table.shape)}, allowed is [{B}, S]")
     gapless("table", table, torch.int64, device)
-    gapless("lengths", shaped("lengths", lengths, B), torch.int64, device)
+    _check_lengths("lengths", lengths, B, device)
+    if valid is not None:
+        words = table.shape[1] * page_tokens // 32
+        gapless("valid", shaped("valid", valid, B, words), torch.int32, device)
     _check_bytes("row_bytes", row_bytes, size * (D + value_dim))
     _check_bytes("head_bytes", head_bytes, page_tokens * row_bytes)
     if newest is not None:
@@ -135,7 +145,8 @@ def attend_pages(
     grid = cdiv(pairs, tile.rows), B * kv_heads, splits
     pages = dict(table=table, table_step=table.stride(0), lengths=lengths, PAGE=page_tokens)
     pages |= dict(head_step=head_bytes // size, row_step=row_bytes // size)
-    pages |= dict(begin=0, slot=0, CAUSAL=causal)
+    pages |= dict(begin=0, slot=0, CAUSAL=causal, length_step=lengths.stride(0))
+    pages |= _flags(valid, 32)
     launch(attention.attend_pages, grid, tile, device, **given, **pages)
     if newest is not None:
         rows = newest.rows
@@ -143,6 +154,7 @@ def attend_pages(
         pages |= dict(PAGE=next_power_of_2(max(rows.shape[2], tile.columns)))
         pages |= dict(head_step=rows.stride(1), row_step=rows.stride(2))
         pages |= dict(begin=newest.begin, slot=splits, CAUSAL=True)
+        pages |= dict(length_step=newest.lengths.stride(0)) | _flags(newest.mask, 1)
         launch(attention.attend_pages, grid, tile, device, **given, **pages)
     if slots > 1:
         given = dict(parts=parts, lse=part_lse, output=output, merged_lse=lse)
@@ -203,11 +215,27 @@ def _check_newest(
     if causal:
         raise ValueError("causal: got True with newest rows, allowed is False")
     gapless("newest.table", shaped("newest.table", newest.table, B, 1), torch.int64, device)
-    gapless("newest.lengths", shaped("newest.lengths", newest.lengths, B), torch.int64, device)
+    _check_lengths("newest.lengths", newest.lengths, B, device)
     gapless("newest.rows", rows, queries.dtype, device)
     shaped("newest.rows", rows, B, kv_heads, rows.shape[2], D + value_dim)
     if not rows.is_contiguous():
         raise ValueError(f"newest.rows: got strides {rows.stride()}, allowed are contiguous rows")
+    if newest.mask is not None:
+        mask = shaped("newest.mask", newest.mask, B, rows.shape[2])
+        gapless("newest.mask", mask, torch.uint8, device)
+
+
+def _check_lengths(name: str, lengths: Tensor, batch: int, device: torch.device) -> None:
+    """Raise ValueError unless `lengths` is int64 `[B]` on the device, with any stride."""
+    shaped(name, lengths, batch)
+    gapless(name, lengths[:1], torch.int64, device)
+
+
+def _flags(flags: Tensor | None, rows: int) -> dict[str, Any]:
+    """Return the kernel's arguments for flags, whose elements each have those of `rows` rows."""
+    if flags is None:
+        return dict(flags=None, flag_step=0, FLAGS=0)
+    return dict(flags=flags, flag_step=flags.stride(0), FLAGS=rows)
 
 
 def _check_bytes(name: str, value: int, least: int) -> None:

@@ -192,12 +192,17 @@ class RepeatsStep(Protocol):
 
 @runtime_checkable
 class CapturesTokens(Protocol):
-    """An index with one sequence, for which a CUDA graph can capture decode steps of several tokens
-    of this sequence, such as drafted tokens. See `CapturesStep` for what the caller must do.
+    """An index for which a CUDA graph can capture decode steps of several tokens of each sequence,
+    such as drafted tokens. See `CapturesStep` for what the caller must do.
     """
 
     def prepare_tokens(self, resident: ResidentRows, *, k: int, tokens: int) -> object:
-        """Prepare a capture or a replay of a decode step of `tokens` tokens on the current stream.
+        """Prepare a capture or a replay of a decode step on the current stream.
+
+        Args:
+            resident: The rows of sink and window.
+            k: Rows to select per KV head and token, at least 1.
+            tokens: Number of tokens of each sequence in the step, at least 1.
 
         Returns:
             An object that stands for the memory addresses that the decode step reads. As long as
@@ -209,7 +214,8 @@ class CapturesTokens(Protocol):
         ...
 
     def captured_tokens(self, queries: Tensor, tokens: Rows, resident: ResidentRows) -> Attended:
-        """Append `T` tokens to `resident`, search for each of them, and attend causally.
+        """Append `T` tokens of each sequence to `resident`, search for each token, and attend
+        causally.
 
         The tokens are written from position `resident.count` on, which is then increased by `T` on
         the device. Each token attends to the selected rows, to the rows of `resident` before the
@@ -217,37 +223,44 @@ class CapturesTokens(Protocol):
         afterwards, to remove the last tokens.
 
         Args:
-            queries: `[T, H, D]`, after the rotary embedding.
-            tokens: Keys `[T, G, 1, D]` and values `[T, G, 1, Dv]`.
+            queries: `[B·T, H, D]`, after the rotary embedding: all tokens of the first sequence,
+                then those of the second, and so on.
+            tokens: Keys `[B·T, G, 1, D]` and values `[B·T, G, 1, Dv]`, in the same order.
             resident: The rows that were passed to `prepare_tokens`, with room for `T` more.
 
         Returns:
-            Attention `[T, H, Dv]` in tensors that the next replay overwrites. `found` is int64
-            `[T, G]`, and is added up over all replays.
+            Attention `[B·T, H, Dv]` in tensors that the next replay overwrites. `found` is int64
+            `[B·T, G]`, and is added up over all replays.
         """
         ...
 
 
 @runtime_checkable
 class CapturesAll(Protocol):
-    """An index with one sequence, for which a CUDA graph can capture decode steps of several tokens
+    """An index for which a CUDA graph can capture decode steps of several tokens of each sequence
     that attend to all tokens, to verify drafted tokens. See `CapturesTokens`.
     """
 
-    def prepare_all(self, resident: ResidentRows, *, tokens: int, skip: int) -> object:
-        """Prepare a capture or a replay of a decode step of `tokens` tokens on the current stream.
+    def prepare_all(
+        self, resident: ResidentRows, *, tokens: int, skip: int, masked: bool = False
+    ) -> object:
+        """Prepare a capture or a replay of a decode step on the current stream.
 
         Args:
-            resident: The rows of sink and window. No row is masked.
-            tokens: Number of tokens of the step, at least 1.
-            skip: Number of rows at the beginning of `resident` that are also in the index.
+            resident: The rows of sink and window.
+            tokens: Number of tokens of each sequence in the step, at least 1.
+            skip: Number of rows at the beginning of `resident` to leave out, because they are also
+                in the index.
+            masked: Whether to attend only to the valid tokens of the index, and to the rows that
+                the mask of `resident` does not hide. Sink tokens are not valid in the index, so
+                `skip` must be 0. If False, all rows are read, whatever the masks contain.
 
         Returns:
             An object that stands for the memory addresses that the decode step reads. As long as
             this method returns the same object, a graph that was captured earlier may be replayed.
 
         Raises:
-            ValueError: A number is out of range, or the index has several sequences.
+            ValueError: A number is out of range.
         """
         ...
 
@@ -266,7 +279,8 @@ class LimitsSteps(Protocol):
     """An index whose decode steps can choose the number of rows by their expected error.
 
     Such an index has the capabilities `LimitsError`, `DecodesStep` and `CapturesStep`. The methods
-    of the latter two have a further argument, `limit`. With a limit, a step selects as many rows
+    of the latter two have a further argument, `limit`, and so have those of `CapturesTokens` if the
+    index has it. With a limit, a step selects as many rows
     per KV head as the limit asks for, at most `k`, as `LimitsError.search_within` does. The index
     itself takes the rows of `resident` into account, and adds them to `limit.resident_lse`, which
     contains only other tokens or learned sinks.

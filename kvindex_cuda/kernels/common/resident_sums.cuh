@@ -36,6 +36,7 @@ struct Eight {
 // All threads of the block call this function.
 //   bg: number of the KV head, among those of all sequences.
 //   batch: number of its sequence.
+//   entry: with RAGGED, which count of rows applies. Several tokens of a sequence have a count each.
 //   queries: the queries of the heads, DTYPE [GROUP, D].
 //   to: receives the results, [GROUP].
 //   staged: true if the newest token is in `args.token_keys` and counts as one more row.
@@ -43,11 +44,11 @@ struct Eight {
 //   memory: float32 [GROUP, D] in shared memory, and at least [GROUP, SUM_TEAMS, 2].
 //   count: in shared memory. Receives the number of resident rows without the newest token.
 template <class Arguments>
-__device__ __forceinline__ void resident_sums(const Arguments& args, i64 bg, i64 batch, const void* queries, bool staged,
-                                              int split, float* memory, i64* count, float2* to) {
+__device__ __forceinline__ void resident_sums(const Arguments& args, i64 bg, i64 batch, i64 entry, const void* queries,
+                                              bool staged, int split, float* memory, i64* count, float2* to) {
     i64 width = D + args.value_dim;
     int team = threadIdx.x / SUM_LANES, member = threadIdx.x % SUM_LANES;
-    if (threadIdx.x == 0) *count = __ldcg(args.resident_count + RAGGED * batch);
+    if (threadIdx.x == 0) *count = __ldcg(args.resident_count + RAGGED * entry);
     for (int i = threadIdx.x; i < GROUP * D; i += 256) memory[i] = element(queries, i);
     __syncthreads();
     int known = int(*count), rows = int(min(*count + staged, args.room));

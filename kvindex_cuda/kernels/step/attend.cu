@@ -39,8 +39,9 @@
 //     identifies a row by its slot number. Two sequences that request one slot at the same moment may both
 //     fetch the row and store it twice.)
 //   RAGGED (1: each sequence has its own count of resident rows; always so if PAGED)
-//   ONE_SEQUENCE (1: the "sequences" of the batch are consecutive tokens of one sequence. They share its resident
-//     rows and its row cache, where two of them may store a row twice, as with PAGED = 2. Always with RAGGED.)
+//   ONE_SEQUENCE (1: each `consecutive` "sequences" of the batch are consecutive tokens of one sequence. They share
+//     its resident rows and its row cache, where two of them may store a row twice, as with PAGED = 2. Always with
+//     RAGGED.)
 #include "common/row_cache.cuh"
 #include "common/row_codes.cuh"
 
@@ -56,7 +57,7 @@ constexpr int ROW = (KEYS + VALUES) * PIECES * 512;  // bytes of a slot in a war
 // buffers of a thread block together take less than 96 KB of shared memory.
 constexpr int DEPTH = (KEYS + VALUES) * PIECES > 6 ? 2 : AHEAD;
 constexpr bool SLOTS = PAGED == 2;
-constexpr bool ONE_CACHE = SLOTS || ONE_SEQUENCE;  // all sequences of the batch share one cache per KV head
+constexpr bool ONE_CACHE = SLOTS || ONE_SEQUENCE;  // several "sequences" of the batch share one cache per KV head
 static_assert(!SLOTS || GIVEN != 1, "ids are those of tokens");
 static_assert(!SLOTS || PARTS == 1, "their clock is not told how many parts have read it");
 static_assert(!ONE_SEQUENCE || !PAGED && RAGGED, "tokens of one sequence have a buffer of resident rows");
@@ -262,16 +263,17 @@ struct Arguments {
     const int* found;           // [BG]: number of selected rows
     const i64* rows;            // [B, row]: addresses of blocks of TOKENS rows; the rows of KV head g begin at g ·
                                 // head_bytes
-    const void* resident;       // DTYPE [BG, room, D + DV], or ONE_SEQUENCE: [G, room, D + DV]
-    const u8* resident_mask;    // [B, room], or ONE_SEQUENCE: [1, room]: 1 where a resident row is valid
+    // With ONE_SEQUENCE, `resident` and `resident_mask` have an entry for each real sequence, not for each token.
+    const void* resident;       // DTYPE [BG, room, D + DV]
+    const u8* resident_mask;    // [B, room]: 1 where a resident row is valid
     const i64* resident_count;  // [1], or RAGGED: [B]: number of resident rows
     const i64* length;          // [B]: number of tokens that are searched; only if PAGED
     const int* segments;        // [B, row]: number of each block among all pages; only if PAGED is 2
     // The row cache (row_cache.py) is a cache in device memory for rows that are stored on the host. It has
-    // `cached` slots per KV head of a sequence, 0 without a cache. With PAGED = 2 (pages in host memory) and
-    // ONE_SEQUENCE, all sequences share one cache per KV head. The first dimension of `cache`, `tags` and `stamps` is
-    // then the number of KV heads, as is that of `clocks` and `lookups` with ONE_SEQUENCE. With PAGED = 2, `clocks`,
-    // which counts decode steps, has one element.
+    // `cached` slots per KV head of a sequence, 0 without a cache. With PAGED = 2 (pages in host memory), all
+    // sequences share one cache per KV head. The first dimension of `cache`, `tags` and `stamps` is then the number of
+    // KV heads, and `clocks`, which counts decode steps, has one element. With ONE_SEQUENCE, the tokens of a sequence
+    // share its cache.
     char* cache;                // [BG, cached, row_bytes]: rows in the stored format
     int* tags;                  // [BG, cached], aligned to 16 bytes: the row in each slot
     int* stamps;                // [BG, cached], aligned to 16 bytes: the step that last used each slot
@@ -290,6 +292,7 @@ struct Arguments {
     i64 row, head_bytes, row_bytes, room, cached, sink;
     i64 signaled;               // 1 if select_rows.cu is the kernel launched directly before, else 0
     i64 k, kv_heads;
+    i64 consecutive;            // tokens of each sequence; only if ONE_SEQUENCE
     float scale, softcap;
     const u8* on_device;        // [B, row]: 1 where a block is on the device; only if MIXED_ROWS
     const float* center;        // [BG, D]: center that coded rows are relative to, or null for zeros; only if rows are
@@ -318,9 +321,9 @@ attend(const __grid_constant__ Arguments args) {
     int member = lane % LANES;  // lane number in its team. The first teams of all warps take the first rows.
     int own = (lane / LANES * splits + split) * 8 + warp, step = splits * WORKERS, now = 0;
     i64 k = args.k;
-    int held = ONE_CACHE ? head : bg;         // whose cache this thread block uses
-    int shown = ONE_SEQUENCE ? head : bg;     // whose resident rows it reads
-    int masked_by = ONE_SEQUENCE ? 0 : batch;  // whose mask hides some of them
+    int sequence = ONE_SEQUENCE ? u32(batch) / u32(args.consecutive) : batch;  // whose resident rows it reads
+    int shown = ONE_SEQUENCE ? sequence * int(args.kv_heads) + head : bg;
+    int held = SLOTS ? head : shown;          // whose cache it uses
     cache += held * args.cached * args.row_bytes, tags += held * args.cached, stamps += held * args.cached;
     if (threadIdx.x < 2) looked_up[threadIdx.x] = 0;
     Running run;
@@ -472,7 +475,7 @@ attend(const __grid_constant__ Arguments args) {
         for (int i = own, n = 0; n * step < longest; i += step, n++) {
             if (!PAGED && !phase && n % LANES == 0) {
                 int at = i + member * step;
-                bool one = at < rows_here && args.resident_mask[masked_by * args.room + at];
+                bool one = at < rows_here && args.resident_mask[sequence * args.room + at];
                 visible = __ballot_sync(ALL, one) >> lane / LANES * LANES;
             }
             if (caches) settle(next, i, n);
@@ -505,7 +508,7 @@ attend(const __grid_constant__ Arguments args) {
     if (!last) return;
     if (threadIdx.x == 0) {
         args.tickets[part * APART] = 0;
-        int readers = ONE_SEQUENCE ? gridDim.y / u32(args.kv_heads) : PARTS;  // of the clock, each with its splits
+        int readers = ONE_SEQUENCE ? int(args.consecutive) * PARTS : PARTS;  // of the clock, each with its splits
         bool all = readers == 1 || atomicAdd(args.ends + shown * APART, 1) == readers - 1;
         if (readers > 1 && all) args.ends[shown * APART] = 0;
         if (args.cached && !SLOTS && all) args.clocks[held] = now / 2;  // all thread blocks have read the old value

@@ -85,10 +85,13 @@ struct Arguments {
     i64* resident_count;        // [1]: incremented if there is a new token. RAGGED: [B], only read, because stage_token.cu
                                 // appends the tokens.
     int* ticket;                // [1]: counts thread blocks, 0 before and after the launch
-    const u8* resident_mask;    // [B, room]: 1 where a resident row is valid; from here to `softcap`: only if LIMITED
+    // With LIMITED and RAGGED, each `consecutive` entries of the batch are tokens of one sequence. `resident` and
+    // `resident_mask` then have an entry for each sequence. From here to `softcap`: only if LIMITED.
+    const u8* resident_mask;    // [B, room]: 1 where a resident row is valid
     float2* resident_parts;     // [BG, resident_splits, GROUP]: largest logit of the resident rows of a part, and the
                                 // sum of exp(logit − largest)
     i64 resident_splits;        // 0 if there are no resident rows, or without LIMITED
+    i64 consecutive;            // tokens of each sequence in the batch, usually 1
     float scale, softcap;       // softcap: 0 for none
     i64 row, head_bytes, words, kv_heads;
     i64 room, value_dim;        // room: capacity of `resident`; value_dim: DV
@@ -157,7 +160,10 @@ prepare_query(const __grid_constant__ Arguments args) {
         let_next_begin();
         int split = blockIdx.x - SPLITS;
         float2* to = args.resident_parts + (bg * args.resident_splits + split) * GROUP;
-        resident_sums(args, bg, batch, own, staged, split, reinterpret_cast<float*>(histogram), &resident, to);
+        i64 sequence = RAGGED ? u32(batch) / u32(args.consecutive) : batch;
+        i64 shown = RAGGED ? sequence * args.kv_heads + blockIdx.y % u32(args.kv_heads) : bg;  // whose rows are read
+        float* memory = reinterpret_cast<float*>(histogram);
+        resident_sums(args, shown, sequence, batch, own, staged, split, memory, &resident, to);
         if (staged && threadIdx.x == 0) count_token(args, resident);
         return;
     }

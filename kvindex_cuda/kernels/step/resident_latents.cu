@@ -32,5 +32,5 @@ resident_latents(const __grid_constant__ Arguments args) {
     after_previous();
     let_next_begin();
     float2* to = args.resident_parts + (b * args.resident_splits + split) * HEADS + tile * GROUP;
-    resident_sums(args, b, b, queries, false, int(split), memory, &count, to);
+    resident_sums(args, b, b, b, queries, false, int(split), memory, &count, to);
 }

@@ -6,8 +6,9 @@
 // a counter on the device instead, which its last thread block increments: in a caller's CUDA graph (unless
 // prepare_query.cu already does this), and if each sequence of the batch has its own counter.
 //
-// With `counts`, the B "sequences" are consecutive tokens of one sequence, which follow each other among its
-// resident rows. Token b attends to the rows up to its own, so its number of rows is written to counts[b].
+// With `counts`, the B tokens are `consecutive` tokens of each of B / consecutive sequences. Those of a sequence
+// follow each other among its resident rows. Token b attends to the rows up to its own, so its number of rows is
+// written to counts[b].
 //
 // Grid: (G, B), THREADS threads. Reads and writes 2 (D + DV) and GROUP · D elements per KV head. Limited by
 // latency.
@@ -26,10 +27,12 @@ struct Arguments {
     Bits* window_keys;                 // [B, G, D]: place of the token in the window, or null if the window is not
                                        // written
     Bits* window_values;               // [B, G, DV]
-    Bits* resident;                    // [B, G, room, D + DV]: the token is written at row `place`
-    i64* resident_count;               // [1], or [B] if `ragged`: becomes place + 1, or place + B with `counts`
-    i64* counts;                       // [B]: number of resident rows that each token of one sequence attends to, or
-                                       // null; only with `ticket` and without `ragged`
+    Bits* resident;                    // [B, G, room, D + DV]: the token is written at row `place`. With `counts`, the
+                                       // first dimension is the number of sequences.
+    i64* resident_count;               // [1], or [B] if `ragged`: becomes place + 1, or place + consecutive with
+                                       // `counts`
+    i64* counts;                       // [B]: number of resident rows that each token attends to, or null; only with
+                                       // `ticket` and without `ragged`
     int* ticket;                       // [1]: counts finished thread blocks, 0 between launches; null: the host passes
                                        // `place`
     const Bits* queries;               // [B, H, D]
@@ -38,6 +41,7 @@ struct Arguments {
     i64 window_keys_batch, window_keys_head, window_values_batch, window_values_head;
     i64 queries_batch, queries_head;
     i64 room, place, ragged;
+    i64 consecutive;                   // tokens of each sequence; 1 without `counts`
 };
 
 // Arguments named after a tensor and a dimension are strides in elements: keys_batch is the stride of the batch
@@ -55,9 +59,10 @@ stage_token(const __grid_constant__ Arguments args) {
     let_next_begin();
     i64 g = blockIdx.x, b = blockIdx.y, bg = b * gridDim.x + g;
     i64 place = args.ticket ? args.resident_count[args.ragged * b] : args.place;
-    if (args.counts) place += b;
+    u32 tokens = u32(args.consecutive), sequence = u32(b) / tokens;
+    if (args.counts) place += u32(b) % tokens;
     if (place < args.room) {
-        Bits* row = rows + ((args.counts ? g : bg) * args.room + place) * (D + DV);
+        Bits* row = rows + ((sequence * gridDim.x + g) * args.room + place) * (D + DV);
         for (int i = threadIdx.x; i < D; i += THREADS) {
             Bits one = keys[b * args.keys_batch + g * args.keys_head + i];
             row[i] = one;
@@ -84,8 +89,8 @@ stage_token(const __grid_constant__ Arguments args) {
     if (args.counts) {
         i64 before = __ldcg(args.resident_count), most = args.room;
         __syncthreads();  // all threads have read the count that the first one changes
-        for (i64 i = threadIdx.x; i < gridDim.y; i += THREADS) args.counts[i] = min(before + i + 1, most);
-        if (threadIdx.x == 0) *args.resident_count = min(before + gridDim.y, most);
+        for (i64 i = threadIdx.x; i < gridDim.y; i += THREADS) args.counts[i] = min(before + u32(i) % tokens + 1, most);
+        if (threadIdx.x == 0) *args.resident_count = min(before + tokens, most);
         return;
     }
     for (i64 i = threadIdx.x; i < (args.ragged ? gridDim.y : 1); i += THREADS) {

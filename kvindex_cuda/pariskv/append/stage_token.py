@@ -42,10 +42,11 @@ def stage_token(
             reads the token's place from `resident.count` when it runs, and the caller updates the
             host's count. Resident rows with a count per sequence need a ticket. Without a ticket,
             this function takes the next place and updates the host's count itself.
-        counts: Int64 `[T]`, on the device, or None. If given, the first dimension of all parts is
-            the number `T` of new tokens of one sequence, in place of `B`. They are written after
-            each other, and `counts` becomes the number of resident rows up to each token. This
-            needs a ticket, resident rows of one sequence, and no `window` and `graph_queries`.
+        counts: Int64 `[B·T]`, on the device, or None. If given, there are `T` new tokens of each
+            sequence, and the first dimension of all parts is `B·T`: all tokens of the first
+            sequence, then those of the second, and so on. The tokens of a sequence are written
+            after each other, and `counts` becomes the number of resident rows up to each token.
+            This needs a ticket, and no `window` and `graph_queries`.
 
     Raises:
         ValueError: Shapes or dtypes do not fit, or there is no room for the token.
@@ -53,11 +54,14 @@ def stage_token(
     rows, keys, values = resident.rows, _near_by(token.keys), _near_by(token.values)
     queries, places = _near_by(queries), token if window is None else window
     to_keys, to_values = places.keys, places.values
-    (B, G, room, wide), D, H = rows.shape, keys.shape[-1], queries.shape[1]
+    (B, G, room, wide), D, H, consecutive = rows.shape, keys.shape[-1], queries.shape[1], 1
     if counts is not None:
-        if ticket is None or resident.ragged or B != 1:
-            raise ValueError("counts: got a tensor, allowed with a ticket and one sequence")
-        B = len(of_type("counts", counts, torch.int64))
+        tokens = len(of_type("counts", counts, torch.int64))
+        if ticket is None or resident.ragged:
+            raise ValueError("counts: got a tensor, allowed with a ticket and equal lengths")
+        if not tokens or tokens % B:
+            raise ValueError(f"counts: got {tokens} tokens, allowed is a multiple of {B} sequences")
+        B, consecutive = tokens, tokens // B
     given = keys, values, to_keys, to_values, queries
     key, value = (B, G, 1, D), (B, G, 1, wide - D)
     shapes = key, value, key, value, (B, H, D)
@@ -105,6 +109,7 @@ def stage_token(
             room=room,
             place=resident.claim(1) if ticket is None else 0,
             ragged=int(resident.ragged),
+            consecutive=consecutive,
         ),
         overlap=True,
         **_defines(D, wide - D, rows.dtype, H // G),

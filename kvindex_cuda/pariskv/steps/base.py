@@ -75,10 +75,12 @@ class BaseStep:
         tempered: Whether to multiply these logarithms by `priority.temper`.
         limited: Whether the expected error of attention determines the number of rows of each KV
             head (`State.variances`). `k` is then the largest number. Only for a subclass that
-            computes `resident_parts`, with `sampled` and without `one_sequence`.
+            computes `resident_parts`, with `sampled`.
         ragged: Whether `State.length` and `State.resident_count` have an entry for each sequence.
-        one_sequence: Whether the sequences of the batch are consecutive tokens of one sequence,
-            which share its resident rows and its row cache. Only with `ragged`.
+        one_sequence: Whether the entries of the batch are consecutive tokens of a sequence, which
+            share its resident rows and its row cache. Only with `ragged`.
+        sequences: With `one_sequence`, number of sequences that the batch has tokens of, each
+            equally many. The tokens of a sequence follow each other.
         arena: Memory for the buffers, which is shared with steps that never run at the same time.
 
     Raises:
@@ -108,6 +110,7 @@ class BaseStep:
         limited: bool = False,
         ragged: bool = False,
         one_sequence: bool = False,
+        sequences: int = 1,
         arena: Arena | None = None,
     ) -> None:
         g, group = geometry, geometry.group_size
@@ -129,10 +132,11 @@ class BaseStep:
                 "allowed is True and False"
             )
         self._one_sequence = one_sequence
+        self.consecutive = batch // sequences if one_sequence else 1  # tokens of each sequence
         self._capped = dict(SOFTCAP=int(g.softcap is not None))
         self._selects = dict(GROUP=group, POLICY=int(policy == "max_share"), **self._capped)
         self._selects["SAMPLING"] = int(sampled)
-        self.limited = self._checked_limit(limited, sampled, one_sequence)
+        self.limited = self._checked_limit(limited, sampled)
         if limited:
             self._selects["COUNTS"] = len(row_budget.counts_of(k))
         self._resident_splits = resident_splits(groups, multiprocessors) if limited else 0
@@ -154,21 +158,20 @@ class BaseStep:
         self.output = memory.empty(batch, g.q_heads, g.value_dim, dtype=g.dtype)
         self.lse = floats(batch, g.q_heads)
 
-    def _checked_limit(self, limited: bool, sampled: bool, one_sequence: bool) -> bool:
+    def _checked_limit(self, limited: bool, sampled: bool) -> bool:
         """Return `limited`, or raise ValueError if this step does not support it."""
         if not limited:
             return False
         allowed = {
             "sampled": (sampled, True),
-            "one_sequence": (one_sequence, False),
             "limits": (self.limits, True),
         }
         for name, (got, needed) in allowed.items():
             if got != needed:
                 raise ValueError(
                     f"limited: got True with {name}={got}, allowed is {name}={needed}: only a step "
-                    "by sign votes that samples rows, for one token of each sequence, chooses the "
-                    "number of rows by their expected error"
+                    "by sign votes that samples rows chooses the number of rows by their expected "
+                    "error"
                 )
         return True
 

@@ -75,12 +75,13 @@ class ParisKVBatch:
     """
 
     one_sequence: ClassVar[bool] = False
-    """True if the indexes of the batch are one index, for several tokens (`several_tokens`)."""
+    """True if the entries of the batch are tokens of one index (`several_tokens`)."""
 
     def __init__(
         self, geometry: Geometry, config: ParisKVConfig, kind: str, layout: Layout
     ) -> None:
         self._geometry, self._config, self._kind, self._layout = geometry, config, kind, layout
+        self._sequences = 1  # with `one_sequence`, the number of sequences of the index
         self._state: State | None = None
         self._held: list[object] = []  # `version` of each index in the state
         self._asked = 0, False  # `k` and `_limited` when `State.wanted` was computed, or 0
@@ -260,6 +261,7 @@ class ParisKVBatch:
                 ragged=True,
                 limited=self._limited,
                 one_sequence=self.one_sequence,
+                sequences=self._sequences,
             )
         return step
 

@@ -193,6 +193,7 @@ def shared(
     ragged: bool = False,
     limited: bool = False,
     one_sequence: bool = False,
+    sequences: int = 1,
 ) -> SharedStep:
     """Return a decode step object for `k` rows whose buffers have room for `most` tokens or
     candidates. An existing object is returned if one fits.
@@ -209,11 +210,13 @@ def shared(
         ragged: See `BaseStep`.
         limited: See `BaseStep`.
         one_sequence: See `BaseStep`.
+        sequences: See `BaseStep`.
     """
     g = geometry
     sizes = (g.q_heads, g.kv_heads, g.head_dim, g.value_dim, g.scale, g.softcap, g.dtype, g.device)
     options = options_of(kind, config)
-    how = dict(ragged=ragged, limited=limited, one_sequence=one_sequence)
+    how: dict[str, Any] = dict(ragged=ragged, limited=limited)
+    how |= dict(one_sequence=one_sequence, sequences=sequences)
     key = (*sizes, layout, kind, *options.values(), batch, blocks, k, *how.values())
     step = _alive.get(key)
     if step is None or step.most < most:

@@ -14,10 +14,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def attend_pages(
-    queries, table, table_step, lengths, parts, lse, scale, T, head_step, row_step, begin, slot,
+    queries, table, table_step, lengths, length_step, flags, flag_step, parts, lse, scale, T,
+    head_step, row_step, begin, slot,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, WIDE_V: tl.constexpr,
-    SPLITS: tl.constexpr, SLOTS: tl.constexpr, CAUSAL: tl.constexpr, OVERLAP: tl.constexpr,
+    SPLITS: tl.constexpr, SLOTS: tl.constexpr, CAUSAL: tl.constexpr, FLAGS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of the newest tokens of sequences to rows that are stored in pages.
 
@@ -29,7 +31,8 @@ def attend_pages(
     rows are left out.
 
     The arguments `*_step` are strides in elements, not bytes. A page whose address is 0 contains no
-    rows.
+    rows. With `FLAGS` above 0, an element of `flags` has the flags of that many rows in its lowest
+    bits, and rows whose flag is 0 are left out, too. Their numbers must be finite.
     """
     after_previous(OVERLAP)
     pair = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -39,7 +42,7 @@ def attend_pages(
     column, value_column = tl.arange(0, WIDE), tl.arange(0, WIDE_V)
     inside = asked[:, None] & (column[None, :] < D)
     q = tl.load(queries + query[:, None] * D + column[None, :], inside, other=0.0)
-    length = tl.load(lengths + batch).to(tl.int32)
+    length = tl.load(lengths + batch * length_step).to(tl.int32)
     end = tl.zeros([BLOCK_M], tl.int32) + length
     if CAUSAL:
         end = length - T + 1 + token
@@ -62,6 +65,9 @@ def attend_pages(
         )
         logits = tl.dot(q, k, input_precision="ieee") * (scale * LOG2E)
         seen = there[None, :] & (row[None, :] < end[:, None])
+        if FLAGS:  # rows are loaded whatever their flag is, so that the loads need not wait for it
+            flag = tl.load(flags + batch * flag_step + row // FLAGS, there, other=0)
+            seen = seen & ((flag.to(tl.int32) >> (row % FLAGS)) & 1 != 0)[None, :]
         logits = tl.where(seen, logits, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(logits, 1))
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)

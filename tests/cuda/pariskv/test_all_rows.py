@@ -3,6 +3,8 @@
 On a CPU, the graph is recorded work (`graphs.py`), and torch attends to the pages (`pages.py`).
 """
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -11,7 +13,15 @@ from kvindex.core.protocol import AttendsToAll, CapturesAll
 from kvindex.core.resident import ResidentRows
 from tests.cuda.pages import reads_pages  # noqa: F401  # a fixture
 from tests.cuda.pariskv.test_captured_step import graphs  # noqa: F401  # a fixture
-from tests.cuda.pariskv.test_several_tokens import CASE, PROMPT, Several, near
+from tests.cuda.pariskv.test_several_tokens import (
+    BATCH,
+    CASE,
+    PADS,
+    PROMPT,
+    UNEVEN,
+    Several,
+    near,
+)
 from tests.support.helpers import Case, slow
 
 pytestmark = pytest.mark.usefixtures("reads_pages")
@@ -29,7 +39,8 @@ class Full(Several):
         these tokens in float64."""
         start, kept = self.length, count if kept is None else kept
         parts = self.parts(count)
-        self.length += kept - count
+        sinks = None if self.sinks is None else self.sinks.cpu().double()[None, :, None]
+        dense = self.sequence.dense(sinks=sinks)[:, :, start : start + count].float()
         with self.layer.attending_fully():
             reads = self.layer.prepare_next(count) or self.layer.prepare_replay(count)
             assert reads is not None, self.layer.capture_refusal(count)
@@ -44,10 +55,8 @@ class Full(Several):
                 one.copy_(given)
             graph.replay()
             mine = self._outputs[count].clone()
-            self.layer.count_replay(kept, count)
-        sinks = None if self.sinks is None else self.sinks.cpu().double()[None, :, None]
-        dense = self.sequence.dense(sinks=sinks)
-        return mine.cpu(), dense[:, :, start : start + count].float()
+            self.keep(kept, count)
+        return mine.cpu(), dense
 
 
 def ready(device, **options):
@@ -56,9 +65,11 @@ def ready(device, **options):
     return layer
 
 
-@pytest.mark.parametrize("count", [1, 4, slow(7)])
-def test_the_step_is_full_attention(device, count):
-    layer = ready(device)
+@pytest.mark.parametrize(
+    ("count", "case"), [(1, CASE), (4, CASE), (3, BATCH), slow(7, CASE), slow(1, BATCH)]
+)
+def test_the_step_is_full_attention(device, count, case):
+    layer = ready(device, case=case)
     before = layer.layer.traffic.steps
     for _ in range(3):
         near(*layer.replay(count))
@@ -75,6 +86,42 @@ def test_rejected_tokens_leave_no_trace(device):
     assert len(layer.layer) == layer.length == PROMPT + 1 + sum(kept)
     assert len(layer.layer.index) > PROMPT
     assert layer.captures == 1
+
+
+def test_sequences_of_a_padded_batch(device):
+    """Padding is left out, in the index and in the window, and each sequence has its own sink."""
+    layer = ready(device, case=BATCH, pads=PADS)
+    for kept in (3, 1, 2, 3, 3, 1, 3):
+        near(*layer.replay(3, kept))
+    assert layer.captures == 1
+    assert len(layer.layer.index) > PROMPT
+
+
+@pytest.mark.parametrize("pads", [None, slow(PADS)])
+def test_sequences_that_keep_different_numbers_of_tokens(device, pads):
+    layer = ready(device, case=BATCH, pads=pads)
+    for kept in 2 * UNEVEN:
+        near(*layer.replay(3, kept))
+    assert layer.captures == 1
+    inside = layer.sequence.valid[:, PROMPT + 1 : len(layer.layer.index)]
+    assert not inside.all()
+
+
+@pytest.mark.slow
+def test_every_pattern_of_a_batch(device):
+    """Each number of accepted tokens of each sequence, at several phases of a window update."""
+    layer = ready(device, case=BATCH)
+    for kept in product([1, 2, 3], repeat=3):
+        near(*layer.replay(3, list(kept)))
+    assert layer.captures == 1
+    valid = layer.sequence.valid[:, : layer.length]
+    assert torch.equal(layer.layer.valid.cpu(), valid)
+
+
+def test_padding_that_is_still_in_the_window(device):
+    layer = ready(device, case=BATCH, pads=[0, 88, 4], local_window=40)
+    for kept in (3, 1, 3):
+        near(*layer.replay(3, kept))
 
 
 def test_steps_that_search_take_turns_with_it(device):
@@ -107,16 +154,16 @@ def test_what_no_graph_can_capture_is_said(device):
         )
         layer.feed(1)
         assert layer.layer.capture_refusal(4) is None
-        several = Full(device, case=Case(q_heads=2, kv_heads=1, head_dim=64, value_dim=64, batch=2))
-        several.feed(PROMPT, 1)
-        assert several.layer.capture_refusal(4) is not None
-    with several.layer.attending_fully():
-        why = several.layer.capture_refusal(4)
+    latents = Case(q_heads=4, kv_heads=1, head_dim=64, value_dim=48, value_in_key=True)
+    other = Full(device, latents)
+    other.feed(PROMPT, 1)
+    with other.layer.attending_fully():
+        why = other.layer.capture_refusal(4)
         assert "whose steps with full attention no CUDA graph can capture" in why
-        assert several.layer.prepare_replay(4) is None
-    index = several.layer.index
+        assert other.layer.prepare_replay(4) is None
+    index = other.layer.index
     with pytest.raises(ValueError, match="captured_all: got an index with backend="):
-        index.prepare_all(several.layer._window.resident(len(index)), tokens=2, skip=0)
+        index.prepare_all(other.layer._window.resident(len(index)), tokens=2, skip=0)
 
 
 def test_it_must_be_prepared(device):
@@ -129,6 +176,13 @@ def test_it_must_be_prepared(device):
     for numbers, name in ((dict(tokens=0, skip=0), "tokens"), (dict(tokens=2, skip=-1), "skip")):
         with pytest.raises(ValueError, match=f"^{name}: got"):
             index.prepare_all(resident, **numbers)
+    with pytest.raises(ValueError, match=r"^skip: got 3 with masked=True, allowed is 0"):
+        index.prepare_all(resident, tokens=2, skip=3, masked=True)
+    pair = ready(device, case=BATCH)
+    index, resident = pair.layer.index, pair.layer._window.resident(len(pair.layer.index), 9)
+    index.prepare_all(resident, tokens=2, skip=0)
+    with pytest.raises(ValueError, match=r"^queries: got 4 tokens, allowed is a multiple of 3"):
+        index.captured_all(torch.zeros(4, 4, 64, device=device), None, resident)
 
 
 def test_drafts_are_removed_without_writing_the_window_again(device, monkeypatch):

@@ -10,20 +10,22 @@ import torch
 
 from kvindex.core.graphs import GRAPHS
 from kvindex.layer import AttentionLayer
+from kvindex_cuda.memory.slab_pool import DeviceAllocator
 from kvindex_cuda.pariskv.steps.several_tokens import SeveralTokens
 from tests.cuda.pariskv.test_captured_step import SIZES, graphs  # noqa: F401
 from tests.support.helpers import Case, slow
 from tests.support.sequences import Sequence
 
 CASE = Case(q_heads=4, kv_heads=2, head_dim=64, value_dim=64)
+BATCH, PADS = Case(q_heads=4, kv_heads=2, head_dim=64, value_dim=64, batch=3), [0, 21, 4]
 PROMPT = 90
 
 
 class Several:
     """A layer whose steps of several tokens go through a graph."""
 
-    def __init__(self, device, case=CASE, sinks=None, **options):
-        self.device, self.sequence = device, Sequence.of(case, 400)
+    def __init__(self, device, case=CASE, sinks=None, pads=None, **options):
+        self.device, self.sequence = device, Sequence.of(case, 400, pads)
         made = dict(backend="cuda", device=device, store="host" if device == "cuda" else "device")
         own = SIZES | {name: options.pop(name) for name in tuple(options) if name in SIZES}
         own["error"] = options.pop("error", None)
@@ -38,14 +40,19 @@ class Several:
 
     def feed(self, *counts):
         for count in counts:
-            self.layer.step(*self.parts(count), sink_logits=self.sinks)
+            valid = None
+            if self.length < max(self.sequence.pads):
+                valid = self.sequence.valid[:, self.length : self.length + count].to(self.device)
+            self.layer.step(*self.parts(count), valid=valid, sink_logits=self.sinks)
 
     def replay(self, count, kept=None):
         """Return the output of a step of `count` tokens, of which `kept` stay, and that of as many
-        steps of one token in a copy of the layer."""
+        steps of one token in a copy of the layer.
+
+        `kept` may be a list with a number for each sequence.
+        """
         twin, kept = deepcopy(self.layer), count if kept is None else kept
         parts = self.parts(count)
-        self.length += kept - count
         reads = self.layer.prepare_next(count) or self.layer.prepare_replay(count)
         assert reads is not None, self.layer.capture_refusal(count)
         if reads is not self._reads:
@@ -57,11 +64,24 @@ class Several:
             own.copy_(given)
         self._graph.replay()
         mine = self._output.clone()
-        self.layer.count_replay(kept, count)
+        self.keep(kept, count)
         with twin.speculating(count):
             singles = [[part[:, :, t : t + 1] for part in parts] for t in range(count)]
             theirs = [twin.step(*one, sink_logits=self.sinks) for one in singles]
         return mine, torch.cat(theirs, dim=2)
+
+    def keep(self, kept, of):
+        """Keep the first tokens of the last step. Where a sequence keeps fewer, it has a gap."""
+        each = [kept] if isinstance(kept, int) else kept
+        most, start, shown = max(each), self.length - of, None
+        if len({*each}) > 1:
+            shown = torch.arange(most) < torch.tensor(each)[:, None]
+            if self.sequence.holes is None:
+                self.sequence.holes = torch.zeros(self.sequence.valid.shape, dtype=torch.bool)
+            self.sequence.holes[:, start : start + most] = ~shown
+            shown = shown.to(self.device)
+        self.layer.count_replay(most, of, shown)
+        self.length = start + most
 
     def _capture(self):
         self._output = self.layer.captured_step(*self._parts, sink_logits=self.sinks)
@@ -71,18 +91,31 @@ def near(mine, theirs):
     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
-def ready(device, **options):
+def ready(device, prompt=PROMPT, **options):
     several = Several(device, **options)
-    several.feed(PROMPT, 1)
+    several.feed(prompt, 1)
     return several
 
 
-@pytest.mark.parametrize("count", [2, 4, slow(7)])
-def test_the_step_equals_steps_of_one_token(device, count):
-    several = ready(device)
+@pytest.mark.parametrize(
+    ("count", "case"),
+    [(2, CASE), (4, CASE), (3, BATCH), slow(7, CASE), slow(5, BATCH)],
+)
+def test_the_step_equals_steps_of_one_token(device, count, case):
+    several = ready(device, case=case)
     for _ in range(3):
         near(*several.replay(count))
     assert several.captures == 1
+
+
+@pytest.mark.parametrize("options", [dict(k=8), slow(dict(preset="paper"))])
+def test_sequences_of_a_padded_batch(device, options):
+    """Each sequence has its own codes, sink, mask and number of valid tokens."""
+    several = ready(device, case=BATCH, pads=PADS, **options)
+    for kept in (3, 1, 2, 3, 3, 1, 3):
+        near(*several.replay(3, kept))
+    assert several.captures == 1
+    assert len(several.layer.index) > PROMPT
 
 
 def test_the_buffer_grows_once_however_full_the_window_gets(device):
@@ -91,6 +124,31 @@ def test_the_buffer_grows_once_however_full_the_window_gets(device):
     for kept in (1, 1, 1, 7, 1, 1, 1, 1, 1, 1, 5, 1, 1, 1, 1, 1, 1, 1, 1):
         several.replay(7, kept)
     assert several.captures == 1
+
+
+@pytest.mark.parametrize("case", [CASE, slow(BATCH)])
+def test_the_error_limits_the_number_of_rows_of_each_token(device, case):
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    several = ready(device, case=case, k="auto", error=0.4, sinks=sinks, prompt=300)
+    before = several.layer.traffic.found.clone()
+    for kept in (3, 1, 3):
+        near(*several.replay(3, kept))
+    found = several.layer.traffic.found - before
+    assert int(found.sum()) == 9 * case.batch * case.kv_heads
+    assert (found > 0).sum() > 1  # the numbers of rows differ
+    assert several.captures == 1
+
+
+def test_another_limit_needs_no_other_graph(device):
+    several = ready(device, k="auto", error=0.4, prompt=300)
+    near(*several.replay(3))
+    tight = several.layer.traffic.found.clone()
+    several.layer.error = 1.5
+    near(*several.replay(3))
+    loose = several.layer.traffic.found - tight
+    assert several.captures == 1
+    numbers = torch.arange(len(tight), device=tight.device)
+    assert (loose * numbers).sum() < (tight * numbers).sum()
 
 
 def test_rejected_tokens_leave_no_trace(device):
@@ -112,6 +170,68 @@ def test_steps_of_one_and_of_several_tokens_take_turns(device):
         near(*several.replay(3, 2))
         several.feed(1)
         near(*several.replay(1) if several.layer.prepare_replay(1) else (torch.ones(1),) * 2)
+
+
+UNEVEN = [[3, 1, 2], [1, 1, 3], [3, 3, 1], [2, 3, 3], 3, [1, 2, 1], [3, 1, 3]]
+"""Tokens that each sequence of a batch keeps of steps of three tokens."""
+
+
+@pytest.mark.parametrize("pads", [None, slow(PADS)])
+def test_sequences_that_keep_different_numbers_of_tokens(device, pads):
+    """The others become padding, in the window and later in the index."""
+    several = ready(device, case=BATCH, pads=pads)
+    for kept in UNEVEN:
+        near(*several.replay(3, kept))
+    assert several.captures == 1
+    layer, holes = several.layer, several.sequence.valid[:, : several.length]
+    assert torch.equal(layer.valid.cpu(), holes)
+    inside = holes[:, : len(layer.index)]
+    assert not inside[:, PROMPT + 1 :].all()
+    sink = SIZES["sink"]
+    assert layer.index.counts.tolist() == (inside.sum(1) - sink).tolist()
+
+
+def test_steps_of_one_token_after_a_gap(device):
+    several = ready(device, case=BATCH)
+    near(*several.replay(3, [1, 3, 2]))
+    for _ in range(2):
+        near(*several.replay(1))
+    several.feed(1)
+    near(*several.replay(3, [2, 1, 1]))
+
+
+def test_a_gap_can_be_undone(device):
+    several = ready(device, case=BATCH)
+    near(*several.replay(3, [1, 3, 2]))
+    length = several.length
+    near(*several.replay(3, [2, 1, 3]))
+    several.sequence.holes[:, length:] = False
+    several.length = length
+    assert not several.layer.undo_replays(length)
+    several.layer.truncate(length)
+    near(*several.replay(3, [1, 1, 2]))
+    assert torch.equal(several.layer.valid.cpu(), several.sequence.valid[:, : several.length])
+
+
+def test_gaps_have_a_flag_for_each_token(device):
+    several = ready(device, case=BATCH)
+    several.replay(3)
+    with pytest.raises(ValueError, match=r"^shown: got "):
+        several.layer.count_replay(2, 3, torch.ones(3, 3, dtype=torch.bool, device=device))
+
+
+def test_rows_on_the_host_are_cached_for_each_sequence(device, monkeypatch):
+    if device == "cpu":
+        monkeypatch.setattr(DeviceAllocator, "on_host", True)
+    several = ready(device, case=BATCH, k=8)
+    for _ in range(3):
+        near(*several.replay(2))
+    cache = several.layer.index._executor.cache
+    groups = BATCH.batch * BATCH.kv_heads
+    assert cache.clocks.tolist() == [cache.clocks[0].item()] * groups
+    looked_up, found = cache.counts.T.tolist()
+    assert min(looked_up) > 0
+    assert max(found) > 0
 
 
 def test_learned_sinks_and_sampled_rows(device):
@@ -161,10 +281,9 @@ def test_an_interrupted_preparation_is_made_again(device, monkeypatch):
 
 
 def test_what_has_no_step_of_several_tokens_says_so(device):
-    several = ready(device, error=0.2)
-    assert "error: got 0.2" in several.layer.capture_refusal(3)
-    pair = Several(device, Case(q_heads=4, kv_heads=2, head_dim=64, value_dim=64, batch=2))
-    pair.feed(PROMPT, 1)
-    assert "with 2 sequences" in pair.layer.capture_refusal(3)
-    assert pair.layer.prepare_replay(3) is None
-    assert pair.layer.capture_refusal(1) is None
+    latents = Several(
+        device, Case(q_heads=4, kv_heads=1, head_dim=64, value_dim=48, value_in_key=True)
+    )
+    latents.feed(PROMPT, 1)
+    assert "no decode step of several tokens" in latents.layer.capture_refusal(3)
+    assert latents.layer.prepare_replay(3) is None

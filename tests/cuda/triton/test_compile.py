@@ -59,7 +59,7 @@ PRODUCT = dict(BLOCK_N=16, BLOCK_K=256, SLICES=4, STAGES=3, AHEAD=2, bias=None, 
 MULTIPLY = PRODUCT | dict(GATED=False, PAIRED=False, EARLY=False)
 HEADS = PRODUCT | dict(H=32, G=8, D=128, BATCH=1)
 PAGES = dict(G=8, GROUP=4, D=128, DV=128, PAGE=256, WIDE=128, WIDE_V=128, BLOCK_M=64, BLOCK_N=64)
-PAGES |= dict(scale="fp32")
+PAGES |= dict(scale="fp32", flags=None, FLAGS=0)
 SPLIT = dict(G=8, GROUP=4, D=128, DV=128, ROWS=16, BLOCK_N=64, WIDE=128, WIDE_V=128, SPLITS=64)
 MERGE = dict(DV=128, WIDE_V=128, SPLITS=64, output="*bf16", merged_lse=None)
 ROTATED = dict(H=32, G=8, D=128, WIDE=64, BLOCK=16, cos="*bf16", sin="*bf16", values="*bf16")
@@ -81,6 +81,16 @@ CASES = [
     (heads.project_heads, "bf16", HEADS | dict(BATCH=16, query_norm=None, key_norm=None)),
     (attention.attend_pages, "bf16", PAGES | dict(CAUSAL=True, SPLITS=1, SLOTS=1, parts="*bf16")),
     (attention.attend_pages, "fp16", PAGES | dict(CAUSAL=False, SPLITS=64, SLOTS=128)),
+    (
+        attention.attend_pages,
+        "bf16",
+        PAGES | dict(CAUSAL=False, SPLITS=64, SLOTS=128, flags="*i32", FLAGS=32),
+    ),
+    (
+        attention.attend_pages,
+        "bf16",
+        PAGES | dict(CAUSAL=True, SPLITS=64, SLOTS=128, flags="*u8", FLAGS=1),
+    ),
     (chunk.rotate_heads, "bf16", ROTATED),
     (chunk.rotate_heads, "fp16", ROTATED | dict(query_norm=None, key_norm=None, values="*fp16")),
     (chunk.swiglu, "bf16", dict(BLOCK=2048)),

@@ -6,6 +6,7 @@ On a CPU, Triton's interpreter runs it (`test_interpreter.py`).
 import pytest
 import torch
 
+from kvindex.pariskv.block_layout import BLOCK, words_of
 from tests.support.helpers import sampled
 
 # the imports below need Triton (E402)
@@ -391,6 +392,51 @@ def test_attend_pages_and_newest_rows(run, splits, B, H, G, T, D, Dv):
     expected, sums = reference.attend_pages(queries, keys, values, ends, scale=D**-0.5)
     close(found, expected, run[1])
     close(lse, sums, run[1])
+
+
+@weightless
+@pytest.mark.parametrize("splits", [1, 4])
+def test_attend_pages_without_hidden_rows(run, splits):
+    """Rows are hidden in pages, among them a whole page, and among the newest rows. Lengths have a
+    stride of 0."""
+    B, H, G, T, D, older, new, room = 2, 4, 2, 3, 16, 70, 20, 32
+    queries, keys = drawn(run, B, H, T, D), drawn(run, B, G, older + new, D)
+    values = drawn(run, B, G, older + new, D)
+    seen = torch.ones(B, older + new, dtype=torch.bool)
+    seen[0, :37], seen[1, 5:9], seen[1, 66:80:3] = False, False, False
+    pages, table = pages_of(keys[:, :, :older], values[:, :, :older], 32)
+    pages[0, 0] = 100.0
+    rows = pages.new_full((B, G, room, 2 * D), float("nan"))
+    rows[:, :, :new] = torch.cat((keys, values), -1)[:, :, older:]
+    places = rows.data_ptr() + rows[0].nbytes * torch.arange(B, dtype=torch.int64)
+    mask = torch.ones(B, room, dtype=torch.uint8)
+    mask[:, :new] = seen[:, older:]
+    blocks = -(-table.shape[1] * 32 // BLOCK)
+    words = words_of(seen[:, :older], blocks).flatten(1)[:, : table.shape[1]].contiguous()
+    lengths = torch.tensor([new], device=run[0]).expand(B)
+    found, lse = layers.attend_pages(
+        queries,
+        table,
+        torch.tensor([older], device=run[0]).expand(B),
+        kv_heads=G,
+        value_dim=D,
+        scale=D**-0.5,
+        row_bytes=2 * D * pages.element_size(),
+        head_bytes=pages[0, 0, 0].nbytes,
+        page_tokens=32,
+        causal=False,
+        valid=words.to(run[0]),
+        newest=Newest(places[:, None].to(run[0]), lengths, rows, 0, mask.to(run[0])),
+        splits=splits,
+        tile=Tile(rows=16, columns=16),
+    )
+    for b in range(B):
+        some = slice(b, b + 1), slice(None), seen[b].to(run[0])
+        end = torch.tensor([int(seen[b].sum())], device=run[0])
+        given = queries[b : b + 1], keys[some], values[some], end
+        expected, sums = reference.attend_pages(*given, scale=D**-0.5)
+        close(found[b : b + 1], expected, run[1])
+        close(lse[b : b + 1], sums, run[1])
 
 
 @weightless
