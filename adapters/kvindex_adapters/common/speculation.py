@@ -106,8 +106,9 @@ def speculation_of(speculative_tokens: int | str | None, verify: str) -> Specula
 class Acceptance:
     """How many drafted tokens were accepted.
 
-    In a batch, all sequences advance by the same number of tokens, so a drafted token counts as
-    accepted if it was accepted in every sequence that had not ended.
+    In a batch, the drafted tokens are those of one sequence, and the accepted ones the mean over
+    the sequences that had not ended. If all sequences advance together, a drafted token counts as
+    accepted if it was accepted in each of these.
 
     Args:
         steps: Decode steps, each of one token without a draft or of a verified draft.

@@ -35,14 +35,15 @@ class Scores:
     """Results of a decode step of several tokens. The next step overwrites the tensors.
 
     Args:
-        logits: Logits for the token after each token of the step, `[T, V]`.
-        chosen: The most likely token at each position, or None if tokens are sampled.
-        count: Number of tokens that the step has appended, `T`. Those after the tokens of the
-            caller are fillers.
+        logits: Logits for the token after each token of the step, `[B, T, V]`.
+        chosen: The most likely token at each position of each sequence, or None if tokens are
+            sampled.
+        count: Number of tokens that the step has appended to each sequence, `T`. Those after the
+            tokens of the caller are fillers.
     """
 
     logits: Tensor
-    chosen: Sequence[int] | None
+    chosen: Sequence[Sequence[int]] | None
     count: int
 
 
@@ -51,11 +52,11 @@ class _Step:
     """The tensors of decode steps with the same number of tokens, and their graph.
 
     Args:
-        ids: Input tokens `[1, T]`.
+        ids: Input tokens `[B, T]`.
         reads: Results of the layers' `prepare_replay` when the step ran last.
         graph: The graph, or None if it was not captured yet.
-        logits: Logits `[T, V]` of the last step.
-        chosen: The most likely tokens, int64 `[T]`, or None.
+        logits: Logits `[B, T, V]` of the last step.
+        chosen: The most likely tokens, int64 `[B, T]`, or None.
     """
 
     ids: Tensor
@@ -66,13 +67,13 @@ class _Step:
 
 
 class DraftGraphs:
-    """Runs decode steps of several tokens of one sequence, as replays of CUDA graphs.
+    """Runs decode steps of several tokens of each sequence, as replays of CUDA graphs.
 
     Args:
         session: A session that has read its prompt.
         sampler: The sampler of the generation.
-        size: Number of tokens of every step, at most; None if it varies. Steps that `refusal`
-            refuses run without a graph.
+        size: Number of tokens of each sequence in every step, at most; None if it varies. Steps
+            that `refusal` refuses run without a graph.
         graphs: Whether decode steps may be captured in CUDA graphs.
         full: Whether the tokens of a step attend to all tokens instead of searching.
     """
@@ -87,7 +88,7 @@ class DraftGraphs:
         full: bool = False,
     ) -> None:
         self._session, self._sampler, self._full = session, sampler, full
-        self._serves = graphs and len(session.token) == 1 and refusal(session) is None
+        self._serves = graphs and refusal(session) is None
         self._sizes = SIZES[full] if size is None else (size,)
         self._steps: dict[int, _Step] = {}
 
@@ -98,7 +99,7 @@ class DraftGraphs:
         between, call `session.undo_replay`.
 
         Args:
-            inputs: Int64 `[1, n]`.
+            inputs: Int64 `[B, n]`.
 
         Returns:
             The logits, or None if no graph can run this step. The session is then unchanged.
@@ -106,8 +107,11 @@ class DraftGraphs:
         with self._session.fully(self._full):
             return self._score(inputs)
 
-    def count(self, kept: int, scores: Scores) -> None:
-        """Keep the first `kept` tokens of the last step, whose results are `scores`."""
+    def count(self, kept: int | Sequence[int], scores: Scores) -> None:
+        """Keep the first `kept` tokens of the last step, whose results are `scores`.
+
+        `kept` may have a number for each sequence (`Session.count_replay`).
+        """
         with self._session.fully(self._full):
             self._session.count_replay(kept, scores.count)
 
@@ -121,7 +125,7 @@ class DraftGraphs:
             return None
         step = self._steps.get(size)
         if step is None:
-            step = self._steps[size] = _Step(inputs.new_zeros(1, size))
+            step = self._steps[size] = _Step(inputs.new_zeros(len(inputs), size))
         same = len(step.reads) == len(reads)
         same = same and all(new is old for new, old in zip(reads, step.reads, strict=True))
         step.ids[:, :n].copy_(inputs)
@@ -141,8 +145,10 @@ class DraftGraphs:
         return Scores(step.logits, chosen, size)
 
     def _run(self, step: _Step) -> None:
-        step.logits = self._session.captured_score(step.ids)
-        step.chosen = None if self._sampler.samples else self._sampler.choose(step.logits)
+        step.logits = logits = self._session.captured_score(step.ids)
+        step.chosen = None
+        if not self._sampler.samples:
+            step.chosen = self._sampler.choose(logits.flatten(0, 1)).view(step.ids.shape)
 
     def _capture(self, step: _Step) -> bool:
         """Capture a step. If this fails, return False, and run all later steps without a graph."""

@@ -66,8 +66,7 @@ class Attention(layers.Attention, Protocol):
         ...
 
     def captured_step(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Append one token to each sequence, or several to a single sequence, and compute their
-        attention.
+        """Append one token or several to each sequence, and compute their attention.
 
         A CUDA graph can capture this, because the device counts the tokens.
         """
@@ -77,7 +76,7 @@ class Attention(layers.Attention, Protocol):
         """Keep the first `length` tokens, and remove the rest."""
         ...
 
-    def count_replay(self, kept: int = 1, of: int = 1) -> bool:
+    def count_replay(self, kept: int = 1, of: int = 1, shown: Tensor | None = None) -> bool:
         """After a replay of the graph, which has appended `of` tokens, keep the first `kept`.
 
         See `AttentionLayer.count_replay`.
@@ -101,24 +100,29 @@ class Captured(NamedTuple):
 
 
 class CapturedTogether(NamedTuple):
-    """A wrapper like `Captured`, for kernels that treat several tokens of one sequence as tokens of
-    several sequences."""
+    """A wrapper like `Captured`, for kernels that treat several tokens of a sequence as tokens of
+    several sequences.
+
+    `tokens` is the number of tokens of each sequence, `T`.
+    """
 
     layer: Attention
+    tokens: int
 
     def step(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Run the layer's `captured_step`.
 
         Args:
-            queries: `[T, H, 1, D]`.
-            keys: `[T, G, 1, D]`.
-            values: `[T, G, 1, D]`.
+            queries: `[B·T, H, 1, D]`.
+            keys: `[B·T, G, 1, D]`.
+            values: `[B·T, G, 1, D]`.
 
         Returns:
-            Attention outputs `[T, H, 1, D]`.
+            Attention outputs `[B·T, H, 1, D]`.
         """
-        parts = (one.transpose(0, 2) for one in (queries, keys, values))
-        return self.layer.captured_step(*parts).transpose(0, 2)
+        several = (one.reshape(-1, self.tokens, *one.shape[1:]) for one in (queries, keys, values))
+        parts = (one[:, :, :, 0].transpose(1, 2) for one in several)  # [B, H, T, D]
+        return self.layer.captured_step(*parts).transpose(1, 2).flatten(0, 1)[:, :, None]
 
 
 class Session:
@@ -154,6 +158,9 @@ class Session:
         self._longest = max(padding)
         # position of the next token, [B, 1]
         self._position = -torch.tensor(padding, device=device)[:, None]
+        # steps in which sequences have kept different numbers of tokens: the length before, and the
+        # number of tokens of each sequence that became padding
+        self._gaps: list[tuple[int, list[int]]] = []
         self.token = torch.zeros_like(self._position)
         self.length = 0
         # number of tokens -> for each layer, what `prepare_replay` will return, or None; empty if
@@ -464,45 +471,59 @@ class Session:
         Call `count_replay` after each replay. Token ids are not passed to the indexes.
 
         Args:
-            ids: Int64 `[1, T]`.
+            ids: Int64 `[B, T]`, contiguous.
 
         Returns:
-            Logits `[T, V]` for the token after each of `ids`.
+            Logits `[B, T, V]` for the token after each of `ids`.
         """
         T, D = ids.shape[1], self._config.head_dim
         positions = self._position + torch.arange(T, device=ids.device)
-        if self.fused is not None and T <= BATCH:
-            together = [CapturedTogether(layer) for layer in self._attentions]
-            logits = self.fused.forward(ids.mT.contiguous(), positions.mT.contiguous(), together, D)
+        if self.fused is not None and ids.numel() <= BATCH:
+            together = [CapturedTogether(layer, T) for layer in self._attentions]
+            logits = self.fused.forward(ids.view(-1, 1), positions.view(-1, 1), together, D)
+            logits = logits.view(*ids.shape, -1)
         else:
             captured = [Captured(layer) for layer in self._attentions]
-            logits = layers.forward(self._weights, ids, positions, captured, D, every=True)[0]
+            logits = layers.forward(self._weights, ids, positions, captured, D, every=True)
         self._position += T
         return logits
 
     @in_plain_torch
-    def count_replay(self, kept: int = 1, of: int = 1) -> None:
+    def count_replay(self, kept: int | Sequence[int] = 1, of: int = 1) -> None:
         """After a replay of `captured_step` or `captured_score`, count its tokens on the host.
 
         Args:
-            kept: Number of tokens that stay. The others are removed.
+            kept: Number of tokens that stay, or one number for each sequence. The others are
+                removed. Where a sequence keeps fewer tokens than another one, it gets padding, so
+                that all have the same length.
             of: Number of tokens that the replay has appended to each sequence.
         """
-        self.length += kept
+        each = [kept] if isinstance(kept, int) else [*kept]
+        most, device = max(each), self.token.device
+        shown: dict[str, Tensor] = {}
+        if len({*each}) > 1:
+            stays = torch.tensor(each, device=device)[:, None]
+            shown["shown"] = torch.arange(most, device=device) < stays
+        before, self.length = self.length, self.length + most
         ready = self._ready.get(of)
         for number, layer in enumerate(self._attentions):
-            moved = layer.count_replay(kept, of)
+            moved = layer.count_replay(most, of, **shown)
             if moved and ready is not None:
                 ready[number] = None
-        if kept < of:
-            self._position -= of - kept
+        if shown:
+            self._position -= of - stays
+            self._gaps.append((before, [most - one for one in each]))
+        elif most < of:
+            self._position -= of - most
 
     @in_plain_torch
     def undo_replay(self, length: int) -> None:
         """Return to `length` tokens, wherever a failed replay or a failed count has left the
         session."""
         self.keep(length)
-        padding = torch.tensor(self.padding, device=self._position.device)
+        self._gaps = [gap for gap in self._gaps if gap[0] < length]
+        counts = [self.padding, *(count for _, count in self._gaps)]
+        padding = torch.tensor([*map(sum, zip(*counts, strict=True))], device=self.token.device)
         self._position.copy_((length - padding)[:, None])
 
     def indexes(self) -> list[KVIndex]:

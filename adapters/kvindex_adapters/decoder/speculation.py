@@ -5,12 +5,17 @@ logits after each of them. Drafts are accepted up to the first that the verifier
 yields the accepted tokens and one more, which the verifier's logits give. Rejected tokens are
 removed from the session.
 
+A batch advances together, by the drafts that all of its sequences accept. There is an exception:
+where the verification is a CUDA graph and no token is sampled, each sequence keeps the drafts that
+it accepts. The rejected tokens of the other sequences become padding.
+
 Verification runs as a CUDA graph where possible (`draft_graphs`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +36,24 @@ Read = Callable[[Tensor], Tensor]
 Judge = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 """Function that gets a position and its logits `[B, V]`, and returns the token int64 `[B]` of each
 sequence there, and bool `[B]`, whether it is the drafted token."""
+
+
+class Round(NamedTuple):
+    """The result of a round.
+
+    Attributes:
+        tokens: The new tokens of each sequence. Those of sequences that had ended have no meaning.
+        accepted: For each sequence that had not ended, number of drafted tokens among them.
+    """
+
+    tokens: list[list[int]]
+    accepted: list[int]
+
+    @staticmethod
+    def together(made: Sequence[Tensor], accepted: int) -> Round:
+        """Return the result of a round in which all sequences got the tokens `made`, int64 `[B]`
+        each, of which they had drafted `accepted`."""
+        return Round(torch.stack([*made], dim=1).tolist(), [accepted])
 
 
 class Speculator:
@@ -68,6 +91,10 @@ class Speculator:
         self._graphs, self._draft = graphs, draft
         self._length, self._step, self._read = DraftLength(speculation, cost), step, read
         self._known = [PromptLookup(ids) for ids in known]
+        # tokens of each sequence that no call of `next` has returned, because another one is behind
+        self._waiting: list[list[int]] = [[] for _ in known]
+        self._accepted, self._counted = 0.0, 0  # accepted drafts, and those that were reported
+        self._apart = False  # whether the last verification kept other tokens of each sequence
 
     def next(self, left: int, running: Collection[int], stops: Collection[int]) -> list[Tensor]:
         """Run one round, or one decode step if there is no draft.
@@ -78,30 +105,70 @@ class Speculator:
             stops: Stop tokens. The round ends where all running sequences have got one.
 
         Returns:
-            The next tokens, int64 `[B]` each, on the CPU. If the call raises an exception, the
-            session ends with a verified token: the last one before the call, or, if tokens could
+            The next tokens, int64 `[B]` each, on the CPU. If the call raises an exception, each
+            sequence ends with a verified token: the last one before the call, or, if tokens could
             not move into an index, the last one of the round.
 
         Raises:
             RuntimeError: Another thread is using the session.
         """
-        count = min(self._length.next(), left - 1)
+        behind = self._behind(left, running, stops)
+        if behind:
+            self._run_round(left, behind, stops)
+        return self._returned(left, running, stops)
+
+    def _behind(self, left: int, running: Collection[int], stops: Collection[int]) -> set[int]:
+        """Return the sequences that have not got their last token, whether it was returned or
+        not."""
+        waiting = self._waiting
+        some = {row for row in running if len(waiting[row]) < left}
+        return {row for row in some if not any(token in stops for token in waiting[row])}
+
+    def _run_round(self, left: int, behind: Collection[int], stops: Collection[int]) -> None:
+        """Run one round, or one decode step. Its tokens are appended to `_waiting`."""
+        most = left - min(len(self._waiting[row]) for row in behind)
+        count = min(self._length.next(), most - 1)
         with self._session.exclusive():
             if self._full:
-                made, accepted = self._verify_fully(count, running, stops)
+                found = self._verify_fully(count, behind, stops)
             else:
-                drafts = self._look_up(count, running)
+                drafts = self._look_up(count, behind)
                 if drafts is None:
                     self._step_alone()
-                    made, count, accepted = [self._read(self._session.token[:, 0])], 0, 0
+                    made = [self._read(self._session.token[:, 0])]
+                    count, found = 0, Round.together(made, 0)
                 else:
                     count = drafts.shape[1]
-                    made, accepted = self._verify(drafts, running, stops)
-            self._session.count_drafts(count, accepted)
-        self._length.saw(count, accepted)
-        for token in made:
-            for known, one in zip(self._known, token.tolist(), strict=True):
-                known.append(one)
+                    found = self._verify(drafts, behind, stops)
+            accepted = found.accepted
+            # in the mean over the sequences, as a whole number of all rounds so far
+            self._accepted += sum(accepted) / len(accepted)
+            more = int(self._accepted + 1e-6) - self._counted
+            self._session.count_drafts(count, more)
+            self._counted += more
+        for one in accepted:
+            self._length.saw(count, one)
+        for row in behind:
+            self._waiting[row] += found.tokens[row]
+            for token in found.tokens[row]:
+                self._known[row].append(token)
+
+    def _returned(
+        self, left: int, running: Collection[int], stops: Collection[int]
+    ) -> list[Tensor]:
+        """Take the tokens that all running sequences have got."""
+        waiting, made = self._waiting, list[Tensor]()
+        behind = self._behind(left, running, stops)
+        if behind:
+            count = min(len(waiting[row]) for row in behind)
+        else:  # the answers end with the last stop token, or with the limit
+            ends = [_end(waiting[row], stops) for row in running]
+            count = min(max(ends), left)
+        for place in range(count):
+            # a sequence that has ended gets any token
+            tokens = [row[place] if place < len(row) else 0 for row in waiting]
+            made.append(torch.tensor(tokens))
+        self._waiting = [row[count:] for row in waiting]
         return made
 
     def _step_alone(self) -> None:
@@ -120,20 +187,22 @@ class Speculator:
     def _look_up(self, count: int, running: Collection[int]) -> Tensor | None:
         """Draft up to `count` tokens, int64 `[B, n]`, or return None where a sequence has none.
 
-        All sequences of the batch get drafts of the same length, because they advance together.
+        All sequences of the batch get drafts of the same length. A batch that advances together
+        gets none unless each sequence has one.
         """
         if count < 1:
             return None
         drafts = {row: self._known[row].draft(count) for row in running}
-        if not all(drafts.values()):
+        enough = any if self._apart else all
+        if not enough(drafts.values()):
             return None
-        filler = [0] * count  # for sequences that have ended
-        rows = [drafts.get(row, filler) for row in range(len(self._known))]
+        longest = max(map(len, drafts.values()))
+        some = [drafts.get(row, []) for row in range(len(self._known))]
+        # fillers are for sequences that have ended, or have no draft or a shorter one
+        rows = [[*draft, *[0] * (longest - len(draft))] for draft in some]
         return torch.tensor(rows, device=self._session.token.device)
 
-    def _verify(
-        self, drafts: Tensor, running: Collection[int], stops: Collection[int]
-    ) -> tuple[list[Tensor], int]:
+    def _verify(self, drafts: Tensor, running: Collection[int], stops: Collection[int]) -> Round:
         """Verify drafts that are no sample of a distribution, such as those of prompt lookup.
 
         Each token is chosen or sampled as without a draft, and the draft is accepted if it is that
@@ -141,69 +210,77 @@ class Speculator:
         the random numbers of decode steps of one token.
         """
 
-        replayed = None if self._graphs is None else self._verify_replayed(drafts, stops)
-        if replayed is not None:
-            return replayed
-
         def judge(place: int, logits: Tensor) -> tuple[Tensor, Tensor]:
             token = self._session.agreed(self._sampler.choose(logits))
             return token, _same(token, drafts, place)
 
+        if self._graphs is not None:
+            replayed = self._verify_replayed(self._graphs, drafts, judge, running, stops)
+            if replayed is not None:
+                return replayed
         with self._session.speculating(drafts.shape[1] + 1):
             return self._accept(drafts, judge, running, stops, full=False)
 
     def _verify_replayed(
-        self, drafts: Tensor, stops: Collection[int]
-    ) -> tuple[list[Tensor], int] | None:
-        """Do what `_verify` does for one sequence in a CUDA graph, or return None if none can."""
-        session, graphs, before = self._session, self._graphs, self._session.length
-        assert graphs is not None
+        self,
+        graphs: DraftGraphs,
+        drafts: Tensor,
+        judge: Judge,
+        running: Collection[int],
+        stops: Collection[int],
+    ) -> Round | None:
+        """Do what `_verify` does in a CUDA graph, or return None if there can be none."""
+        session, before = self._session, self._session.length
         first = session.token.clone()
         try:
             scores = graphs.score(torch.cat([session.token, drafts], dim=1))
+            self._apart = scores is not None and scores.chosen is not None
             if scores is None:
                 return None
-            made, kept = self._matched(scores, drafts, stops)
-            graphs.count(len(made), scores)
+            if scores.chosen is None:
+                made, kept = self._judged(scores.logits, drafts.shape[1], judge, running, stops)
+                graphs.count(len(made), scores)
+                found, last = Round.together(made, kept), made[-1]
+            else:
+                found = self._kept_apart(graphs, scores, drafts, running, stops)
+                last = torch.tensor([row[-1] for row in found.tokens])
         except BaseException:
             session.undo_replay(before)
             session.token.copy_(first)
             raise
-        session.token.copy_(made[-1][:, None])
-        return made, kept
+        session.token.copy_(last[:, None])
+        return found
 
-    def _matched(
-        self, scores: Scores, drafts: Tensor, stops: Collection[int]
-    ) -> tuple[list[Tensor], int]:
-        """Choose the tokens of one sequence up to the first that differs from its draft.
-
-        Args:
-            scores: The results of a replay.
-            drafts: Int64 `[1, n]`.
-            stops: Stop tokens, which also end the round.
-
-        Returns:
-            The tokens, and how many of them were drafted.
-        """
-        made, kept = list[Tensor](), 0
-        for draft in (*drafts[0].tolist(), None):  # there is no draft for the last position
-            place = len(made)
-            if scores.chosen is None:
-                some = scores.logits[place : place + 1]
-                token = int(self._read(self._sampler.choose(some)))
-            else:
-                token = scores.chosen[place]
-            made.append(torch.tensor([token]))
-            kept += token == draft
-            if token != draft or token in stops:
-                break
-        return made, kept
+    def _kept_apart(
+        self,
+        graphs: DraftGraphs,
+        scores: Scores,
+        drafts: Tensor,
+        running: Collection[int],
+        stops: Collection[int],
+    ) -> Round:
+        """Keep the drafts that each sequence accepts, after a replay that chose the most likely
+        tokens."""
+        chosen, accepted, tokens = scores.chosen, list[int](), list[list[int]]()
+        assert chosen is not None
+        for row, draft in enumerate(drafts.tolist()):
+            count, own = 0, chosen[row]
+            while count < len(draft) and own[count] == draft[count] and own[count] not in stops:
+                count += 1
+            tokens.append([*own[: count + 1]])
+            if row in running:
+                # a stop token may end an accepted draft
+                accepted.append(count + (count < len(draft) and own[count] == draft[count]))
+        most = max(len(tokens[row]) for row in running)
+        for row in {*range(len(tokens))} - {*running}:
+            tokens[row] = [*chosen[row][:most]]  # any tokens, as many as the longest
+        counts = [len(row) for row in tokens]
+        graphs.count(most if len({*counts}) == 1 else counts, scores)
+        return Round(tokens, accepted)
 
     # Drafts that the model writes with the index, verified by full attention
 
-    def _verify_fully(
-        self, count: int, running: Collection[int], stops: Collection[int]
-    ) -> tuple[list[Tensor], int]:
+    def _verify_fully(self, count: int, running: Collection[int], stops: Collection[int]) -> Round:
         """Draft `count` tokens with the index, and verify them by full attention.
 
         Source: Leviathan et al., Fast Inference from Transformers via Speculative Decoding (ICML
@@ -253,37 +330,26 @@ class Speculator:
         stops: Collection[int],
         *,
         full: bool,
-    ) -> tuple[list[Tensor], int]:
+    ) -> Round:
         """Run the forward pass of a draft, and keep the tokens up to the first rejected one.
 
         A batch advances by the number of tokens that all running sequences accept. Where another
         sequence has rejected a draft, a sequence that accepted it has that draft as its next token.
         So every token has the verifier's distribution.
-
-        Returns the tokens, and how many of them all running sequences had drafted.
         """
         session, start, count = self._session, self._session.length, drafts.shape[1]
         inputs = torch.cat([session.token, drafts], dim=1)
-        graphs = self._graphs if full else None
-        try:
-            scores = None if graphs is None else graphs.score(inputs)
-            if graphs is None or scores is None:
-                logits = session.score(inputs, full=full)
-                made, kept = self._judged(logits, count, judge, running, stops)
-                session.keep(start + len(made))
-            else:
-                if self._sampler.samples:
-                    made, kept = self._judged(scores.logits[None], count, judge, running, stops)
-                else:
-                    made, kept = self._matched(scores, drafts, stops)
-                graphs.count(len(made), scores)
-        except BaseException:
-            if graphs is not None:
-                session.undo_replay(start)
-            raise
+        if full and self._graphs is not None:
+            found = self._verify_replayed(self._graphs, drafts, judge, running, stops)
+            if found is not None:
+                session.observe(inputs[:, : session.length - start])
+                return found
+        logits = session.score(inputs, full=full)
+        made, kept = self._judged(logits, count, judge, running, stops)
+        session.keep(start + len(made))
         session.observe(inputs[:, : len(made)])
         session.token.copy_(made[-1][:, None])
-        return made, kept
+        return Round.together(made, kept)
 
     def _judged(
         self,
@@ -308,6 +374,12 @@ class Speculator:
             if not open_rows or not agrees:
                 break
         return made, kept
+
+
+def _end(tokens: Sequence[int], stops: Collection[int]) -> int:
+    """Return the number of tokens up to the first stop token, or of all if there is none."""
+    places = (place for place, token in enumerate(tokens, 1) if token in stops)
+    return next(places, len(tokens))
 
 
 def _same(token: Tensor, drafts: Tensor, place: int) -> Tensor:

@@ -219,6 +219,112 @@ def test_drafts_in_a_graph_give_the_tokens_of_single_steps(
     assert got.acceptance.accepted >= right * (got.acceptance.rounds - 1)
 
 
+def test_drafts_with_as_many_rows_as_the_error_asks_for(device, graphs, monkeypatch):
+    decoder, prompt = decoder_of(device), ids_of(200)
+    plain = given(device, 16, regions=dict(error=0.5, update_every=40)) | dict(k="auto")
+    want = decoder.generate(prompt, graphs=False, **plain).answer_ids.tolist()
+    drafted(monkeypatch, (200, want))
+    run = decoder.start(prompt, speculative_tokens=3, **plain)
+    assert [int(token) for token in run.tokens()] == want
+    assert run.explain().endswith("; a step of several tokens is one graph")
+    assert graphs.replays >= run.session.acceptance.rounds - 2
+    found = run.session.report().rows_found
+    assert 16 <= found.mean <= found.p99 < 180
+
+
+PROMPTS = 60, 47, 52
+"""Lengths of the prompts of a padded batch."""
+
+
+@pytest.mark.parametrize("sampling", [None, *mostly_slow([Sampling(0.8, seed=3)])])
+@pytest.mark.parametrize("stopped", mostly_slow([False, True], True))
+def test_drafts_of_a_batch_in_a_graph(device, graphs, monkeypatch, sampling, stopped):
+    """Sequences are padded, accept different numbers of drafts, and may end at different times."""
+    decoder, prompts = decoder_of(device, layers=2), [ids_of(count) for count in PROMPTS]
+    more = {} if sampling is None else dict(sampling=sampling)
+    plain = given(device, 24, regions=dict(update_every=40)) | ALL_ROWS | more
+    free = [one.answer_ids.tolist() for one in decoder.generate(prompts, graphs=False, **plain)]
+    plain |= dict(stop=[free[0][9], free[2][17]]) if stopped else {}
+    want = [one.answer_ids.tolist() for one in decoder.generate(prompts, graphs=False, **plain)]
+
+    def draft(lookup, count):
+        ids = lookup._ids[: len(lookup)].tolist()
+        for number, (length, answer) in enumerate(zip(PROMPTS, free, strict=True)):
+            if ids[:length] == prompts[number].tolist():
+                start = len(ids) - length
+                guess = answer[start : start + count]
+                right = (start + number) % 4  # another number of right tokens for each sequence
+                return [token if i < right else (token + 1) % 80 for i, token in enumerate(guess)]
+        return []
+
+    monkeypatch.setattr(PromptLookup, "draft", draft)
+    with recorded_calls(Session, "score") as scored:
+        got = decoder.generate(prompts, speculative_tokens=3, **plain)
+    assert [one.answer_ids.tolist() for one in got] == want
+    assert got[0].acceptance.accepted
+    assert len(scored) <= 1  # before the first decode step
+    assert graphs.replays >= got[0].acceptance.rounds - 2
+    if sampling is None and not stopped:  # each sequence keeps the drafts that it accepts
+        seen = got[0].acceptance
+        slow = decoder.generate(prompts, speculative_tokens=3, graphs=False, **plain)
+        assert seen.steps < slow[0].acceptance.steps
+        assert seen.rate > 1.5 * slow[0].acceptance.rate
+
+
+@pytest.mark.usefixtures("reads_pages")
+@pytest.mark.parametrize("calls", mostly_slow([1, 4, 9], 4))
+def test_an_interrupted_step_of_a_batch_leaves_the_last_verified_tokens(
+    device, graphs, monkeypatch, calls
+):
+    """Sequences then have different numbers of tokens, and go on from their own."""
+    decoder, prompts = decoder_of(device, layers=2), [ids_of(count) for count in PROMPTS]
+    plain = given(device, 24, regions=dict(update_every=20))
+    full = decoder.generate(prompts, index=None, max_new_tokens=36, graphs=False)
+    count, left = Session.count_replay, [calls]
+
+    def interrupted(self, kept=1, of=1):
+        if of > 1:
+            left[0] -= 1
+            if not left[0]:
+                each = kept if isinstance(kept, list) else [kept]
+                shown = torch.arange(max(each)) < torch.tensor(each)[:, None]
+                more = [shown.to(device)] if len(each) > 1 else []
+                self._attentions[0].count_replay(max(each), of, *more)
+                raise KeyboardInterrupt
+        count(self, kept, of)
+
+    monkeypatch.setattr(Session, "count_replay", interrupted)
+    run = decoder.start(prompts, speculative_tokens=3, verify="full", **plain)
+    with pytest.raises(KeyboardInterrupt):
+        list(run.tokens())
+    session = run.session
+    for _ in range(8):
+        places = (session._position[:, 0].cpu() - torch.tensor(PROMPTS)).tolist()
+        wants = [one.answer_ids.tolist() for one in full]
+        now = [want[place] for want, place in zip(wants, places, strict=True)]
+        assert session.token[:, 0].tolist() == now
+        session.token.copy_(session.step(session.token[:, 0], full=True).argmax(-1)[:, None])
+
+
+@pytest.mark.usefixtures("reads_pages")
+@pytest.mark.parametrize("sampling", [None, *mostly_slow([Sampling(0.8, seed=3)])])
+def test_a_batch_that_full_attention_verifies_in_a_graph(device, graphs, sampling):
+    decoder, prompts = decoder_of(device, layers=2), [ids_of(count) for count in PROMPTS]
+    more = {} if sampling is None else dict(sampling=sampling)
+    plain = given(device, 24, regions=dict(update_every=20)) | more
+    if sampling is None:
+        want = decoder.generate(prompts, index=None, max_new_tokens=24, graphs=False)
+    else:
+        options = dict(plain, speculative_tokens=3, verify="full", graphs=False)
+        want = decoder.generate(prompts, **options)
+    with recorded_calls(Session, "score") as scored:
+        got = decoder.generate(prompts, speculative_tokens=3, verify="full", **plain)
+    for mine, theirs in zip(got, want, strict=True):
+        assert mine.answer_ids.tolist() == theirs.answer_ids.tolist()
+    assert len(scored) <= 2  # before the first decode step
+    assert graphs.replays > got[0].acceptance.rounds - 3
+
+
 @pytest.mark.usefixtures("reads_pages")
 def test_a_run_says_how_steps_of_several_tokens_run(device, graphs):
     decoder, plain = decoder_of(device), given(device, 8)
