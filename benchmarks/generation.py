@@ -54,9 +54,11 @@ Results of each plan:
 - `token_ms`: time between two tokens as the host receives them, as a mean over each round.
 - `between_ms`: the single times between two tokens as the host receives them.
 - `tokens_per_s`: number of tokens per second, of all sequences together.
-- `cached+N`, `weights+N`: only with `--drafts`: steps of one token and `N` drafted ones, of which
-  half are accepted. `token_ms` is the time of a step for the host, which reads the results and
-  counts the accepted tokens.
+- `cached+N`, `weights+N`: only with `--drafts`: steps of one token and `N` drafted ones of each
+  sequence, of which half are accepted. `token_ms` is the time of a step for the host, which reads
+  the results and counts the accepted tokens. In a batch, sequences keep different numbers of
+  tokens, as they do with real drafts: every second one accepts one draft less, and the next one
+  accepts one more. So do those of `verified+N`.
 - `verified+N`: only with `--verified N=K`: rounds in which the index writes `N` drafts and full
   attention verifies them (`verify="full"`). K tokens of a round stay. `token_ms` is the time of a
   round divided by K. With N = 0, full attention computes one token at a time, over the rows of the
@@ -302,10 +304,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         parser.error(
             f"rows: got {found.rows}, allowed with --decoder, without --through and --prefill"
         )
-    if found.drafts and (part or not found.decoder or found.batch > 1 or min(found.drafts) < 1):
+    if found.drafts and (part or not found.decoder or min(found.drafts) < 1):
         parser.error(
-            f"drafts: got {found.drafts}, allowed are numbers from 1 on with --decoder, one "
-            "sequence, and without --through and --prefill"
+            f"drafts: got {found.drafts}, allowed are numbers from 1 on with --decoder, without "
+            "--through and --prefill"
         )
     if found.verified and (part or not found.decoder):
         parser.error(

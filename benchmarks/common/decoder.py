@@ -32,11 +32,12 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     token.check(shape, g, given.index, kind=given.weights, k=automatic, **how)
     for drafts in given.drafts:
         fused = not given.torch_products
-        token.check_drafts(shape, g, given.index, drafts, given.weights, fused=fused)
-    if given.verified and given.batch == 1:
+        of = drafts, given.weights, given.batch
+        token.check_drafts(shape, g, given.index, *of, fused=fused)
+    if given.verified:
         most = max(drafts for drafts, _ in given.verified)
         fused = not given.torch_products
-        token.check_verified(shape, g, given.index, most, fused=fused)
+        token.check_verified(shape, g, given.index, most, given.batch, fused=fused)
     rate = token.read_rate(g.device)
     weights = weights_of(shape, g, given.weights)
     read = weights.read_bytes
@@ -56,7 +57,7 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     room += MOST_ADAPTED if given.rows else 0
     room += sum(2 * (rounds + 1) * (given.turn * (n + 1) + token.REFILLED) for n in given.drafts)
     room += sum(
-        2 * (rounds + 1) * (token.REFILLED + (VERIFIED + token.CAPTURES) * kept + drafts)
+        2 * (rounds + 1) * (token.REFILLED + (VERIFIED + token.CAPTURES) * (kept + 1) + drafts)
         for drafts, kept in given.verified
     )
     sizes = given.context, shape.layers, room, given.batch

@@ -150,7 +150,7 @@ def check(together: Together, block: int) -> dict[str, float]:
     few, (own, g) = together.shape._replace(layers=2), together.own
     own = own._replace(layers=2)
     whole = weights_of(few, together.g)
-    ids = range(5, 5 + TRIED)
+    ids = torch.arange(5, 5 + TRIED, device=together.g.device)[None]
     want = token.Plan(few, together.g, whole, dense(together), fused=False).logits(ids).float()
     shared, found = shard(whole, together.ranks()), {}
     size = dict(tokens=CHECKED, layers=2, room=64)

@@ -88,7 +88,7 @@ class Everything:
         """Return the same object as `prepare_replay`."""
         return self
 
-    def count_replay(self, kept: int = 1, of: int = 1) -> bool:
+    def count_replay(self, kept: int = 1, of: int = 1, shown: Tensor | None = None) -> bool:
         """Return False: a decode step of this benchmark adds no token."""
         return False
 
@@ -242,25 +242,27 @@ class Plan:
             made.append(self._session.token[:, 0].tolist())
         return made
 
-    def logits(self, ids: Sequence[int]) -> Tensor:
-        """Run a decode step for each of `n` given tokens of one sequence.
+    def logits(self, ids: Tensor) -> Tensor:
+        """Run a decode step for each of `n` given tokens of each sequence.
 
         No CUDA graph is captured here. If a step could be captured, its operations are those of the
         graph (`captured_step`), launched one by one. Otherwise they are those of a normal step.
 
+        Args:
+            ids: Int64 `[B, n]`.
+
         Returns:
-            The logits `[n, V]` after each token.
+            The logits `[B, n, V]` after each token.
         """
         session, made = self._session, []
-        for number in ids:
-            token = torch.full_like(session.token, number)
+        for token in ids.unbind(1):
             if session.prepare_replay() is None:
-                made.append(session.step(token[:, 0]))
+                made.append(session.step(token))
                 continue
-            session.token.copy_(token)
+            session.token.copy_(token[:, None])
             made.append(session.captured_step().clone())
             session.count_replay()
-        return torch.cat(made)
+        return torch.stack(made, dim=1)
 
     def turn(self, count: int, before: Callable[[], None] | None = None) -> Figures:
         """Generate `count` tokens, and return the milliseconds per token.
@@ -307,17 +309,24 @@ class Plan:
         drained()
         at = [time.perf_counter()]
         for _ in range(steps):
-            first = self._written % (len(self._ids) - drafts - 1)
-            self._written += drafts + 1
-            self.scored(self._ids[first : first + drafts + 1], 1 + drafts // 2)
+            ids = self._unused(drafts + 1)
+            self.scored(ids, uneven(1 + drafts // 2, drafts + 1, len(ids)))
             at.append(time.perf_counter())
         return of_tokens(at)
+
+    def _unused(self, count: int) -> Tensor:
+        """Return `count` token ids for each sequence, int64 `[B, count]`, that have not been read
+        yet. Ids are repeated when all have been read."""
+        batch = len(self._session.token)
+        first = self._written % (len(self._ids) - batch * count)
+        self._written += batch * count
+        return self._ids[first : first + batch * count].view(batch, count)
 
     def turn_verified(self, rounds: int, drafts: int, kept: int) -> Figures:
         """Generate tokens in rounds of `drafts` drafts, which full attention verifies.
 
         The model writes drafts as in `turn`, but one after the other. `kept` tokens of each round
-        stay.
+        stay. In a batch, this is the mean (`uneven`), if the verification is a CUDA graph.
 
         Returns:
             The milliseconds per token: the time of a round divided by `kept`. The first two rounds
@@ -328,11 +337,7 @@ class Plan:
         drained()
         at = time.perf_counter()
         for _ in range(CAPTURES + rounds):
-            first = self._written % (self._ids.numel() - (drafts + 1) * len(session.token))
-            some = self._ids[first : first + (drafts + 1) * len(session.token)]
-            ids = some.view(len(session.token), -1)
-            self._written += ids.numel()
-            start = session.length
+            ids, start = self._unused(drafts + 1), session.length
             with session.speculating(drafts + 1):
                 for place in range(drafts):
                     session.token.copy_(ids[:, place, None])
@@ -343,7 +348,7 @@ class Plan:
                     session.score(ids, full=True).argmax(-1).tolist()
                     session.keep(start + kept)
                 else:
-                    graphs.count(kept, scores)
+                    graphs.count(uneven(kept, drafts + 1, len(ids)), scores)
             now = time.perf_counter()
             between.append(1e3 * (now - at) / kept)
             at = now
@@ -351,36 +356,47 @@ class Plan:
         return {"between_ms": timed, "token_ms": [statistics.fmean(timed)]}
 
     def verified(self, ids: Tensor) -> Tensor:
-        """Append the tokens `ids`, int64 `[T]`, with full attention, and return logits `[T, V]`."""
-        session, graphs = (
-            self._session,
-            self._verifies.setdefault(
-                len(ids) - 1, self._drafts(len(ids), full=True, graphs=self._captures)
-            ),
-        )
-        with session.speculating(len(ids)):
-            scores = graphs.score(ids[None])
+        """Append the tokens `ids`, int64 `[B, T]`, with full attention. Return logits `[B, T,
+        V]`."""
+        session, count = self._session, ids.shape[1]
+        how = dict(full=True, graphs=self._captures)
+        graphs = self._verifies.setdefault(count - 1, self._drafts(count, **how))
+        with session.speculating(count):
+            scores = graphs.score(ids)
             if scores is None:
-                return session.score(ids[None], full=True)[0]
-            graphs.count(len(ids), scores)
+                return session.score(ids, full=True)
+            graphs.count(count, scores)
             return scores.logits.clone()
 
-    def scored(self, ids: Tensor, kept: int) -> Tensor:
+    def scored(self, ids: Tensor, kept: int | list[int]) -> Tensor:
         """Run a decode step of several tokens, of which the first `kept` stay.
 
         Args:
-            ids: Int64 `[T]`.
-            kept: Number of tokens that stay.
+            ids: Int64 `[B, T]`.
+            kept: Number of tokens that stay, or one number for each sequence.
 
         Returns:
-            Logits `[T, V]`.
+            Logits `[B, T, V]`.
         """
-        graphs = self._of_drafts.setdefault(len(ids), self._drafts(len(ids)))
-        scores = graphs.score(ids[None])
+        count = ids.shape[1]
+        graphs = self._of_drafts.setdefault(count, self._drafts(count))
+        scores = graphs.score(ids)
         if scores is None:
-            raise SystemExit(f"drafts: {self._session.capture_refusal(len(ids))}")
+            raise SystemExit(f"drafts: {self._session.capture_refusal(count)}")
         self._session.count_replay(kept, scores.count)
         return scores.logits
+
+
+def uneven(kept: int, most: int, batch: int) -> int | list[int]:
+    """Return how many tokens of a step of `most` tokens each sequence keeps: `kept` in the mean.
+
+    Every second sequence keeps one token less, and the one after it keeps one more, so that
+    sequences get padding as they do with real drafts. All keep `kept` if it is 1 or `most`.
+    """
+    if batch == 1 or not 1 < kept < most:
+        return kept
+    pairs = batch // 2
+    return [*[kept - 1, kept + 1] * pairs, *[kept] * (batch % 2)]
 
 
 class Mark:
@@ -404,20 +420,22 @@ class Mark:
         return self._event.elapsed_time(later._event)
 
 
-def check_verified(shape: Shape, g: Geometry, spec: str, drafts: int, **how: bool) -> None:
+def check_verified(
+    shape: Shape, g: Geometry, spec: str, drafts: int, batch: int = 1, **how: bool
+) -> None:
     """Check that steps with full attention compute the same logits in a CUDA graph and without.
 
     Uses a model of two layers over 4,096 tokens, and the limit of `check_drafts`.
     """
     few = shape._replace(layers=2)
-    weights = weights_of(few, g)
+    weights, sizes = weights_of(few, g), (4096, few.layers, 40, batch)
     mine, theirs = (
-        Plan(few, g, weights, indexed(g, spec, 4096, few.layers, 40), graphs=graphs, **how)
+        Plan(few, g, weights, indexed(g, spec, *sizes), batch=batch, graphs=graphs, **how)
         for graphs in (True, False)
     )
     for plan in (mine, theirs):
         plan.tokens(3)
-    ids = torch.arange(drafts + 1, device=g.device)
+    ids = torch.arange(batch * (drafts + 1), device=g.device).view(batch, -1)
     for number in range(4):
         off = _difference(*(plan.verified(ids) for plan in (mine, theirs)))
         if off > 0.1:
@@ -433,7 +451,13 @@ def _difference(mine: Tensor, theirs: Tensor) -> float:
 
 
 def check_drafts(
-    shape: Shape, g: Geometry, spec: str, drafts: int, kind: str = PLAIN, **how: bool
+    shape: Shape,
+    g: Geometry,
+    spec: str,
+    drafts: int,
+    kind: str = PLAIN,
+    batch: int = 1,
+    **how: bool,
 ) -> None:
     """Check that a step of several tokens computes the logits of as many steps of one token.
 
@@ -441,20 +465,21 @@ def check_drafts(
     tenth of their standard deviation, in bfloat16 mostly rounding.
     """
     few = shape._replace(layers=2)
-    weights = weights_of(few, g, kind)
+    weights, sizes = weights_of(few, g, kind), (4096, few.layers, 40, batch)
     one, several = (
-        Plan(few, g, weights, indexed(g, spec, 4096, few.layers, 40), **how) for _ in range(2)
+        Plan(few, g, weights, indexed(g, spec, *sizes), batch=batch, **how) for _ in range(2)
     )
     for plan in (one, several):
         plan.tokens(3)  # after the first steps, graphs can be captured
-    ids = torch.arange(drafts + 1, device=g.device)
+    ids = torch.arange(batch * (drafts + 1), device=g.device).view(batch, -1)
     for number in range(4):  # the first step compiles, and the second one is captured
-        mine, theirs = several.scored(ids, len(ids)), one.logits(ids.tolist())
+        mine, theirs = several.scored(ids, drafts + 1), one.logits(ids)
         off = _difference(mine, theirs)
         if off > 0.1:
             raise SystemExit(
-                f"drafts: step {number} of {len(ids)} tokens gives logits that differ by {off:.3f} "
-                "of their standard deviation from those of single tokens; nothing is timed"
+                f"drafts: step {number} of {drafts + 1} tokens gives logits that differ by "
+                f"{off:.3f} of their standard deviation from those of single tokens; nothing is "
+                "timed"
             )
 
 

@@ -120,11 +120,13 @@ def draft_steps(result: Result) -> str:
         ratio = f"{found['ratio'][plan]['token_ms']:.2f}" if count else "1"
         without = f"{found[alone]['token_ms']:.2f}"
         rows.append((str(count + 1), f"{ms:.2f} ({low:.2f} to {high:.2f})", ratio, without))
+    batch = found["batch"]
+    sequences = "one sequence" if batch == 1 else f"{batch} sequences, each with these tokens"
     about = (
         "The table shows the time of a decode step by its number of tokens. The model has random "
         f"weights in the shape of {result['model']}, in {result['dtype']}. The index is "
         f"`{result['index']}`, with {found['context']:,} tokens in host memory and "
-        f"k = {found['k']}, for one sequence. The host reads the results of a step before it "
+        f"k = {found['k']}, for {sequences}. The host reads the results of a step before it "
         "launches the next one, and half of the drafted tokens are accepted. A step of one token "
         "does not wait for the host. Times are medians, with quartiles in parentheses."
     )

@@ -13,6 +13,7 @@ from kvindex_adapters.decoder.sampling import Sampler
 from kvindex_adapters.decoder.session import Session
 from tests.benchmarks.running import ran
 from tests.cuda.graphs import WholeGraph, recorded
+from tests.cuda.pages import let_read_pages
 from tests.support.fused import on_a_cpu
 
 
@@ -172,11 +173,20 @@ def test_tokens_are_timed_at_given_numbers_of_rows(tiny_decoder, monkeypatch):
     assert graphs.made < 20
 
 
+def test_sequences_keep_different_numbers_of_tokens():
+    assert token.uneven(3, 7, 4) == [2, 4, 2, 4]
+    assert token.uneven(3, 7, 3) == [2, 4, 3]
+    for kept, most, batch in ((1, 7, 4), (7, 7, 4), (3, 7, 1)):
+        assert token.uneven(kept, most, batch) == kept
+
+
 @pytest.mark.slow
-def test_steps_of_several_tokens_are_timed_and_wrong_ones_are_not(tiny_decoder, monkeypatch):
+@pytest.mark.parametrize("batch", [1, 4])
+def test_steps_of_several_tokens_are_timed_and_wrong_ones_are_not(tiny_decoder, monkeypatch, batch):
     monkeypatch.setattr(token, "UPDATE", 64)  # no tokens leave the window between checked steps
+    given = ["--drafts", 3, "--batch", batch, *tiny_decoder]
     with recorded(WholeGraph):
-        found = ran(generation.main, ["--drafts", 3, *tiny_decoder], monkeypatch)["decoder"]
+        found = ran(generation.main, given, monkeypatch)["decoder"]
     assert found["over"] == "cached"
     assert {"weights+3", "cached+3"} < found["ratio"].keys()
     assert len(found["hit_rates"]["cached+3"]) == found["rounds"] == 2
@@ -191,10 +201,13 @@ def test_steps_of_several_tokens_are_timed_and_wrong_ones_are_not(tiny_decoder, 
 
 @pytest.mark.slow
 def test_rounds_that_full_attention_verifies_are_timed(tiny_decoder, monkeypatch):
-    given = ["--verified", "0=1", "3=2", "--batch", 2, *tiny_decoder]
-    with recorded(WholeGraph):
+    pytest.importorskip("triton")
+    let_read_pages(monkeypatch)
+    given = ["--verified", "0=1", "3=2", "--batch", 4, *tiny_decoder]  # keeps 1 and 3 tokens
+    with recorded(WholeGraph) as graphs:
         result = ran(generation.main, given, monkeypatch)
     found = result["decoder"]
+    assert graphs.made > 4  # those of verifications, too
     assert found["over"] == "dense"
     assert {"verified+0", "verified+3"} < found["ratio"].keys()
     assert found["kept"] == {"0": 1, "3": 2}
