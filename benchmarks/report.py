@@ -106,6 +106,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "draft_steps": tokens.draft_steps,
     "verified_host": tokens.verified,
     "verified_device": tokens.verified,
+    "speculation_long": tokens.acceptance,
     "row_budget_tokens": tokens.row_budget,
     "ranks_quality": quality.ranks,
     "latents": gpu.latents,

@@ -112,7 +112,7 @@ def main(given: list[str] | None = None) -> None:
     cells: list[dict[str, Any]] = []
     result = {**described(options), "index": options.index, "k": options.k, "dtype": options.dtype}
     for file in options.earlier:
-        before = json.loads(file.read_text())
+        before = json.loads(file.read_text(encoding="utf-8"))
         for name in ("model", "index", "k", "dtype"):
             if before[name] != result[name]:
                 raise SystemExit(

@@ -32,7 +32,7 @@ from kvindex_adapters.common.token_ring import TokenRing
 from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.decoder.dense import DenseAttention
 from kvindex_adapters.decoder.draft_graphs import DraftGraphs
-from kvindex_adapters.decoder.graph import DraftWriter, TokenGraph, search_every
+from kvindex_adapters.decoder.graph import TokenGraph
 from kvindex_adapters.decoder.quantized import PLAIN
 from kvindex_adapters.decoder.sampling import Sampler, Sampling
 from kvindex_adapters.decoder.session import Attention, Session
@@ -225,8 +225,6 @@ class Plan:
             self._session.length = len(layers[0])
         sampler = Sampler(Sampling(), g.device, kernels)
         self._graph = TokenGraph(self._session, sampler, graphs=graphs)
-        every = search_every(self._session.draft_cost())
-        self._writer = DraftWriter(self._session, sampler, self._graph, graphs=graphs, every=every)
         self._drafts, self._captures = partial(DraftGraphs, self._session, sampler), graphs
         self._of_drafts: dict[int, DraftGraphs] = {}
         self._verifies: dict[int, DraftGraphs] = {}
@@ -341,7 +339,7 @@ class Plan:
             with session.speculating(drafts + 1):
                 for place in range(drafts):
                     session.token.copy_(ids[:, place, None])
-                    self._writer.step(place)
+                    self._graph.step(drafts=True)
                 session.keep(start)
                 scores = graphs.score(ids)
                 if scores is None:

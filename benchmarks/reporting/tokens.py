@@ -168,6 +168,35 @@ def verified(result: Result) -> str:
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 
+def acceptance(result: Result) -> str:
+    """Make the table of how many drafts of the index full attention accepts."""
+    rows, answers = [], 0
+    cells = [cell for cell in result["cells"] if cell["way"].startswith("verified")]
+    for tokens, way in sorted({(cell["tokens"], int(cell["way"].split()[1])) for cell in cells}):
+        some = [one for one in cells if one["tokens"] == tokens and one["way"] == f"verified {way}"]
+        sums = {
+            name: sum(one[name] for one in some)
+            for name in ("drafted", "accepted", "rounds", "same", "compared")
+        }
+        answers = max(answers, len(some))
+        per_round = f"{sums['accepted'] / sums['rounds']:.1f}"
+        drafts = f"{sums['accepted']:,} of {sums['drafted']:,}"
+        equal = f"{sums['same']:,} of {sums['compared']:,}"
+        rows.append((f"{tokens:,}", str(way), drafts, per_round, equal))
+    about = (
+        f"The model is {result['model']} with {result['lora']}, in {result['dtype']}. It read the "
+        "beginning of several topics of the Python language reference, and answered up to two "
+        f"questions about each (up to {answers} answers of 100 tokens per line), greedily, with "
+        f"the index `{result['index']}` and k = {result['k']}. The last column compares with full "
+        "attention, one token at a time."
+    )
+    head = (
+        *("tokens read", "drafts of a round", "accepted of all drafts"),
+        *("accepted per round", "equal tokens at the beginning"),
+    )
+    return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
+
+
 def row_budget(result: Result) -> str:
     """Make the table of the time per token if the expected error determines the number of rows."""
     found, rows = result["decoder"], []

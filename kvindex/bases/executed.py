@@ -31,7 +31,6 @@ from kvindex.core.protocol import (
     IndexBatch,
     JoinsBatch,
     LimitsSteps,
-    RepeatsStep,
     Rows,
 )
 from kvindex.core.resident import ResidentRows
@@ -67,20 +66,6 @@ class CapturingExecutor(Protocol):
 
         wrong: an int32 tensor `[]` that kernels set to 1 if a query is not finite; None for no
         check.
-        """
-        ...
-
-
-@runtime_checkable
-class RepeatingExecutor(Protocol):
-    """An executor whose decode steps can reuse the rows that another step has selected."""
-
-    def captured_repeat(
-        self, queries: Tensor, token: Rows, resident: ResidentRows, k: int, limited: bool
-    ) -> Attended:
-        """Run a decode step without a search (see `RepeatsStep.captured_repeat`).
-
-        limited: whether the step that selected the rows had a limit of the error.
         """
         ...
 
@@ -224,8 +209,6 @@ class ExecutedIndex(BaseIndex):
             return self.attends or (wanted is Attends and self._store_attends)
         if wanted is CapturesStep:
             return self._captures
-        if wanted is RepeatsStep:
-            return self._captures and isinstance(self._executor, RepeatingExecutor)
         if wanted is CapturesTokens:
             return self._captures_tokens
         if wanted is CapturesAll:
@@ -348,29 +331,6 @@ class ExecutedIndex(BaseIndex):
         _, wrong = self._checked_step(queries, k)
         step, within = self._capturing().captured_step, self._within(limit)
         return step(queries.detach(), token, resident, k, wrong, **within)
-
-    def captured_repeat(
-        self,
-        queries: Tensor,
-        token: Rows,
-        resident: ResidentRows,
-        *,
-        k: int,
-        limit: ErrorLimit | None = None,
-    ) -> Attended:
-        """Run a decode step without a search, that the caller can capture in a CUDA graph.
-
-        See `protocol.RepeatsStep.captured_repeat`. The rows are those of the last `captured_step`
-        with this `k`, and with a limit if `limit` is given.
-        """
-        self._checked_step(queries, k)
-        executor = self._capturing()
-        if not isinstance(executor, RepeatingExecutor):
-            raise ValueError(
-                f"captured_repeat: got an index with backend={self.backend!r}, whose decode steps "
-                "cannot reuse selected rows; call captured_step instead"
-            )
-        return executor.captured_repeat(queries.detach(), token, resident, k, limit is not None)
 
     def prepare_tokens(
         self,

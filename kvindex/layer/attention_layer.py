@@ -34,7 +34,6 @@ from kvindex.core.protocol import (
     Attended,
     KVIndex,
     ObservesQueries,
-    RepeatsStep,
     ReportsCoverage,
     ReportsRecipe,
     Rows,
@@ -203,7 +202,6 @@ class AttentionLayer(Transactional):
         self._searched = 0  # tokens of the last call of `step` if it searched the index, else 0
         self._speculated = 0  # inside `speculating`, its number of tokens
         self._full = False  # whether decoded tokens attend to all tokens (`attending_fully`)
-        self._repeats = False  # whether captured steps reuse selected rows (`repeating`)
         self._usual: object = None  # shapes and dtypes of the last tensors that passed the checks
 
     def _unit(self, index: KVIndex) -> int:
@@ -552,26 +550,6 @@ class AttentionLayer(Transactional):
         finally:
             self._full = before
 
-    @property
-    def can_repeat(self) -> bool:
-        """True if `captured_step` works inside `repeating`."""
-        return capability(self.index, RepeatsStep) is not None
-
-    @contextmanager
-    def repeating(self) -> Iterator[None]:
-        """Context manager in which `captured_step` of one token searches nothing.
-
-        The token attends to the rows that the last other captured step has selected, and to sink
-        and window. This is for drafted tokens: they need not be exact, and neighboring tokens
-        select nearly the same rows. If tokens have moved into the index since that step, or were
-        removed from it, the rows may be the wrong ones.
-        """
-        before, self._repeats = self._repeats, True
-        try:
-            yield
-        finally:
-            self._repeats = before
-
     # Methods of their own, so that they are transactions. The first two do not change what replays
     # depend on, and record no checkpoint.
 
@@ -843,8 +821,7 @@ class AttentionLayer(Transactional):
         self._check_shapes(queries, keys, values)
         sinks = checked_sinks(sink_logits, queries)
         token, wanted = Rows(keys, values), self._wanted()
-        how: Any = dict(full=self._full, repeat=self._repeats)
-        return self._captured.step(queries, token, sinks, wanted, **how)
+        return self._captured.step(queries, token, sinks, wanted, full=self._full)
 
     def count_replay(self, kept: int = 1, of: int = 1, shown: Tensor | None = None) -> bool:
         """Count the tokens that a replay of the CUDA graph has appended.
@@ -1046,7 +1023,7 @@ class AttentionLayer(Transactional):
         """
         self.settle()
         twin = super().__deepcopy__(memo)
-        twin._speculated, twin._full, twin._repeats = 0, False, False
+        twin._speculated, twin._full = 0, False
         twin._updates.release()
         return twin
 

@@ -25,7 +25,6 @@ from kvindex.core.protocol import (
     KVIndex,
     LimitsSteps,
     ObservesQueries,
-    RepeatsStep,
     Rows,
 )
 from kvindex.core.resident import ResidentRows
@@ -199,7 +198,6 @@ class CapturedSteps(Restorable):
         wanted: Wanted,
         *,
         full: bool = False,
-        repeat: bool = False,
     ) -> Tensor:
         """Launch the kernels of a decode step, so that a graph captures them.
 
@@ -209,8 +207,6 @@ class CapturedSteps(Restorable):
             sinks: Logits of learned sinks `[B, H, T]`, or None.
             wanted: How many rows to retrieve per KV head, as for `prepare`.
             full: Whether the tokens attend to all tokens, as for `prepare`.
-            repeat: Whether one token attends to the rows that the last captured step has selected,
-                instead of searching.
 
         Returns:
             Attention outputs `[B, H, T, Dv]`.
@@ -221,10 +217,7 @@ class CapturedSteps(Restorable):
             return self._several(index, resident, parts, sinks, wanted, full=full)
         sinks = None if sinks is None else sinks[..., 0]
         how = self._asked(wanted, sinks)
-        if repeat:
-            step = required(index, RepeatsStep).captured_repeat
-        else:
-            step = required(index, CapturesStep).captured_step
+        step = required(index, CapturesStep).captured_step
         attended = step(queries.select(2, 0), token, resident, **how)
         self._tally.watch(attended.found, attended.histogram)
         return output_of(attended, sinks).unsqueeze(2)

@@ -26,8 +26,7 @@ class Traffic:
     that are tensors stay on the device, so the constructor does not wait for the device.
 
     Args:
-        steps: Number of tokens whose queries searched the index, or that reused the rows of such a
-            search (`AttentionLayer.repeating`).
+        steps: Number of tokens whose queries searched the index.
         rows_read: Number of rows that these tokens attended to, per KV head and sequence.
         rows_full: Number of rows that full attention would have read, per KV head and sequence.
         bytes_fetched: Bytes of the rows that the index returned.

@@ -35,7 +35,7 @@ from kvindex_cuda.pariskv.steps.graph import Replay, Replays
 from kvindex_cuda.pariskv.steps.hits import ordered_hits
 from kvindex_cuda.pariskv.steps.ragged_batch import BatchRow, ParisKVBatch
 from kvindex_cuda.pariskv.steps.several_tokens import SeveralTokens
-from kvindex_cuda.pariskv.steps.workspace import Selection, Use, shared, with_headroom
+from kvindex_cuda.pariskv.steps.workspace import Use, shared, with_headroom
 from kvindex_cuda.runtime.launch import capturing
 
 
@@ -273,11 +273,8 @@ class ParisKVExecutor(AppendedCodes):
         if self._found_sum is None or self._found_sum.shape != shape:
             self._found_sum = torch.zeros(shape, **counts)
             self._found_histogram = None
-            load_stage_token(self._geometry)  # a kernel cannot be loaded during a capture
-        if use.selection is None:
-            use.selection = Selection.like(use.step)
-            # loads the operation of `captured_repeat`; no rows are selected yet
-            self._found_sum.add_(use.selection.found.view(shape))
+            if not use.step.stages:
+                load_stage_token(self._geometry)  # a kernel cannot be loaded during a capture
         if limit is not None and self._found_histogram is None:
             self._found_histogram = torch.zeros(MOST_FOUND + 1, **counts)
         return self._reads(use, resident, wrong, limit)
@@ -298,12 +295,6 @@ class ParisKVExecutor(AppendedCodes):
         histogram = None if limit is None else self._found_histogram
         known = None if limit is None else replace(limit, resident_lse=None)
         use, state = self._ready(k, resident, wrong, known)
-        if use.selection is None:
-            raise RuntimeError(
-                f"graph: the buffers have changed; call prepare_replay() with k={k} again before "
-                "captured_step()"
-            )
-        use.selects = True
         more: dict[str, Any] = dict(found_sum=self._found_sum, found_histogram=histogram)
         if limit is not None and limit.resident_lse is not None:
             more["limit_lse"] = limit.resident_lse.contiguous()
@@ -311,31 +302,8 @@ class ParisKVExecutor(AppendedCodes):
             more |= dict(token=token_to_stage(self._geometry, resident, token), ticket=self._ticket)
         else:
             stage_token(resident, token, None, queries, ticket=self._ticket)
-        with use.step.selecting_into(use.selection):
-            output = use.step(queries.contiguous(), replace(state, **more))
+        output = use.step(queries.contiguous(), replace(state, **more))
         return Attended(output, use.step.lse, self._found_sum, histogram)
-
-    def captured_repeat(
-        self, queries: Tensor, token: Rows, resident: ResidentRows, k: int, limited: bool
-    ) -> Attended:
-        """Attend to the rows that the last captured step has selected, without a search, in a step
-        that a caller's CUDA graph may capture (`RepeatsStep.captured_repeat`)."""
-        use = self._newest(k, limited)
-        if use is None or use.selection is None or use.reads is None or self._found_sum is None:
-            raise RuntimeError(f"graph: call prepare_replay() with k={k} before captured_repeat()")
-        if not use.selects:
-            raise RuntimeError(
-                f"graph: no step with k={k} has selected rows, or its buffers were replaced; call "
-                "captured_step() before captured_repeat()"
-            )
-        use.captured |= capturing(self._geometry.device)
-        stage_token(resident, token, None, queries, ticket=self._ticket)
-        step, state = use.step, use.reads[1]
-        step.renew()
-        with step.selecting_into(use.selection):
-            output = step.attend(queries.contiguous(), state)
-        self._found_sum.add_(use.selection.found.view(self._found_sum.shape))
-        return Attended(output, step.lse, self._found_sum)
 
     @property
     def captures_tokens(self) -> bool:

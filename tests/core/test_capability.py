@@ -22,7 +22,6 @@ from kvindex.core.protocol import (
     LimitsError,
     LimitsSteps,
     ObservesQueries,
-    RepeatsStep,
     ReportsCoverage,
     ReportsRowBytes,
     SearchesShard,
@@ -56,7 +55,6 @@ NOT_PASSED_ON = {
     # a fused step of the inner index would bypass the wrapper's search
     *((name, step) for name in CLASSES for step in (DecodesStep, ChecksTokens, CapturesStep)),
     *((name, step) for name in CLASSES for step in (CapturesTokens, CapturesAll, AttendsToAll)),
-    *((name, RepeatsStep) for name in CLASSES),
     *((name, step) for name in CLASSES for step in (LimitsSteps, JoinsBatch, SearchesShard)),
     # these have a search of their own, without a limit of the error
     *((name, LimitsError) for name in ("reuse", "sample", "sharded", "vattention")),
@@ -92,9 +90,6 @@ class Able(Exact):
         pass
 
     def captured_step(self):
-        pass
-
-    def captured_repeat(self):
         pass
 
     def prepare_tokens(self):

@@ -1,4 +1,4 @@
-"""`TokenGraph`: run a whole decode step as one CUDA graph. `DraftWriter`: write drafts with it.
+"""`TokenGraph`: run a whole decode step as one CUDA graph.
 
 Each replay computes embedding, layers and logits, chooses the next token, and increases the
 position by 1. The host launches a few replays before it reads the chosen tokens from pinned memory.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 
 from torch import Tensor
 
@@ -30,14 +29,10 @@ class TokenGraph:
             answer.
         sampler: The sampler that chose this token.
         graphs: Whether decode steps may be captured in a CUDA graph.
-        repeats: Whether the graph reuses the rows that the step before has selected
-            (`Session.repeating`). A step without the graph searches.
     """
 
-    def __init__(
-        self, session: Session, sampler: Sampler, *, graphs: bool = True, repeats: bool = False
-    ) -> None:
-        self._session, self._sampler, self._repeats = session, sampler, repeats
+    def __init__(self, session: Session, sampler: Sampler, *, graphs: bool = True) -> None:
+        self._session, self._sampler = session, sampler
         self._serves = graphs and session.token.device.type in GRAPHS
         self._ahead = AHEAD if self._serves and session.ranks is not None else 0
         self._graph: Graph | None = None
@@ -56,23 +51,20 @@ class TokenGraph:
         """
         return AHEAD if self._graph is not None else self._ahead
 
-    def step(self, *, drafts: bool = False) -> bool:
+    def step(self, *, drafts: bool = False) -> None:
         """Run one decode step, and write the next token to `session.token`.
 
         Args:
             drafts: True if the input token may be rejected later. Its id is then not passed to the
                 indexes.
 
-        Returns:
-            True if the step was a replay of the graph.
-
         Raises:
             RuntimeError: Another thread is using the session.
         """
         with self._session.exclusive():
-            return self._step(self._session.draft if drafts else self._session.step)
+            self._step(self._session.draft if drafts else self._session.step)
 
-    def _step(self, run: Callable[[Tensor], Tensor]) -> bool:
+    def _step(self, run: Callable[[Tensor], Tensor]) -> None:
         reads = self._session.prepare_replay() if self._serves else None
         if reads is not None and self._warm < WARM:
             self._warm, reads = self._warm + 1, None
@@ -81,10 +73,9 @@ class TokenGraph:
         if reads is None or self._graph is None:
             self._graph, token = None, self._session.token[:, 0]
             self._session.token.copy_(self._chosen(run(token)))
-            return False
+            return
         self._graph.replay()
         self._session.count_replay()
-        return True
 
     def _same(self, reads: list[object]) -> bool:
         """Return True if there is a CUDA graph that is still valid.
@@ -100,9 +91,7 @@ class TokenGraph:
         session, self._graph = self._session, None  # frees the old graph's memory first
 
         def work() -> None:
-            with session.repeating() if self._repeats else nullcontext():
-                logits = session.captured_step()
-            session.token.copy_(self._chosen(logits))
+            session.token.copy_(self._chosen(session.captured_step()))
 
         device = session.token.device
         try:
@@ -118,57 +107,3 @@ class TokenGraph:
 
     def _chosen(self, logits: Tensor) -> Tensor:
         return self._session.agreed(self._sampler.choose(logits))[:, None]
-
-
-SEARCH_EVERY = 3
-"""One of so many successive drafts searches, if drafts take a large part of the time. The others
-reuse the rows that it has selected."""
-
-CHEAP = 0.1
-"""Largest time of a draft, relative to its verification (`Session.draft_cost`), with which every
-draft searches. A search then costs little, and more drafts are accepted."""
-
-
-def search_every(cost: float | None) -> int:
-    """Return how many successive drafts have one search.
-
-    Args:
-        cost: `Session.draft_cost`, or None if the drafts are not verified by full attention.
-    """
-    return SEARCH_EVERY if cost is not None and cost > CHEAP else 1
-
-
-class DraftWriter:
-    """Runs the decode steps that write drafts, most of them without a search.
-
-    Neighboring tokens select nearly the same rows, and a draft need not be exact, because full
-    attention verifies it. The idea is that of Vegas (arXiv 2602.07223).
-
-    Args:
-        session: A session that has read its prompt.
-        sampler: The sampler of the generation, which chooses the most likely tokens.
-        searching: The graph of the session's usual decode steps.
-        graphs: Whether decode steps may be captured in a CUDA graph.
-        every: One of so many drafts searches (`search_every`).
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        sampler: Sampler,
-        searching: TokenGraph,
-        *,
-        graphs: bool = True,
-        every: int = SEARCH_EVERY,
-    ) -> None:
-        self._searching, self._repeating, self._every = searching, None, every
-        if graphs and every > 1 and session.can_repeat:
-            self._repeating = TokenGraph(session, sampler, repeats=True)
-        self._selected = False  # whether rows that can be reused were selected for this draft
-
-    def step(self, place: int) -> None:
-        """Write the draft number `place` of a round to `session.token`, which is its input, too."""
-        if place % self._every and self._selected and self._repeating is not None:
-            self._repeating.step(drafts=True)
-        else:
-            self._selected = self._searching.step(drafts=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from kvindex_adapters.common.prompt_chunks import Progress
 from kvindex_adapters.common.speculation import Speculation
 from kvindex_adapters.common.token_ring import TokenRing
 from kvindex_adapters.decoder.draft_graphs import DraftGraphs, refusal
-from kvindex_adapters.decoder.graph import DraftWriter, TokenGraph, search_every
+from kvindex_adapters.decoder.graph import TokenGraph
 from kvindex_adapters.decoder.reading import Reading
 from kvindex_adapters.decoder.sampling import Sampler, Sampling
 from kvindex_adapters.decoder.session import Session
@@ -122,9 +123,8 @@ class Run:
         kind: Any = dict(graphs=self.graphs, full=speculation.full)
         drafts = DraftGraphs(self.session, sampler, self._draft_size, **kind)
         cost = self.session.draft_cost() if speculation.full else None
-        more: Any = dict(graphs=self.graphs, every=search_every(cost))
-        writer = DraftWriter(self.session, sampler, graph, **more)
-        how: Any = dict(step=graph.step, draft=writer.step, read=read, graphs=drafts, cost=cost)
+        how: Any = dict(step=graph.step, draft=partial(graph.step, drafts=True))
+        how |= dict(read=read, graphs=drafts, cost=cost)
         speculator = Speculator(self.session, sampler, speculation, ids, **how)
         made, left = [first], self.max_new_tokens - 1
         while True:

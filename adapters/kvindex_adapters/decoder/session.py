@@ -360,23 +360,6 @@ class Session:
                 stack.enter_context(layer.attending_fully())
             yield
 
-    @property
-    def can_repeat(self) -> bool:
-        """True if `captured_step` works inside `repeating`: all indexes can reuse selected rows."""
-        layers = list(self._indexed())
-        return bool(layers) and all(layer.can_repeat for layer in layers)
-
-    @contextmanager
-    def repeating(self) -> Iterator[None]:
-        """Context manager in which `captured_step` reuses the rows that the step before selected.
-
-        See `AttentionLayer.repeating`.
-        """
-        with ExitStack() as stack:
-            for layer in self._indexed():
-                stack.enter_context(layer.repeating())
-            yield
-
     def agreed(self, tokens: Tensor) -> Tensor:
         """Broadcast the tokens that rank 0 has chosen. With one rank, return `tokens`.
 

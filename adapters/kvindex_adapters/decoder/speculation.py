@@ -69,8 +69,8 @@ class Speculator:
             `session.token`.
         read: Function that copies tokens to the host.
         graphs: CUDA graphs for steps of several tokens, or None.
-        draft: Function like `step` for a token that may be rejected. It gets the number of the
-            draft in its round. None runs such steps op by op.
+        draft: Function like `step` for a token that may be rejected, or None to run such steps op
+            by op.
         cost: Time of a draft, relative to a round without drafts (`DraftLength`).
     """
 
@@ -84,7 +84,7 @@ class Speculator:
         step: Callable[[], object],
         read: Read,
         graphs: DraftGraphs | None = None,
-        draft: Callable[[int], None] | None = None,
+        draft: Callable[[], object] | None = None,
         cost: float | None = None,
     ) -> None:
         self._session, self._sampler, self._full = session, sampler, speculation.full
@@ -291,9 +291,9 @@ class Speculator:
         with session.speculating(count + 1):
             tokens, distributions = [first[:, 0]], list[Tensor]()
             try:
-                for place in range(count):
+                for _ in range(count):
                     if self._draft is not None and not sampler.samples:
-                        self._draft(place)  # reads `session.token`, which is the last of `tokens`
+                        self._draft()  # reads `session.token`, which is the last of `tokens`
                         tokens.append(session.token[:, 0].clone())
                         continue
                     logits = session.draft(tokens[-1])

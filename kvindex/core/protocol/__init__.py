@@ -55,7 +55,6 @@ from kvindex.core.protocol.steps import (
     IndexBatch,
     JoinsBatch,
     LimitsSteps,
-    RepeatsStep,
 )
 from kvindex.core.protocol.executor import Contents, Executor
 
@@ -92,7 +91,6 @@ __all__ = [
     "AttendsToAll",
     "DecodesStep",
     "CapturesStep",
-    "RepeatsStep",
     "CapturesTokens",
     "CapturesAll",
     "ChecksTokens",

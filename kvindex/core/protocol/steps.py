@@ -167,30 +167,6 @@ class CapturesStep(Protocol):
 
 
 @runtime_checkable
-class RepeatsStep(Protocol):
-    """An index with `CapturesStep`, whose steps can reuse the rows that another step has selected.
-
-    Drafted tokens need not be exact, and neighboring tokens select nearly the same rows (Vegas,
-    arXiv 2602.07223).
-    """
-
-    def captured_repeat(
-        self, queries: Tensor, token: Rows, resident: ResidentRows, *, k: int
-    ) -> Attended:
-        """Run a decode step without a search, which the caller can capture in a CUDA graph.
-
-        The step attends to the rows that the last `captured_step` with this `k` has selected, with
-        the weights that it has given them. `prepare_replay` prepares both kinds of step. In all
-        other respects, it is like `CapturesStep.captured_step`.
-
-        Raises:
-            RuntimeError: `prepare_replay` was not called with this `k`, or no captured step has
-                selected rows since the index has replaced its buffers.
-        """
-        ...
-
-
-@runtime_checkable
 class CapturesTokens(Protocol):
     """An index for which a CUDA graph can capture decode steps of several tokens of each sequence,
     such as drafted tokens. See `CapturesStep` for what the caller must do.

@@ -327,7 +327,7 @@ class BaseStep:
                 output=self.output,
                 lse=self.lse,
                 on_host=state.on_host,
-                overlap=selected,
+                overlap=hits is None,
                 ragged=bool(self._ragged["RAGGED"]),
             )
             return self.output
@@ -347,7 +347,7 @@ class BaseStep:
             | dict(ONE_SEQUENCE=int(self._one_sequence))
             | dict(PAGED=int(state.sink is not None) + int(state.segments is not None)),
             shared_bytes=self._attend_bytes(heads),
-            overlap=selected,  # otherwise the previous launch may still write rows
+            overlap=hits is None,  # with hits, the previous launch may still write rows
             queries=queries,
             ids=ids,
             found=found,

@@ -5,8 +5,6 @@ All indexes of the same shape share one such object and use it one after another
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -71,16 +69,6 @@ class SharedStep(BaseStep):
             self._fixed = asked, output.new_empty(output.numel() + words)
         return self._fixed
 
-    @contextmanager
-    def selecting_into(self, selection: Selection) -> Iterator[None]:
-        """Context manager in which steps write and read the selected rows in other buffers."""
-        ids, weights = self.ids, self.weights
-        self.ids, self.found, self.weights = selection.ids, selection.found, selection.weights
-        try:
-            yield
-        finally:
-            self.ids, self.weights = ids, weights
-
     def parts(self, answer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split a tensor of results into views: `output` `[B, H, Dv]`, `lse` `[B, H]` and `found`
         `[B, G]`. One copy of this tensor copies all three."""
@@ -91,25 +79,6 @@ class SharedStep(BaseStep):
         start = len(words) - B * G
         lse = sums.as_strided((B, H), (H, 1), start - B * H)
         return output, lse, words.as_strided((B, G), (G, 1), start)
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Buffers for the rows that a captured decode step of one index selects.
-
-    They belong to the index, so a later step can read them after other indexes have used the
-    buffers of the shared step. The attributes are those of `BaseStep`.
-    """
-
-    ids: Tensor
-    found: Tensor
-    weights: Tensor | None
-
-    @classmethod
-    def like(cls, step: BaseStep) -> Selection:
-        """Allocate buffers for a step; no rows are selected yet."""
-        weights = None if step.weights is None else torch.zeros_like(step.weights)
-        return cls(torch.zeros_like(step.ids), torch.zeros_like(step.found), weights)
 
 
 @dataclass
@@ -126,9 +95,6 @@ class Use:
             `step.most` is the number for which there is room.
         reads: The last `State` that the step read for this index, with the objects from which that
             `State` was made.
-        selection: Buffers for the rows that captured steps select, or None before the first one is
-            prepared.
-        selects: True if a step was captured that writes these rows.
     """
 
     step: SharedStep
@@ -137,8 +103,6 @@ class Use:
     captured: bool = False
     need: int = 0
     reads: tuple[tuple[object, ...], State] | None = None
-    selection: Selection | None = None
-    selects: bool = False
 
     def want(self, candidates: list[int], need: int) -> list[int]:
         """Record for how many tokens or candidates this index needs room in the step's buffers.

@@ -136,7 +136,6 @@ def test_drafts_of_the_index_and_their_verification_are_replays(device, graphs, 
         recorded_calls(Session, "draft") as drafted,
         recorded_calls(Session, "score") as scored,
         recorded_calls(Session, "captured_score") as captured,
-        recorded_calls(ParisKVExecutor, "captured_repeat") as repeated,
     ):
         got = decoder.generate(prompt, speculative_tokens=tokens, verify="full", **plain)
     assert torch.equal(got.answer_ids, full.answer_ids)
@@ -145,7 +144,6 @@ def test_drafts_of_the_index_and_their_verification_are_replays(device, graphs, 
     assert len(scored) <= 2  # before the first decode step
     assert len(captured) < rounds / 2  # the others are replays
     assert graphs.replays > rounds + got.acceptance.drafted / 2
-    assert repeated  # some drafts reuse the rows of the draft before
 
 
 @pytest.mark.usefixtures("reads_pages")
