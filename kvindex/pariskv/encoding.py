@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,6 +19,23 @@ from kvindex.ops.codes import SUBSPACE
 from kvindex.pariskv import sign_regression
 from kvindex.pariskv.block_layout import BLOCK
 from kvindex.pariskv.config import ParisKVConfig
+
+
+@lru_cache(maxsize=16)
+def _constants(
+    ops: Any,
+    dim: int,
+    block: int,
+    bits: int,
+    seed: int,
+    weight_bits: int | None,
+    device: torch.device,
+) -> tuple[Tensor, Tensor, float, Tensor | None]:
+    """Return `rotation`, `levels`, `level` and `factors` of `Encoding`."""
+    rotation = ops.transform.rotation(dim, seed, device)
+    levels, level = ops.codes.levels(block, bits, device), ops.codes.lloyd_max(block, 0)[0]
+    factors = None if weight_bits is None else ops.codes.log_factors(weight_bits, device)
+    return rotation, levels, level, factors
 
 
 @dataclass(frozen=True)
@@ -47,15 +65,14 @@ class Encoding:
     def of(config: ParisKVConfig, geometry: Geometry, ops: Any) -> Encoding:
         """Compute the constants with which all keys are encoded, such as the rotation matrix.
 
-        `geometry` gives the head dimension and the device.
+        The layers of a model share these tensors. `geometry` gives the head dimension and the
+        device.
         """
         D, bits, device = geometry.head_dim, config.magnitude_bits, geometry.device
         block = SUBSPACE if config.block == "subspace" else D
-        rotation = ops.transform.rotation(D, config.seed, device)
-        levels, level = ops.codes.levels(block, bits, device), ops.codes.lloyd_max(block, 0)[0]
-        logs = config.weights == "log"
-        factors = ops.codes.log_factors(config.weight_bits, device) if logs else None
-        return Encoding(config, ops, block, rotation, levels, level, factors)
+        weight_bits = config.weight_bits if config.weights == "log" else None
+        known = _constants(ops, D, block, bits, config.seed, weight_bits, device)
+        return Encoding(config, ops, block, *known)
 
     @property
     def constants(self) -> list[Tensor]:

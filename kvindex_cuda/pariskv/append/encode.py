@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -42,6 +44,26 @@ ROOM = 2.0**-10
 """The largest magnitude in the tables exceeds the last edge between levels by this fraction."""
 
 
+RECENT = 8
+"""Number of rotations whose lookups are kept for further encoders."""
+
+
+class Lookups(NamedTuple):
+    """What the kernel reads instead of a rotation and levels, on their device.
+
+    Attributes:
+        flips: Result of `_flips`.
+        hartley: Matrix `Q` of the rotation (`_factors`).
+        largest: Largest magnitude in the range of the tables (`_tables`).
+        tables: Tables to find the level of a magnitude.
+    """
+
+    flips: Tensor
+    hartley: Tensor
+    largest: float
+    tables: Tensor
+
+
 class Encoder:
     """Encodes keys with one kernel.
 
@@ -76,11 +98,7 @@ class Encoder:
         of_shape("rotation", of_type("rotation", rotation, torch.float32), D, D)
         of_shape("levels", of_type("levels", levels, torch.float32), 2**bits)
         self.layout, self.device, self.centered = layout, rotation.device, centered
-        signs, hartley = _factors(rotation.cpu())
-        self._flips = _flips(signs).to(self.device)
-        self._hartley = hartley.to(self.device)
-        self.largest, tables = _tables(levels.cpu())
-        self._tables = tables.to(self.device)
+        self._flips, self._hartley, self.largest, self._tables = _lookups(rotation, levels)
         self._taken: Tensor | None = None
         self._defines = dict(D=D, BITS=bits, CENTERED=int(centered))
 
@@ -266,6 +284,27 @@ def encoder_of(
     if config.block != "key" or not serves(layout.head_dim):
         return None
     return Encoder(layout, rotation, levels, centered=bool(config.center))
+
+
+_recent: list[tuple[Tensor, Tensor, Lookups]] = []
+"""The arguments and results of the last calls of `_lookups`, newest first."""
+
+
+def _lookups(rotation: Tensor, levels: Tensor) -> Lookups:
+    """Return what the kernel reads instead of a rotation and levels.
+
+    The layers of a model have the same tensors, and to compute the result for each of them would
+    make the host wait for the device.
+    """
+    for known, others, found in tuple(_recent):
+        if known is rotation and others is levels:
+            return found
+    device = rotation.device
+    signs, hartley = _factors(rotation.cpu())
+    largest, tables = _tables(levels.cpu())
+    made = Lookups(_flips(signs).to(device), hartley.to(device), largest, tables.to(device))
+    _recent[:] = [(rotation, levels, made), *_recent[: RECENT - 1]]
+    return made
 
 
 def _factors(rotation: Tensor) -> tuple[Tensor, Tensor]:

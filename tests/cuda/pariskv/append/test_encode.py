@@ -8,6 +8,7 @@ This file is longer than most because all cases share the bound of a code's roun
 import pytest
 import torch
 
+import kvindex
 from kvindex.core.check import LARGEST
 from kvindex.ops import codes, transform
 from kvindex_cuda.memory.layout import BLOCK, Layout, places
@@ -474,3 +475,21 @@ def test_wrong_tensors_are_refused(change, message):
     )
     with pytest.raises(ValueError, match=message):
         encoder(64)(**(given | change))
+
+
+def test_layers_share_their_constants(device):
+    """Otherwise the host would wait for the device when each layer makes its index."""
+    made = [case_index(device) for _ in range(2)]
+    encoders = [index._executor._encode for index in made]
+    assert made[0].encoding.rotation is made[1].encoding.rotation
+    assert encoders[0]._tables is encoders[1]._tables
+    assert encoders[0]._flips is encoders[1]._flips
+    other = case_index(device, seed=1)
+    assert other.encoding.rotation is not made[0].encoding.rotation
+    assert not torch.equal(other._executor._encode._flips, encoders[0]._flips)
+
+
+def case_index(device, **options):
+    return kvindex.create(
+        "pariskv", q_heads=2, kv_heads=1, head_dim=64, backend="cuda", device=device, **options
+    )
