@@ -217,19 +217,27 @@ def test_drafts_that_are_not_supported(stock, engine, model, asked, how, said):
         engine(model, EVERY | asked, speculative_config=speculative)
 
 
+def counter_of(options, counted):
+    """Return a `StepCounter` without layers that appends `Steps` to the list `counted`."""
+    from kvindex_adapters.vllm.costs import Limit
+    from kvindex_adapters.vllm.engine import StepCounter
+
+    counter = StepCounter.__new__(StepCounter)
+    counter._options, counter._drafted, counter._mixed = options, DRAFTS, False
+    counter._counters = SimpleNamespace(add=counted.append)
+    counter._config = counter._host = None
+    counter._limit, counter._layers, counter._rows = Limit(options.dense_below), {}, 0.0
+    return counter
+
+
 def test_steps_of_several_tokens_are_counted(monkeypatch):
     pytest.importorskip("vllm")
     from kvindex_adapters.vllm import engine as module
-    from kvindex_adapters.vllm.costs import Limit
-    from kvindex_adapters.vllm.engine import StepCounter
     from kvindex_adapters.vllm.metrics import Steps
 
     counted = []
-    counter = StepCounter.__new__(StepCounter)
-    counter._options, counter._drafted, counter._mixed = Options(**EVERY), DRAFTS, False
-    counter._counters = SimpleNamespace(add=counted.append)
-    counter._config = counter._host = None
-    counter._limit = limit = Limit(EVERY["dense_below"])
+    counter = counter_of(Options(**EVERY), counted)
+    limit = counter._limit
     monkeypatch.setattr(module, "batch_searches", lambda config, common: True)
     common = SimpleNamespace(
         query_start_loc_cpu=torch.tensor([0, 4, 5, 5]),
@@ -244,3 +252,40 @@ def test_steps_of_several_tokens_are_counted(monkeypatch):
     counter._mixed = True
     counter.count(common)
     assert counted[1] == Steps.of([40], Options(**EVERY), limit)
+
+
+def test_rows_that_searches_chose_are_counted_as_a_mean_over_layers(monkeypatch):
+    """Fractions of a row are added to the rows of the next batch."""
+    pytest.importorskip("vllm")
+    from kvindex_adapters.vllm import engine as module
+    from kvindex_adapters.vllm.metrics import Steps
+
+    class Budget:
+        known, found = True, 0.0
+
+        def take_found(self):
+            found, self.found = self.found, 0.0
+            return found
+
+    options, counted, budgets = Options(**EVERY | dict(k="auto")), [], [Budget(), Budget()]
+    counter = counter_of(options, counted)
+    impls = [SimpleNamespace(paged=SimpleNamespace(budget=budget)) for budget in budgets]
+    impls += [SimpleNamespace(paged=SimpleNamespace(budget=None)), SimpleNamespace()]
+    layers = {str(number): SimpleNamespace(impl=impl) for number, impl in enumerate(impls)}
+    monkeypatch.setattr(module, "attention_layers", lambda layers_: layers)
+    monkeypatch.setattr(module, "batch_searches", lambda config, common: True)
+    common = SimpleNamespace(
+        query_start_loc_cpu=torch.tensor([0, 1]),
+        seq_lens_cpu_upper_bound=torch.tensor([900]),
+        num_reqs=1,
+        max_query_len=1,
+        is_prefilling=None,
+    )
+    for found in ((0.0, 0.0), (20.0, 21.5), (30.0, 30.5), (0.0, 0.0)):  # means 0, 20.75, 30.25, 0
+        budgets[0].found, budgets[1].found = found
+        counter.count(common)
+    how = dict(options=options, limit=counter._limit)
+    assert counted == [Steps.of([900], found=rows, **how) for rows in (0, 20, 31, 0)]
+    budgets[1].known = False  # then steps use full attention
+    counter.count(common)
+    assert counted[4] == Steps(0, 1, 900, 900)
