@@ -217,6 +217,33 @@ def put(target: Tensor, values: Sequence[int]) -> None:
     target.copy_(staged, non_blocking=True)
 
 
+class FixedCopy:
+    """A copy of a tensor at a fixed address. The source may be another tensor in each step."""
+
+    def __init__(self) -> None:
+        self.tensor: Tensor | None = None
+        self._copied: tuple[Tensor, int | None] | None = None  # last source, and its version
+
+    def put(self, source: Tensor) -> Tensor:
+        """Copy a tensor on the current stream, unless its contents were copied last.
+
+        Another shape gets another address.
+
+        Returns:
+            The copy.
+        """
+        if self.tensor is None or self.tensor.shape != source.shape:
+            self.tensor, self._copied = torch.empty_like(source.contiguous()), None
+        # tensors of `torch.inference_mode` do not count their changes
+        version = None if source.is_inference() else source._version
+        last, before = self._copied or (None, None)
+        if last is not source or version is None or version != before:
+            self._copied = None  # until the copy is complete
+            self.tensor.copy_(source)
+            self._copied = source, version
+        return self.tensor
+
+
 def put_valid(state: State, valid: Tensor, first: int, last: int) -> None:
     """Copy flags to the device that say which tokens are valid.
 

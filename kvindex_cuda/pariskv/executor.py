@@ -28,7 +28,7 @@ from kvindex_cuda.pariskv.append.codes import AppendedCodes
 from kvindex_cuda.pariskv.append.encode import Encoder, encoder_of
 from kvindex_cuda.pariskv.append.stage_token import load_stage_token, stage_token, token_to_stage
 from kvindex_cuda.pariskv.append.update_state import update_state
-from kvindex_cuda.pariskv.device_state import State, opened, put, put_tiers, put_valid
+from kvindex_cuda.pariskv.device_state import FixedCopy, State, opened, put, put_tiers, put_valid
 from kvindex_cuda.pariskv.dispatch import STEPS, kind_of, layout_of, room_of, unreadable
 from kvindex_cuda.pariskv.steps.all_rows import AllRows
 from kvindex_cuda.pariskv.steps.graph import Replay, Replays
@@ -126,9 +126,8 @@ class ParisKVExecutor(AppendedCodes):
         self._replays = Replays(self._geometry.device)
         self._found_sum: Tensor | None = None  # number of rows that captured steps found
         self._found_histogram: Tensor | None = None  # how often a captured step found each number
-        self._variances: Tensor | None = None  # the limit that steps read, float32 [B, G]
+        self._variances = FixedCopy()  # the limit that steps read, float32 [B, G]
         self._limit_lse: Tensor | None = None  # float32 [B, H], read together with the limit
-        self._limit: tuple[Tensor, int] | None = None  # the limit in `_variances`, and its version
         self._version, self._text = object(), object()  # see `BatchRow`
         # (number of tokens, whether the error is limited) -> their decode steps
         self._several: dict[tuple[int, bool], SeveralTokens] = {}
@@ -442,24 +441,17 @@ class ParisKVExecutor(AppendedCodes):
     def _limit_of(self, limit: ErrorLimit | None) -> dict[str, Any]:
         """Return the fields of `State` that contain a limit of the error, at fixed addresses.
 
-        The variance is copied to its address on the current stream, unless it is the tensor that
-        was copied last.
+        They are copied there on the current stream.
         """
         if limit is None:
             return dict(variances=None, limit_lse=None)
-        variance, lse = limit.variance, limit.resident_lse
-        if self._variances is None or self._variances.shape != variance.shape:
-            self._variances, self._limit = torch.empty_like(variance.contiguous()), None
-        last, version = self._limit or (None, 0)
-        if last is not variance or version != variance._version:
-            self._variances.copy_(variance)
-            self._limit = variance, variance._version
+        variances, lse = self._variances.put(limit.variance), limit.resident_lse
         if lse is None:
-            return dict(variances=self._variances, limit_lse=None)
+            return dict(variances=variances, limit_lse=None)
         if self._limit_lse is None or self._limit_lse.shape != lse.shape:
             self._limit_lse = torch.empty(lse.shape, device=lse.device)
         self._limit_lse.copy_(lse)
-        return dict(variances=self._variances, limit_lse=self._limit_lse)
+        return dict(variances=variances, limit_lse=self._limit_lse)
 
     def _reads(
         self,

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
+from kvindex.core import check
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Attended, ErrorLimit, Hits, Rows
 from kvindex.core.resident import ResidentRows
@@ -24,7 +25,7 @@ from kvindex.pariskv.config import ParisKVConfig
 from kvindex_cuda.memory.layout import BLOCK, Layout
 from kvindex_cuda.memory.row_cache import RowCache
 from kvindex_cuda.pariskv.append.stage_token import stage_token
-from kvindex_cuda.pariskv.device_state import State, put
+from kvindex_cuda.pariskv.device_state import FixedCopy, State, put
 from kvindex_cuda.pariskv.dispatch import room_of
 from kvindex_cuda.pariskv.steps.graph import Replays
 from kvindex_cuda.pariskv.steps.hits import ordered_hits
@@ -86,8 +87,8 @@ class ParisKVBatch:
         self._held: list[object] = []  # `version` of each index in the state
         self._asked = 0, False  # `k` and `_limited` when `State.wanted` was computed, or 0
         self._limited = False  # whether the current step has a limit of the error
+        self._limits = FixedCopy()  # the limits of the last step that had limits
         self._variances: Tensor | None = None  # the limits that steps read, float32 [B, G]
-        self._limit: Tensor | None = None  # the limits that were copied to `_variances`
         self._step: SharedStep | None = None
         self._cache: RowCache | None = None
         self._texts: list[object] = []  # `text` of each sequence whose rows are in the cache
@@ -147,9 +148,12 @@ class ParisKVBatch:
         limit: ErrorLimit | None,
         graphs: bool,
     ) -> Attended:
+        if limit is not None:
+            self._check_limit(limit, len(rows))
         self._limited = limit is not None
         step, state = self._ready(cast(Sequence[BatchRow | None], rows), k)
-        self._put_limit(limit)
+        if limit is not None:
+            self._variances = self._limits.put(limit.variance)
         reads = self._reads_of(step, state, resident)
         replay = self._replays.of(step, reads) if graphs else None
         asked = None if replay is None else replay.asked
@@ -195,16 +199,15 @@ class ParisKVBatch:
             return self._config.candidates(count, k)
         return int(row_budget.candidates(self._config, torch.tensor([count]), k))
 
-    def _put_limit(self, limit: ErrorLimit | None) -> None:
-        """Copy a limit of the error to the address where kernels read it, unless it is the tensor
-        that was copied last."""
-        variance = None if limit is None else limit.variance
-        if variance is None or variance is self._limit:
-            return
-        if self._variances is None or self._variances.shape != variance.shape:
-            self._variances = torch.empty_like(variance.contiguous())
-        self._variances.copy_(variance)
-        self._limit = variance
+    def _check_limit(self, limit: ErrorLimit, batch: int) -> None:
+        """Raise ValueError if `limit` does not fit a batch of `batch` indexes."""
+        g = self._geometry
+        shape: dict[str, int | None] = {"B": batch, "G": g.kv_heads}
+        check.tensor("limit.variance", limit.variance, shape, torch.float32, g.device)
+        if limit.resident_lse is not None:
+            raise ValueError(
+                "limit.resident_lse: got a tensor, allowed is None in a batch of indexes"
+            )
 
     def _reads_of(self, step: SharedStep, state: State, resident: ResidentRows) -> State:
         """Return the `State` that the kernel `attend` needs.

@@ -181,6 +181,62 @@ def test_what_the_kernels_do_not_support_is_refused(device):
         mine.attend(queries, resident, k=20, limit=ErrorLimit(torch.ones(1, 3, device=device)))
 
 
+def batched(device):
+    """Return two indexes of one sequence each, and a function that runs a step of both.
+
+    The function takes a limit, and returns the numbers of rows `[2, G]`.
+    """
+    indexes = [filled(device, 1, length)[0] for length in (400, 300)]
+    geometry, batch = indexes[0].geometry, indexes[0].new_batch()
+    resident = ResidentRows(geometry, 2, 8, ragged=True)
+    queries = 2 * torch.randn(2, H, D, generator=torch.Generator().manual_seed(1)).to(device)
+
+    def found(limit):
+        rows = [one.batch_row(queries[i, None], k=200) for i, one in enumerate(indexes)]
+        return batch.attend(rows, queries, resident, k=200, limit=limit).found.clone()
+
+    return indexes, queries, found
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_limit_may_change_in_place(device, inference):
+    """Also if it was made in the inference mode of torch, where tensors do not count changes."""
+    (one, _), queries, together = batched(device)
+    resident = ResidentRows(one.geometry, 1, 8)
+
+    def alone(limit):
+        return one.attend(queries[:1], resident, k=200, limit=limit).found.clone()
+
+    for found, batch in ((alone, 1), (together, 2)):
+        with torch.inference_mode(inference):
+            limit = ErrorLimit(torch.full((batch, G), 1e-6, device=device))
+            assert found(limit).min() > 16
+            limit.variance.fill_(1e6)
+            assert (found(limit) == 16).all()
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        (ErrorLimit(torch.ones(1, G)), r"limit\.variance: got shape \[1, 2\], allowed is \[B=2"),
+        (ErrorLimit(torch.ones(2, 1)), r"limit\.variance: got shape \[2, 1\], allowed is \[B=2"),
+        (ErrorLimit(torch.ones(2, G).double()), r"limit\.variance: got dtype torch\.float64"),
+        (ErrorLimit(torch.ones(2, G, device="meta")), r"limit\.variance: got .*meta"),
+        (ErrorLimit(torch.ones(2, G), torch.ones(2, H)), r"limit\.resident_lse: got a tensor"),
+    ],
+)
+def test_a_batch_refuses_a_limit_that_does_not_fit(device, limit, said):
+    """A later step gives what it would give without the error."""
+    found, right = batched(device)[2], ErrorLimit(torch.full((2, G), 0.01, device=device))
+    before = found(right)
+    if limit.variance.device.type == "cpu":
+        parts = limit.variance, limit.resident_lse
+        limit = ErrorLimit(*(None if part is None else part.to(device) for part in parts))
+    with pytest.raises(ValueError, match=said):
+        found(limit)
+    assert torch.equal(found(right), before)
+
+
 AUTO = dict(k="auto", error=0.4, dense_below=70)
 SIZES = dict(local_window=8, update_every=64)
 
