@@ -35,16 +35,30 @@ FAINT = -80.0
 """Smallest logarithm of a probability that the sums use, so that no term is infinite."""
 
 
+def candidates_of(config: ParisKVConfig, count: int, k: int) -> int:
+    """Return the number of candidates of a sequence.
+
+    Args:
+        config: Options of the index.
+        count: Number of valid keys.
+        k: Largest number of rows that the search may select.
+    """
+    return min(max(config.candidates(count, min(k, NOMINAL)), 2 * k), count)
+
+
 def candidates(config: ParisKVConfig, counts: Tensor, k: int) -> Tensor:
-    """Return the number of candidates of each sequence, int64 `[B]`, on the CPU.
+    """Return `candidates_of` for each sequence of a batch.
 
     Args:
         config: Options of the index.
         counts: Number of valid keys of each sequence, int64 `[B]`, on the CPU.
         k: Largest number of rows that the search may select.
+
+    Returns:
+        Int64 `[B]`, on the CPU.
     """
-    usual = config.limits(counts, min(k, NOMINAL))[1]
-    return torch.minimum(usual.clamp_min(2 * k), counts)
+    sizes: list[int] = counts.tolist()
+    return torch.tensor([candidates_of(config, size, k) for size in sizes], dtype=torch.int64)
 
 
 def counts_of(most: int) -> list[int]:

@@ -590,8 +590,7 @@ class ParisKVExecutor(AppendedCodes):
         """Return the number of candidates `C` of each sequence."""
         counts = self._contents.counts
         if limited:
-            found: list[int] = row_budget.candidates(self._config, counts, k).tolist()
-            return found
+            return [row_budget.candidates_of(self._config, n, k) for n in counts.tolist()]
         return [self._config.candidates(n, k) for n in counts.tolist()]
 
     def _need(self, k: int, limited: bool = False) -> int:

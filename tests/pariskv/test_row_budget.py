@@ -215,6 +215,18 @@ def test_weight_outside_the_index_lowers_the_number_of_rows():
     assert (fewer < alone / 4).all()
 
 
+@pytest.mark.parametrize("options", [{}, dict(single_stage_below=500), dict(least_candidates=8)])
+def test_numbers_of_candidates(options):
+    """As many as a search for 128 rows takes, but at least twice as many as the search selects."""
+    config = built(*tokens(length=8)[:2], **options).config
+    counts = torch.tensor([0, 1, 40, 499, 2000, 130_000, 1_000_000])
+    for k in (1, 100, 128, 129, 1024, 4000):
+        usual = config.limits(counts, min(k, row_budget.NOMINAL))[1]
+        found = row_budget.candidates(config, counts, k)
+        assert torch.equal(found, torch.minimum(usual.clamp_min(2 * k), counts))
+        assert found.tolist() == [row_budget.candidates_of(config, n, k) for n in counts.tolist()]
+
+
 def test_numbers_of_rows():
     assert row_budget.counts_of(100) == [16, 24, 32, 48, 64, 96, 100]
     assert row_budget.counts_of(96) == [16, 24, 32, 48, 64, 96]

@@ -197,7 +197,7 @@ class ParisKVBatch:
         """Return the number of candidates of an index with `count` valid tokens."""
         if not self._limited:
             return self._config.candidates(count, k)
-        return int(row_budget.candidates(self._config, torch.tensor([count]), k))
+        return row_budget.candidates_of(self._config, count, k)
 
     def _check_limit(self, limit: ErrorLimit, batch: int) -> None:
         """Raise ValueError if `limit` does not fit a batch of `batch` indexes."""
