@@ -10,6 +10,7 @@ from kvindex.core.protocol import ErrorLimit, Rows
 from kvindex.layer.output_scale import FEWEST, HORIZON, LAST, OutputScale
 from kvindex.ops.attention import attend, with_sink_logits
 from kvindex_adapters.vllm.attention import PagedAttention, Sequence, resident_lse
+from kvindex_adapters.vllm.costs import Limit
 from kvindex_adapters.vllm.metrics import Steps
 from kvindex_adapters.vllm.options import Options
 from kvindex_adapters.vllm.row_budget import RowBudget
@@ -32,9 +33,8 @@ def test_options():
     assert (Options(k="auto").most_rows, Options(k="auto").allowed_error) == (1024, 0.1)
     assert (Options(k=64, error=0.2).most_rows, Options(k=64, error=0.2).allowed_error) == (64, 0.2)
     assert Options().allowed_error is None
-    assert (
-        "up to 1024 rows, as many as error=0.3 asks for," in Options(k="auto", error=0.3).explain()
-    )
+    text = Options(k="auto", error=0.3).explain(Limit(600))
+    assert "up to 1024 rows, as many as error=0.3 asks for," in text
 
 
 @pytest.mark.parametrize(
@@ -165,5 +165,7 @@ def test_the_log_sum_of_sink_window_and_learned_sinks():
 
 def test_rows_that_were_found_are_counted():
     options = Options(sink=64, local_window=256, dense_below=600, k="auto")
-    assert Steps.of([1000, 300], options, found=70) == Steps(1, 1, 70 + 64 + 488 + 300, 1300)
-    assert Steps.of([1000], options, search=False, found=5) == Steps(0, 1, 1005, 1000)
+    limit = Limit(600)
+    found = Steps.of([1000, 300], options, limit, found=70)
+    assert found == Steps(1, 1, 70 + 64 + 488 + 300, 1300)
+    assert Steps.of([1000], options, limit, search=False, found=5) == Steps(0, 1, 1005, 1000)
