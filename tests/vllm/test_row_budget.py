@@ -7,7 +7,7 @@ import torch
 
 import kvindex
 from kvindex.core.protocol import ErrorLimit, Rows
-from kvindex.layer.output_scale import FEWEST, HORIZON, LAST, OutputScale
+from kvindex.layer.output_scale import FEWEST, LAST, OutputScale
 from kvindex.ops.attention import attend, with_sink_logits
 from kvindex_adapters.vllm.attention import PagedAttention, Sequence, resident_lse
 from kvindex_adapters.vllm.costs import Limit
@@ -113,17 +113,80 @@ def test_steps_attend_to_all_tokens_until_enough_outputs_are_measured():
     assert (paged.attend(queries(), sequence) - full).abs().max() > 1e-3
 
 
-def test_only_long_sequences_are_measured_and_only_once():
+def test_which_tokens_are_measured():
+    """The newest ones, where the sequence is long enough to be searched."""
     budget = RowBudget(0.1, dense_below=600)
     assert list(budget.places(599, 599)) == []
     assert list(budget.places(601, 50)) == [599, 600]
     assert budget.places(900, 5) == range(895, 900)
     assert budget.places(5000, 4000) == range(5000 - LAST, 5000)
-    values, outputs = torch.ones(1, G, HORIZON, D), torch.ones(1, H, HORIZON, D)
-    budget.measure(values, outputs)
-    before = budget.limit(torch.zeros(1, H)).variance
-    assert not budget.places(5000, 4000)
-    assert budget.limit(torch.zeros(1, H)).variance is before
+
+
+def fed(*measured):
+    """Return a `RowBudget` with measurements (length, number of tokens, size of outputs)."""
+    budget = RowBudget(1.0, dense_below=600)
+    for length, count, size in measured:
+        outputs = torch.full((1, H, count, D), float(size))
+        budget.measure(torch.ones(1, G, count, D), outputs, length)
+    return budget
+
+
+def variance(budget, length):
+    return budget.limit(torch.zeros(1, H), length).variance[0, 0].item()
+
+
+def test_sequences_of_other_lengths_do_not_set_the_limit():
+    """Otherwise short prompts, whose outputs are larger, allow long ones too large an error."""
+    alone = variance(fed((8000, LAST, 1)), 8000)
+    assert alone == H / G
+    budget = fed(*[(700, LAST, 3)] * 5, (8000, LAST, 1), *[(700, LAST, 3)] * 5)
+    assert variance(budget, 8000) == variance(budget, 4096) == alone
+    assert variance(budget, 700) == variance(budget, 1023) == pytest.approx(9 * alone)
+
+
+def test_a_length_without_measurements_takes_the_nearest():
+    budget = fed((700, LAST, 3), (8000, LAST, 1), (100_000, FEWEST - 1, 5))
+    assert variance(budget, 1024) == pytest.approx(9 * H / G)
+    assert variance(budget, 2048) == variance(budget, 100_000) == H / G
+    few = fed((700, FEWEST - 1, 1), (8000, FEWEST - 1, 1))
+    assert not few.known
+    few.measure(torch.ones(1, G, 1, D), torch.ones(1, H, 1, D), 700)
+    assert few.known
+
+
+def test_a_limit_is_a_moving_average():
+    """A first request that differs from all others is forgotten."""
+    budget = fed((8000, LAST, 100))
+    before = variance(budget, 8000)
+    for _ in range(60):
+        budget.measure(torch.ones(1, G, LAST, D), torch.ones(1, H, LAST, D), 8000)
+    assert variance(budget, 8000) == pytest.approx(H / G, rel=1e-2)
+    assert before > 1000
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
+@pytest.mark.parametrize("part", ["values", "outputs"])
+def test_a_measurement_that_is_not_finite_is_ignored(value, part):
+    budget = fed((8000, FEWEST - 1, 1))
+    bad = dict(values=torch.ones(1, G, LAST, D), outputs=torch.ones(1, H, LAST, D))
+    bad[part][0, 0, 3, 5] = value
+    budget.measure(**bad, length=8000)
+    assert not budget.known
+    budget.measure(torch.ones(1, G, 1, D), torch.ones(1, H, 1, D), 8000)
+    assert variance(budget, 8000) == H / G
+
+
+def test_a_sequence_with_nan_does_not_change_the_searches_of_others():
+    found = []
+    for bad in (False, True):
+        paged, sequence, *_ = served(1100, **AUTO)
+        if bad:
+            asked = queries(40).clone()
+            asked[7, 0, 0] = math.nan
+            paged.attend(asked, sequence, prompt=True)
+        measured(paged, sequence)
+        found.append(paged.attend(queries(), sequence))
+    assert torch.equal(*found)
 
 
 def test_drafted_tokens_choose_their_numbers_one_after_another():

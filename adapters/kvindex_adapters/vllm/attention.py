@@ -63,7 +63,7 @@ class PagedAttention:
         layout: Layout of the codes in pages.
         limit: The sequences that search.
         drafted: Largest number of drafted tokens that a step verifies (speculative decoding).
-        budget: The limit of the error, or None if each search retrieves a fixed number of rows.
+        budget: The limits of the error, or None if each search retrieves a fixed number of rows.
     """
 
     geometry: Geometry
@@ -199,7 +199,8 @@ class PagedAttention:
             return
         part = sequence.rows, sequence.table, places.start, places.stop
         values = pages.read_rows(*part, self.geometry).values
-        self.budget.measure(values, output[-len(places) :].transpose(0, 1)[None])
+        outputs = output[-len(places) :].transpose(0, 1)[None]
+        self.budget.measure(values, outputs, sequence.length)
 
     def searched(self, length: int) -> int:
         """Return how many tokens a decode step searches in a sequence of this length. Only complete
@@ -247,7 +248,8 @@ class PagedAttention:
         newest = pages.read_rows(*place, indexed, sequence.length, g)
         limit = None
         if self.budget is not None:
-            limit = self.budget.limit(resident_lse(queries, (sink, newest), g, sinks))
+            lse = resident_lse(queries, (sink, newest), g, sinks)
+            limit = self.budget.limit(lse, sequence.length)
         hits = self.hits(queries, sequence, indexed, limit)
         if self.budget is not None:
             self.budget.count(hits)
