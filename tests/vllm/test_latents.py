@@ -194,6 +194,13 @@ def test_a_model_with_a_trained_indexer(engine, saved):
         engine(folder, EVERY)
 
 
+def test_numbers_of_rows_from_the_error(engine, latents):
+    """vLLM computes prompts without latents, so no output over latents would be measured."""
+    said = "k: got 'auto', allowed is a number for multi-head latent attention, because vLLM"
+    with pytest.raises(ValueError, match=said):
+        engine(latents, EVERY | {"k": "auto"})
+
+
 def test_engines_without_the_backend_have_vllms_own_classes(stock, latents):
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs

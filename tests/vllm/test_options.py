@@ -217,6 +217,16 @@ def test_latents_are_searched_on_a_cpu_in_pages_with_codes(monkeypatch):
     (reason,) = unsupported.engine_reasons(engine(use_mla=True, hf_text_config=indexer))
     assert "with a trained indexer, which selects the rows (index_topk=2048), allowed" in reason
     assert unsupported.engine_reasons(engine(hf_text_config=indexer)) == []
+    for asked, said in (
+        ({"k": "auto"}, "k: got 'auto', allowed is a number for multi-head latent attention, beca"),
+        (
+            {"error": 0.2},
+            "error: got 0.2, allowed is None for multi-head latent attention, because",
+        ),
+    ):
+        (reason,) = unsupported.engine_reasons(engine({"kvindex": asked}, use_mla=True))
+        assert reason.startswith(said)
+        assert unsupported.engine_reasons(engine({"kvindex": asked})) == []
     (reason,) = unsupported.engine_reasons(engine(use_mla=True, block_size=16))
     assert reason.startswith("block_size: got 16, allowed is a multiple of 256")
     monkeypatch.setattr(unsupported, "can_pack", lambda: False)

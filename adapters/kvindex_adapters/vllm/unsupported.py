@@ -219,7 +219,7 @@ def has_draft_model(config: Any) -> bool:
 def _model_reasons(config: Any, options: Options) -> list[str]:
     """Return the reasons that are properties of the model's architecture."""
     model, other = config.model_config, f"a model without it; use vLLM without {BACKEND}"
-    return _latent_reasons(model) + _reasons(
+    return _latent_reasons(model, options) + _reasons(
         (
             "model",
             f"state of linear attention in addition to the KV cache, with rows={options.rows!r}",
@@ -343,9 +343,9 @@ def row_reasons(k: int | str, error: float | None) -> list[str]:
     )
 
 
-def _latent_reasons(model: Any) -> list[str]:
-    """Return the reason why decode steps cannot search latents in a model with multi-head latent
-    attention, in a list. The list is empty for any other model, and if they can."""
+def _latent_reasons(model: Any, options: Options) -> list[str]:
+    """Return the reasons why decode steps cannot search latents in a model with multi-head latent
+    attention. The list is empty for any other model, and if they can."""
     if not model.use_mla:
         return []
     rows = vars(model.hf_text_config).get("index_topk")
@@ -371,7 +371,16 @@ def _latent_reasons(model: Any) -> list[str]:
             "vLLM 0.28 or newer for such a model, because codes are in the pages of latents",
         ),
     )
-    return reasons[:1]
+    if reasons:
+        return reasons[:1]
+    why = (
+        "for multi-head latent attention, because vLLM computes prompts without latents, so that "
+        "the size of outputs over latents is not known"
+    )
+    return _reasons(
+        ("k", repr(options.k), options.k != "auto", f"a number {why}"),
+        ("error", options.error, options.error is None, f"None {why}"),
+    )
 
 
 def layer_reasons(
