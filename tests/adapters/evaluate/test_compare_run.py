@@ -136,6 +136,27 @@ def test_an_index_that_cannot_predict_errors_is_a_failure(model, tmp_path):
     assert "k: got 'auto', but" in record["words"]
 
 
+@pytest.mark.parametrize("ks", [("auto", 20), (20, "auto")])
+def test_a_failure_of_auto_does_not_discard_results_with_numbers(model, tmp_path, ks):
+    plan = Plan(("exact",), ks, ("ask",), (60,), 2)
+    comparison(model, tmp_path, plan).run()
+    records = Records(tmp_path)
+    assert {key for key, _ in records.of(FAILURE)} == {
+        Key(FAILURE, 60, "exact", "auto"),
+    }
+    assert Key(TEXT, 60, "exact", 20) in records
+    assert {key for key, _ in records.of(ANSWERS) if key.k == 20} == {
+        Key(ANSWERS, 60, "exact", 20, "ask", seed) for seed in range(2)
+    }
+    (failed,) = [table for table in tables(summarize(SETTINGS, records)) if "fail" in table.about]
+    assert [row[0].text for row in failed.rows] == ["exact, k=auto"]
+    # an older folder, whose error does not tell whether `k` is a number
+    records.forget(Key(FAILURE, 60, "exact", "auto"))
+    records.add(Key(FAILURE, 60, "exact"), {"words": "k: got 'auto', but"})
+    comparison(model, tmp_path, plan).run()
+    assert [key.k for key, _ in Records(tmp_path).of(FAILURE)] == ["auto"]
+
+
 def test_prompts_may_be_read_sparsely(tmp_path):
     """If all blocks are read, the result is that of full attention. Otherwise it is not, although
     decode steps attend to all tokens."""

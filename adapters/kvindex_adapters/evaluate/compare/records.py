@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class Key:
         index: Name and options of the index, or `FULL` for full attention. None if the result
             concerns no index.
         k: Number of tokens that each decode step retrieves per KV head, or a text (see
-            `automatic`); 0 for full attention.
+            `automatic`); 0 for full attention, and for an error with any number of tokens.
         task: Name of the task, or None for a text.
         seed: Seed from which the task's prompt was made, or None for a text.
         text: Name of the text, if a suite measures several. None for the one text of a usual
@@ -73,6 +73,12 @@ class Key:
     task: str | None = None
     seed: int | None = None
     text: str | None = None
+
+    @property
+    def failure(self) -> Key:
+        """The key of the error that is stored if an index fails before this result is measured."""
+        k = self.k if isinstance(self.k, str) else 0  # searches within an error may fail alone
+        return replace(self, kind=FAILURE, k=k, seed=None)
 
 
 class Records:

@@ -71,7 +71,7 @@ class Schedule:
     ) -> None:
         self._plan, self._records, self._jobs = plan, records, jobs
         self._compares_text = settings.steps > 0
-        self._failed: set[tuple[str | None, int]] = set()  # pairs of an index and a prompt length
+        self._failed: set[tuple[object, ...]] = set()  # `_measured_together` of each error
         records.run_on(describe(settings.device))
         self._forget_failures()
         works = [
@@ -86,10 +86,10 @@ class Schedule:
         """Yield the texts or prompts in `works` one by one, each with the measurements to make.
 
         If an index has failed at some prompt length, its other measurements at this length are left
-        out.
+        out: those with all numbers for `k`, or those with the same text, such as "auto".
         """
         for work in works:
-            failed = {key for key in work.keys if (key.index, key.tokens) in self._failed}
+            failed = {key for key in work.keys if _measured_together(key) in self._failed}
             self._progress(work.reading, *failed)
             if keys := tuple(key for key in work.keys if key not in failed):
                 yield Work(work.reading, keys)
@@ -98,7 +98,7 @@ class Schedule:
         """Store a measured result, or the error of an index that has failed."""
         self._records.add(key, record)
         if key.kind == FAILURE:
-            self._failed.add((key.index, key.tokens))
+            self._failed.add(_measured_together(key))
         else:
             self._progress(key, replace(key, kind=TEXT) if key.kind == SKIPPED else key)
 
@@ -148,3 +148,8 @@ class Schedule:
         for key, _ in [*self._records.of(FAILURE), *self._records.of(SKIPPED)]:
             if self._plan.retries(key):
                 self._records.forget(key)
+
+
+def _measured_together(key: Key) -> tuple[object, ...]:
+    """Return what results have in common that are all missing if an index fails."""
+    return key.index, key.tokens, key.failure.k

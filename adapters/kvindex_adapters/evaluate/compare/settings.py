@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvindex.core import check
-from kvindex_adapters.evaluate.compare.records import FAILURE, Key, Record, automatic
+from kvindex_adapters.evaluate.compare.records import Key, Record, automatic
 from kvindex_adapters.evaluate.output_files import write_json
 
 
@@ -115,7 +115,7 @@ class Plan:
             keys: The missing results of the index on one text or prompt, at least one.
             words: The error message.
         """
-        yield replace(keys[0], kind=FAILURE, k=0, seed=None), {"words": words}
+        yield keys[0].failure, {"words": words}
 
     def retries(self, key: Key) -> bool:
         """Return True if the next run repeats a measurement that has failed, or was skipped."""

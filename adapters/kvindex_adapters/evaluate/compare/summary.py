@@ -65,7 +65,7 @@ def summarize(settings: Settings, records: Records) -> dict[str, Any]:
         "rows_needed": _rows_needed(differences),
         "text": _texts(records),
         "failures": [
-            {"index": key.index, "task": key.task, "tokens": key.tokens, **record}
+            {"index": key.index, "k": key.k, "task": key.task, "tokens": key.tokens, **record}
             for key, record in records.of(FAILURE)
         ],
         "depths": list(depth_rows(records)),

@@ -341,7 +341,7 @@ def _texts(summary: dict[str, Any]) -> Table:
 def _failures(summary: dict[str, Any]) -> Table:
     rows = [
         [
-            Cell(row["index"] or "all"),
+            Cell(f"{row['index'] or 'all'}" + (f", k={row['k']}" if row.get("k") else "")),
             Cell(row["task"] or "text"),
             _number(row["tokens"], "{:,}"),
             Cell(row["words"]),
