@@ -127,7 +127,13 @@ class LayerPool(Sequences[AttentionLayer]):
         """
         explains = capability(self._like.index, Explains)
         how = "one after the other, each by the graphs and kernels of its index"
-        if self._together is not None:
+        if self._together is not None and self._like.error is not None:
+            how = (
+                "tokens that search, together, by kernels; prompts, and sequences that have only a "
+                "window, have too few measured outputs for a number of rows, or attend densely to "
+                f"an index, {how}"
+            )
+        elif self._together is not None:
             how = (
                 "tokens that search, or have but a window, together, by kernels; prompts, and "
                 f"sequences that attend densely to an index, {how}"

@@ -375,3 +375,22 @@ def test_a_pool_of_an_index_whose_kernels_choose_no_number_runs_alone(device):
     pool.step(some, *sharp(case, 1, 5, 2))
     assert (pool.report().together, pool.report().alone) == (0, 4)
     assert [pool[sequence].traffic.steps for sequence in some] == [1, 1]
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_what_runs_together_is_explained(device, limited):
+    """With a limit of the error, a sequence with only a window runs alone."""
+    case = case_on(device)
+    pool = kvindex.LayerPool(auto(case) if limited else made(case))
+    some = [pool.open() for _ in range(3)]
+    for seed, (sequence, length) in enumerate(zip(some, (60, 90, 2), strict=True)):
+        pool.step([sequence], *tokens(case, length, seed, 1))
+    before = pool.report()
+    pool.step(some, *tokens(case, 1, 9, 3))
+    after = pool.report()
+    assert not len(pool[some[2]].index)
+    counted = after.together - before.together, after.alone - before.alone
+    assert counted == ((2, 1) if limited else (3, 0))
+    together, _, alone = pool.explain().partition(", together, by kernels; ")
+    assert ("window" in together, "only a window" in alone) == (not limited, limited)
+    assert ("too few measured outputs" in alone) is limited
