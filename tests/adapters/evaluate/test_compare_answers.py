@@ -132,3 +132,28 @@ def test_all_indexes_are_searched_beside_the_same_rows():
             layer.fill(rows, rows, torch.arange(length))
             kept.append(len(index))
     assert kept[:3] == kept[3:] == [256, 256, 512]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(dict(prefill="sparse"), "sparse prompts"), (dict(k="auto"), "k='auto'")],
+)
+def test_a_question_of_one_token(options, said):
+    """As a decode step, it would search, but full attention reads questions."""
+    model, ids = build("llama"), prompt(1, 41)["input_ids"][0]
+    full = FullAttention(model)
+    context, _ = full.read(ids[:40])
+    before = full.checkpoint()
+    long, _ = full.read(ids[37:40])
+    full.rollback(before)
+    one, _ = full.read(ids[40:])
+    with indexed(model, ids, index="pariskv", **REGIONS, **options) as cache:
+        cache.read(context)
+        before = cache.checkpoint()
+        with pytest.raises(ValueError, match=f"question: got one token, allowed with {said} are"):
+            cache.read(one)
+        cache.rollback(before)
+        cache.read(long)
+    with indexed(model, ids, index="pariskv", **REGIONS) as cache:
+        cache.read(context)
+        cache.read(one)

@@ -225,7 +225,8 @@ class Indexed:
         _step(model, cache, first[:2].to(model.device))
         observers = (capability(index, ObservesQueries) for index in cache.indexes())
         self._rereads = sparse or (not observed and any(one is not None for one in observers))
-        self._rereads |= any(layer.error is not None for layer in self.layers)  # measures outputs
+        self._measures = any(layer.error is not None for layer in self.layers)  # their outputs
+        self._rereads |= self._measures
         if self._rereads:
             cache.reset()
         else:
@@ -257,10 +258,11 @@ class Indexed:
         """
         if self._rereads:
             count = len(chunk.ids)
-            if self._sparse and count == 1:
+            if count == 1 and (self._sparse or self._measures):
+                how = "sparse prompts" if self._sparse else "k='auto'"
                 raise ValueError(
-                    "question: got one token, allowed with sparse prompts are two or more, because "
-                    "one token alone would be a decode step"
+                    f"question: got one token, allowed with {how} are two or more, because one "
+                    "token alone would be a decode step"
                 )
             last = 0 if not self._sparse else 2 if count > 3 else count
             with torch.no_grad():
