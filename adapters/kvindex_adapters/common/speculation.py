@@ -190,9 +190,20 @@ class DraftLength:
 
     def saw(self, drafted: int, accepted: int) -> None:
         """Count a draft of `drafted` tokens, of which the first `accepted` were accepted."""
-        if drafted:
-            self._accepted = MEMORY * self._accepted + accepted
-            self._tried = MEMORY * self._tried + accepted + (accepted < drafted)
+        self.saw_all([(drafted, accepted)])
+
+    def saw_all(self, drafts: Iterable[tuple[int, int]]) -> None:
+        """Count the drafts of a batch's sequences in one round, by their mean.
+
+        Args:
+            drafts: For each draft its length, and how many of its first tokens were accepted.
+        """
+        some = [(drafted, accepted) for drafted, accepted in drafts if drafted]
+        if some:
+            kept = sum(accepted for _, accepted in some) / len(some)
+            wrong = sum(accepted < drafted for drafted, accepted in some) / len(some)
+            self._accepted = MEMORY * self._accepted + kept
+            self._tried = MEMORY * self._tried + kept + wrong
 
 
 class PromptLookup:

@@ -92,6 +92,10 @@ class DraftGraphs:
         self._sizes = SIZES[full] if size is None else (size,)
         self._steps: dict[int, _Step] = {}
 
+    def serves(self, tokens: int) -> bool:
+        """Return True if a graph can run steps of `tokens` tokens, as far as is known."""
+        return self._serves and any(size >= tokens for size in self._sizes)
+
     def score(self, inputs: Tensor) -> Scores | None:
         """Append tokens to the session, and compute the logits after each of them.
 

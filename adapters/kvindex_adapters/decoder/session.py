@@ -325,6 +325,15 @@ class Session:
                 layer.truncate(length)
         self._position -= self.length - length
         self.length = length
+        if self._gaps and self._gaps[-1][0] >= length:
+            self._forget_gaps()
+
+    def _forget_gaps(self) -> None:
+        """Forget the gaps of removed steps, and compute all positions anew."""
+        self._gaps = [gap for gap in self._gaps if gap[0] < self.length]
+        counts = [self.padding, *(count for _, count in self._gaps)]
+        padding = torch.tensor([*map(sum, zip(*counts, strict=True))], device=self.token.device)
+        self._position.copy_((self.length - padding)[:, None])
 
     def observe(self, ids: Tensor) -> None:
         """Pass the ids of the newest tokens, int64 `[B, T]`, to the indexes."""
@@ -504,10 +513,7 @@ class Session:
         """Return to `length` tokens, wherever a failed replay or a failed count has left the
         session."""
         self.keep(length)
-        self._gaps = [gap for gap in self._gaps if gap[0] < length]
-        counts = [self.padding, *(count for _, count in self._gaps)]
-        padding = torch.tensor([*map(sum, zip(*counts, strict=True))], device=self.token.device)
-        self._position.copy_((length - padding)[:, None])
+        self._forget_gaps()
 
     def indexes(self) -> list[KVIndex]:
         """List the indexes of all layers that contain tokens.

@@ -43,17 +43,18 @@ class Round(NamedTuple):
 
     Attributes:
         tokens: The new tokens of each sequence. Those of sequences that had ended have no meaning.
-        accepted: For each sequence that had not ended, number of drafted tokens among them.
+        accepted: For each sequence that had not ended and had a draft, the length of this draft,
+            and number of its tokens that were accepted.
     """
 
     tokens: list[list[int]]
-    accepted: list[int]
+    accepted: list[tuple[int, int]]
 
     @staticmethod
-    def together(made: Sequence[Tensor], accepted: int) -> Round:
+    def together(made: Sequence[Tensor], drafted: int, accepted: int) -> Round:
         """Return the result of a round in which all sequences got the tokens `made`, int64 `[B]`
-        each, of which they had drafted `accepted`."""
-        return Round(torch.stack([*made], dim=1).tolist(), [accepted])
+        each. Each had `drafted` tokens, of which it accepted `accepted`."""
+        return Round(torch.stack([*made], dim=1).tolist(), [(drafted, accepted)])
 
 
 class Speculator:
@@ -94,7 +95,7 @@ class Speculator:
         # tokens of each sequence that no call of `next` has returned, because another one is behind
         self._waiting: list[list[int]] = [[] for _ in known]
         self._accepted, self._counted = 0.0, 0  # accepted drafts, and those that were reported
-        self._apart = False  # whether the last verification kept other tokens of each sequence
+        self._own: dict[int, int] = {}  # length of each sequence's own draft, without fillers
 
     def next(self, left: int, running: Collection[int], stops: Collection[int]) -> list[Tensor]:
         """Run one round, or one decode step if there is no draft.
@@ -136,18 +137,17 @@ class Speculator:
                 if drafts is None:
                     self._step_alone()
                     made = [self._read(self._session.token[:, 0])]
-                    count, found = 0, Round.together(made, 0)
+                    count, found = 0, Round.together(made, 0, 0)
                 else:
                     count = drafts.shape[1]
                     found = self._verify(drafts, behind, stops)
-            accepted = found.accepted
             # in the mean over the sequences, as a whole number of all rounds so far
-            self._accepted += sum(accepted) / len(accepted)
+            accepted = [kept for _, kept in found.accepted]
+            self._accepted += sum(accepted) / max(len(accepted), 1)
             more = int(self._accepted + 1e-6) - self._counted
             self._session.count_drafts(count, more)
             self._counted += more
-        for one in accepted:
-            self._length.saw(count, one)
+        self._length.saw_all(found.accepted)
         for row in behind:
             self._waiting[row] += found.tokens[row]
             for token in found.tokens[row]:
@@ -193,14 +193,22 @@ class Speculator:
         if count < 1:
             return None
         drafts = {row: self._known[row].draft(count) for row in running}
-        enough = any if self._apart else all
-        if not enough(drafts.values()):
+        found = [bool(draft) for draft in drafts.values()]
+        if not any(found) or not (all(found) or self._apart(count + 1)):
             return None
+        self._own = {row: len(draft) for row, draft in drafts.items()}
         longest = max(map(len, drafts.values()))
         some = [drafts.get(row, []) for row in range(len(self._known))]
         # fillers are for sequences that have ended, or have no draft or a shorter one
         rows = [[*draft, *[0] * (longest - len(draft))] for draft in some]
         return torch.tensor(rows, device=self._session.token.device)
+
+    def _apart(self, tokens: int) -> bool:
+        """Return True if the next step of `tokens` tokens keeps the tokens that each sequence of a
+        batch accepts, because a CUDA graph runs it and no token is sampled."""
+        graphs = self._graphs
+        served = graphs is not None and graphs.serves(tokens) and not self._sampler.samples
+        return served and self._session.capture_refusal(tokens) is None
 
     def _verify(self, drafts: Tensor, running: Collection[int], stops: Collection[int]) -> Round:
         """Verify drafts that are no sample of a distribution, such as those of prompt lookup.
@@ -217,7 +225,9 @@ class Speculator:
         if self._graphs is not None:
             replayed = self._verify_replayed(self._graphs, drafts, judge, running, stops)
             if replayed is not None:
-                return replayed
+                found, last = replayed
+                self._session.token.copy_(last[:, None])
+                return found
         with self._session.speculating(drafts.shape[1] + 1):
             return self._accept(drafts, judge, running, stops, full=False)
 
@@ -228,19 +238,22 @@ class Speculator:
         judge: Judge,
         running: Collection[int],
         stops: Collection[int],
-    ) -> Round | None:
-        """Do what `_verify` does in a CUDA graph, or return None if there can be none."""
+    ) -> tuple[Round, Tensor] | None:
+        """Do what `_verify` does in a CUDA graph, or return None if there can be none.
+
+        Returns the result, and the last token of each sequence, int64 `[B]`, which the caller must
+        write to `session.token`.
+        """
         session, before = self._session, self._session.length
         first = session.token.clone()
         try:
             scores = graphs.score(torch.cat([session.token, drafts], dim=1))
-            self._apart = scores is not None and scores.chosen is not None
             if scores is None:
                 return None
             if scores.chosen is None:
                 made, kept = self._judged(scores.logits, drafts.shape[1], judge, running, stops)
                 graphs.count(len(made), scores)
-                found, last = Round.together(made, kept), made[-1]
+                found, last = Round.together(made, drafts.shape[1], kept), made[-1]
             else:
                 found = self._kept_apart(graphs, scores, drafts, running, stops)
                 last = torch.tensor([row[-1] for row in found.tokens])
@@ -248,8 +261,7 @@ class Speculator:
             session.undo_replay(before)
             session.token.copy_(first)
             raise
-        session.token.copy_(last[:, None])
-        return found
+        return found, last
 
     def _kept_apart(
         self,
@@ -261,16 +273,18 @@ class Speculator:
     ) -> Round:
         """Keep the drafts that each sequence accepts, after a replay that chose the most likely
         tokens."""
-        chosen, accepted, tokens = scores.chosen, list[int](), list[list[int]]()
+        chosen, tokens = scores.chosen, list[list[int]]()
+        accepted = list[tuple[int, int]]()
         assert chosen is not None
         for row, draft in enumerate(drafts.tolist()):
             count, own = 0, chosen[row]
             while count < len(draft) and own[count] == draft[count] and own[count] not in stops:
                 count += 1
             tokens.append([*own[: count + 1]])
-            if row in running:
+            if row in running and (drafted := self._own.get(row, 0)):
                 # a stop token may end an accepted draft
-                accepted.append(count + (count < len(draft) and own[count] == draft[count]))
+                kept = count + (count < len(draft) and own[count] == draft[count])
+                accepted.append((drafted, min(kept, drafted)))
         most = max(len(tokens[row]) for row in running)
         for row in {*range(len(tokens))} - {*running}:
             tokens[row] = [*chosen[row][:most]]  # any tokens, as many as the longest
@@ -307,6 +321,7 @@ class Speculator:
                 session.token.copy_(first)
             session.keep(start)
             drafts = torch.stack(tokens[1:], dim=1) if count else first[:, :0]
+            self._own = {row: count for row in running}
 
             def judge(place: int, logits: Tensor) -> tuple[Tensor, Tensor]:
                 if place == count or not sampler.samples:
@@ -340,16 +355,18 @@ class Speculator:
         session, start, count = self._session, self._session.length, drafts.shape[1]
         inputs = torch.cat([session.token, drafts], dim=1)
         if full and self._graphs is not None:
-            found = self._verify_replayed(self._graphs, drafts, judge, running, stops)
-            if found is not None:
+            replayed = self._verify_replayed(self._graphs, drafts, judge, running, stops)
+            if replayed is not None:
+                found, last = replayed
                 session.observe(inputs[:, : session.length - start])
+                session.token.copy_(last[:, None])
                 return found
         logits = session.score(inputs, full=full)
         made, kept = self._judged(logits, count, judge, running, stops)
         session.keep(start + len(made))
         session.observe(inputs[:, : len(made)])
         session.token.copy_(made[-1][:, None])
-        return Round.together(made, kept)
+        return Round.together(made, count, kept)
 
     def _judged(
         self,

@@ -88,19 +88,6 @@ def test_as_many_rows_as_the_error_asks_for(device, graphs):
     assert (graphs.made, graphs.replays) == (1, 11 - EAGER)
 
 
-def test_steps_of_several_tokens_with_a_limit_run_op_by_op(device, graphs):
-    options = given(device, 12, regions=dict(error=0.5)) | dict(k="auto")
-    decoder, prompt = decoder_of(device, layers=2), ids_of(200)
-    run = decoder.start(prompt, speculative_tokens=3, **options)
-    said = "error: got 0.5, allowed is None and a number for k in a step of 4"
-    got = [int(token) for token in run.tokens()]
-    alone = decoder.generate(prompt, graphs=False, speculative_tokens=3, **options)
-    assert got == alone.answer_ids.tolist()
-    assert said in run.session.capture_refusal(4)
-    assert run.session.capture_refusal() is None  # a step of one token is a graph
-    assert run.session.report().rows_found.mean >= 16
-
-
 @pytest.mark.parametrize("verify", mostly_slow(["index", "full"], "index"))
 def test_steps_without_a_draft_are_replays(device, graphs, monkeypatch, verify):
     """Steps of several tokens have a graph of their own; that of single tokens stays valid."""
@@ -727,3 +714,53 @@ def test_prompts_leave_no_memory_behind():
         torch.cuda.empty_cache()  # other memory is in use, or belongs to a graph
         held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
     assert held[-1] <= held[2]
+
+
+@pytest.mark.usefixtures("reads_pages")
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("at", [4, *mostly_slow([3, 5])])
+def test_an_interruption_after_the_count_leaves_verified_tokens(
+    device, graphs, monkeypatch, batch, at
+):
+    decoder, lengths = decoder_of(device, layers=2), PROMPTS[:batch]
+    prompts = [ids_of(length) for length in lengths]
+    want = decoder.generate(prompts, index=None, max_new_tokens=36, graphs=False)
+    left, observe = [at], Session.observe
+
+    def interrupted(self, ids):
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        observe(self, ids)
+
+    monkeypatch.setattr(Session, "observe", interrupted)
+    plain = given(device, 24, regions=dict(update_every=20))
+    run = decoder.start(prompts, speculative_tokens=3, verify="full", **plain)
+    with pytest.raises(KeyboardInterrupt):
+        list(run.tokens())
+    session = run.session
+    places = (session._position[:, 0].cpu() - torch.tensor(lengths)).tolist()
+    right = [int(one.answer_ids[place]) for one, place in zip(want, places, strict=True)]
+    assert session.token[:, 0].tolist() == right
+
+
+def test_drafts_of_one_sequence_are_verified_in_a_batch(device, graphs, monkeypatch):
+    """The others have no match, and do not count as having rejected a draft."""
+    decoder, prompts = decoder_of(device, layers=2), [ids_of(length) for length in PROMPTS]
+    plain = given(device, 24, regions=dict(update_every=40))
+    want = decoder.generate(prompts, graphs=False, **plain)
+    first = want[0].answer_ids.tolist()
+
+    def draft(lookup, count):
+        ids = lookup._ids[: len(lookup)].tolist()
+        if ids[: PROMPTS[0]] != prompts[0].tolist():
+            return []
+        start = len(lookup) - PROMPTS[0]
+        return first[start : start + count]
+
+    monkeypatch.setattr(PromptLookup, "draft", draft)
+    got = decoder.generate(prompts, speculative_tokens=3, **plain)
+    assert got[0].answer_ids.tolist() == first
+    acceptance = got[0].acceptance
+    assert acceptance.rounds > 3
+    assert acceptance.accepted >= 0.8 * acceptance.drafted
