@@ -168,16 +168,17 @@ class CapturedSteps(Restorable):
     ) -> object | None:
         """Prepare the next replay of the CUDA graph like `prepare`, but in less time.
 
-        This method only calls a method of the index. In three cases, this is not enough. Then the
+        This method only calls a method of the index. In four cases, this is not enough. Then the
         method returns None, and you must call `prepare`: if `situation` is not the value that was
         passed to `prepare`; if no such step was prepared, or with another buffer for the rows of
-        sink and window; or if the buffer has no room for the tokens, after `ahead` tokens that are
-        not counted yet.
+        sink and window; if the buffer must be written again; or if it has no room for the tokens,
+        after `ahead` tokens that are not counted yet.
         """
         if (prepared := self._prepared.get((tokens, full))) is None:
             return None
         before, again, resident = prepared
-        same = before == situation and self._contents.window.lies_in(resident)
+        window = self._contents.window
+        same = before == situation and window.lies_in(resident) and not window.outdated
         if not same or len(resident) + ahead + tokens > resident.room:
             return None
         return again()

@@ -308,23 +308,29 @@ class Window(NamedState, Restorable):
             raise RuntimeError(
                 "graph: got a replay before prepare_replay(); call prepare_replay() first"
             )
+        self._moved = True  # if this is interrupted, the buffer must be written again
+        flags = self._flags
         if shown is not None:
             self._hide(shown, before, resident)
-        self._counted = len(self) + kept
+            flags = [*flags, (len(self), shown)]
+        # without a call in between, so that an interruption leaves both or none changed
+        self._counted, self._flags = len(self) + kept, flags
         resident.claim(kept)
         if kept < of:
             resident.count.fill_(len(resident))
+        self._moved = False
         return resident
 
     def _hide(self, shown: Tensor, before: int, resident: ResidentRows) -> None:
-        """Make new tokens padding where `shown` is False. The arguments are those of
-        `count_staged`."""
+        """Hide the rows of new tokens where `shown` is False, and prepare the flags of all tokens.
+
+        The arguments are those of `count_staged`.
+        """
         if self._valid.flags is None:
             known = before - (len(self) - len(self._window))  # without staged tokens
             real = torch.ones((self.batch_size, known), dtype=torch.bool, device=shown.device)
             self._valid.append(self._valid.reserve(0, real[:, None], real), all_real=False)
         resident.hide(len(resident), shown)
-        self._flags = [*self._flags, (len(self), shown)]
 
     def drop_staged(self, count: int) -> bool:
         """Keep the first `count` tokens, if all tokens after them are staged.
@@ -531,6 +537,11 @@ class Window(NamedState, Restorable):
             return 1
         # such a step may begin up to `tokens - 1` tokens later than one of a single token
         return max(self._room + tokens - 2 - len(self), 0) + tokens
+
+    @property
+    def outdated(self) -> bool:
+        """True if the resident rows must be written again before kernels read them."""
+        return self._moved
 
     def lies_in(self, resident: ResidentRows) -> bool:
         """Return True if this window stores keys and values of sink and window in the buffer

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvindex.core.graphs import GRAPHS
+from kvindex.core.resident import ResidentRows
 from kvindex.layer import AttentionLayer
 from kvindex_cuda.memory.slab_pool import DeviceAllocator
 from kvindex_cuda.pariskv.steps.several_tokens import SeveralTokens
@@ -55,6 +56,15 @@ class Several:
         parts = self.parts(count)
         reads = self.layer.prepare_next(count) or self.layer.prepare_replay(count)
         assert reads is not None, self.layer.capture_refusal(count)
+        mine = self.replayed(reads, parts)
+        self.keep(kept, count)
+        with twin.speculating(count):
+            singles = [[part[:, :, t : t + 1] for part in parts] for t in range(count)]
+            theirs = [twin.step(*one, sink_logits=self.sinks) for one in singles]
+        return mine, torch.cat(theirs, dim=2)
+
+    def replayed(self, reads, parts):
+        """Replay a graph, which is captured first if `reads` is new, and return the output."""
         if reads is not self._reads:
             self._parts = [one.clone() for one in parts]
             where = torch.device(self.device)
@@ -63,12 +73,7 @@ class Several:
         for own, given in zip(self._parts, parts, strict=True):
             own.copy_(given)
         self._graph.replay()
-        mine = self._output.clone()
-        self.keep(kept, count)
-        with twin.speculating(count):
-            singles = [[part[:, :, t : t + 1] for part in parts] for t in range(count)]
-            theirs = [twin.step(*one, sink_logits=self.sinks) for one in singles]
-        return mine, torch.cat(theirs, dim=2)
+        return self._output.clone()
 
     def keep(self, kept, of):
         """Keep the first tokens of the last step. Where a sequence keeps fewer, it has a gap."""
@@ -211,6 +216,32 @@ def test_a_gap_can_be_undone(device):
     several.layer.truncate(length)
     near(*several.replay(3, [1, 1, 2]))
     assert torch.equal(several.layer.valid.cpu(), several.sequence.valid[:, : several.length])
+
+
+@pytest.mark.parametrize("again", ["prepare", "truncate"])
+def test_an_interrupted_count_hides_no_tokens(device, monkeypatch, again):
+    several = ready(device, case=BATCH)
+    near(*several.replay(3))
+    length, hide = several.length, ResidentRows.hide
+
+    def interrupted(self, start, shown):
+        hide(self, start, shown)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResidentRows, "hide", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            several.replay(3, [1, 3, 2])
+    several.sequence.holes, several.length = None, length
+    assert len(several.layer) == length
+    assert not several.layer.prepare_next(3)
+    if again == "truncate":
+        assert not several.layer.undo_replays(length)
+        several.layer.truncate(length)
+    near(*several.replay(3))
+    near(*several.replay(3))
+    assert several.layer.valid is None or several.layer.valid.all()
+    assert several.layer._window._resident.mask.all()
 
 
 def test_gaps_have_a_flag_for_each_token(device):
