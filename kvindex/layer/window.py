@@ -511,8 +511,9 @@ class Window(NamedState, Restorable):
         if resident is None or resident.batch != self.batch_size or resident.room < held + count:
             self._take_staged()
             room = self.room(more)
-            resident = self._resident = ResidentRows(self._geometry, self.batch_size, room)
-        if self._moved or not len(resident):
+            resident = ResidentRows(self._geometry, self.batch_size, room)
+            self._resident, self._moved = resident, True
+        if self._moved:  # not also if the buffer is empty: a capture would record the new count
             resident.replace(self._parts(indexed))
         elif (new := len(resident) - held) < length:
             window, seen = self.rows, self.real(indexed + new)

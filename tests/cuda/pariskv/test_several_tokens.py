@@ -244,6 +244,17 @@ def test_an_interrupted_count_hides_no_tokens(device, monkeypatch, again):
     assert several.layer._window._resident.mask.all()
 
 
+@pytest.mark.parametrize(("case", "count"), [(CASE, 1), (CASE, 3), slow(BATCH, 3)])
+def test_a_step_is_captured_while_sink_and_window_are_empty(device, case, count):
+    several = ready(device, case=case, k=1000, local_window=0, sink=0)
+    several.length = len(several.layer.index)
+    several.layer.truncate(several.length)
+    assert not len(several.layer._window)
+    for _ in range(2):
+        near(*several.replay(count))
+    assert several.captures == 1
+
+
 def test_gaps_have_a_flag_for_each_token(device):
     several = ready(device, case=BATCH)
     several.replay(3)
