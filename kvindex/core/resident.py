@@ -72,7 +72,8 @@ class ResidentRows:
     def masked(self) -> Tensor | float:
         """Number of rows that the mask hides, as the mean over the sequences of the batch.
 
-        The same object is returned until rows are added with a mask, or all rows are removed.
+        The same object is returned until rows are added with a mask or hidden, or all rows are
+        removed.
         """
         return self._masked
 
@@ -125,10 +126,21 @@ class ResidentRows:
         start, self._count = self._count, self._count + count
         return start
 
-    def hide(self, start: int, shown: Tensor) -> None:
-        """Set the mask of rows that were claimed: bool `[B, n]`, False for rows to hide."""
+    def hide(self, start: int, shown: Tensor) -> Tensor:
+        """Set the mask of rows from `start` on, which have no mask yet.
+
+        Args:
+            start: Position of the first row.
+            shown: Bool `[B, n]`, False for rows to hide.
+
+        Returns:
+            Number of rows that were hidden, mean over the batch.
+        """
         self._hides = True
         self.mask[:, start : start + shown.shape[1]].copy_(shown)
+        hidden = (~shown).sum(1).float().mean()
+        self._masked = self._masked + hidden
+        return hidden
 
     def shorten(self, count: int) -> None:
         """Keep the first `count` rows. The others must not be masked."""

@@ -270,10 +270,11 @@ class CapturedSteps(Restorable):
         """
         contents, window = self._contents, self._contents.window
         before = len(contents)
+        hidden = window.masked, window.padded  # before the new tokens, of which each is read
         resident = window.count_staged(kept, of, shown, before)
         # rows are also read for tokens that are then removed, each time one more than before
         sums = [of * (old + 1) + of * (of - 1) // 2 for old in (len(resident) - kept, before)]
-        sizes = sums[0], resident.masked, sums[1], window.padded
+        sizes = sums[0], hidden[0], sums[1], hidden[1]
         if not full:
             self._tally.count(Counts(None, *sizes, self._row_bytes, steps=of))
         return before + kept >= self._due_at and self._updates.is_due(kept)

@@ -223,9 +223,15 @@ class Window(NamedState, Restorable):
         the number. So callers can compare with `is`, without waiting for the device.
         """
         if self._padded is None:
-            flags = self._valid.flags  # without staged tokens, which count as real
-            self._padded = 0.0 if flags is None else (~flags).sum(1).float().mean()
+            flags = self._valid.flags  # those of staged tokens are in `_flags`
+            every = [] if flags is None else [flags, *(own for _, own in self._flags)]
+            self._padded = sum(((~own).sum(1).float().mean() for own in every), 0.0)
         return self._padded
+
+    @property
+    def masked(self) -> Tensor | float:
+        """Number of rows that the mask of the resident rows hides (`ResidentRows.masked`)."""
+        return 0.0 if self._resident is None else self._resident.masked
 
     # Append and truncate
 
@@ -309,28 +315,29 @@ class Window(NamedState, Restorable):
                 "graph: got a replay before prepare_replay(); call prepare_replay() first"
             )
         self._moved = True  # if this is interrupted, the buffer must be written again
-        flags = self._flags
+        flags, padded = self._flags, self._padded
         if shown is not None:
-            self._hide(shown, before, resident)
+            padded = self.padded + self._hide(shown, before, resident)
             flags = [*flags, (len(self), shown)]
-        # without a call in between, so that an interruption leaves both or none changed
-        self._counted, self._flags = len(self) + kept, flags
+        # without a call in between, so that an interruption leaves all of them or none changed
+        self._counted, self._flags, self._padded = len(self) + kept, flags, padded
         resident.claim(kept)
         if kept < of:
             resident.count.fill_(len(resident))
         self._moved = False
         return resident
 
-    def _hide(self, shown: Tensor, before: int, resident: ResidentRows) -> None:
+    def _hide(self, shown: Tensor, before: int, resident: ResidentRows) -> Tensor:
         """Hide the rows of new tokens where `shown` is False, and prepare the flags of all tokens.
 
-        The arguments are those of `count_staged`.
+        The arguments are those of `count_staged`. Returns the number of hidden rows, mean over the
+        batch.
         """
         if self._valid.flags is None:
             known = before - (len(self) - len(self._window))  # without staged tokens
             real = torch.ones((self.batch_size, known), dtype=torch.bool, device=shown.device)
             self._valid.append(self._valid.reserve(0, real[:, None], real), all_real=False)
-        resident.hide(len(resident), shown)
+        return resident.hide(len(resident), shown)
 
     def drop_staged(self, count: int) -> bool:
         """Keep the first `count` tokens, if all tokens after them are staged.
@@ -369,6 +376,7 @@ class Window(NamedState, Restorable):
         # removed tokens. `_moved` requests that both are written again.
         self._counted, self._moved = counted, True
         self._flags = [one for one in self._flags if one[0] + one[1].shape[1] <= counted]
+        self._padded = None
 
     def _take_staged(self) -> None:
         """Copy keys and values that are not yet in the window's own memory.

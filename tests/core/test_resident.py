@@ -125,6 +125,10 @@ def test_the_buffer_counts_what_is_shown():
     assert (len(resident), int(resident.count), float(resident.masked)) == (6, 6, 1.5)
     assert resident.mask[:, :6].sum().item() == 9
     assert torch.equal(resident.rows[:, :, 4:6, 16:], case.tokens(2, seed=1)[1])
+    shown = torch.tensor([[True, True, False], [False, True, False]])
+    assert float(resident.hide(resident.claim(3), shown)) == 1.5
+    assert (len(resident), float(resident.masked)) == (9, 3)
+    assert resident.mask[:, :9].sum().item() == 12
     resident.clear()
     assert (len(resident), int(resident.count), resident.masked) == (0, 0, 0)
     assert resident.mask.all()

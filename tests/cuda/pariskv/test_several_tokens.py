@@ -244,6 +244,25 @@ def test_an_interrupted_count_hides_no_tokens(device, monkeypatch, again):
     assert several.layer._window._resident.mask.all()
 
 
+def test_hidden_rows_are_not_counted_as_read(device):
+    """The counts are those of a layer that writes rows and mask again before each step."""
+    traffic = []
+    for rewrites in (False, True):
+        several = ready(device, case=BATCH, k=8, update_every=80)
+        layer = several.layer
+        for kept in ([1, 1, 3], [2, 1, 3], [1, 3, 1]):
+            layer._window._moved = rewrites
+            reads = layer.prepare_replay(3)
+            several.replayed(reads, several.parts(3))
+            several.keep(kept, 3)
+        padded = float(layer._window.padded)  # before `valid` copies the flags of staged tokens
+        assert padded == pytest.approx(float((~layer.valid).sum(1).float().mean()))
+        traffic.append(layer.traffic)
+    for name in ("rows_read", "rows_full"):
+        mine, theirs = (float(getattr(one, name)) for one in traffic)
+        assert mine == pytest.approx(theirs)
+
+
 @pytest.mark.parametrize(("case", "count"), [(CASE, 1), (CASE, 3), slow(BATCH, 3)])
 def test_a_step_is_captured_while_sink_and_window_are_empty(device, case, count):
     several = ready(device, case=case, k=1000, local_window=0, sink=0)
