@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,8 +19,16 @@ from kvindex.pariskv import sign_regression
 from kvindex.pariskv.block_layout import BLOCK
 from kvindex.pariskv.config import ParisKVConfig
 
+Constants = tuple[Tensor, Tensor, float, Tensor | None]
+"""`rotation`, `levels`, `level` and `factors` of `Encoding`."""
 
-@lru_cache(maxsize=16)
+RECENT = 16
+"""Number of `Constants` that are kept for further layers."""
+
+_recent: list[tuple[Any, tuple[Any, ...], Constants]] = []
+"""The last `Constants`, newest first, with the operations and sizes from which they were made."""
+
+
 def _constants(
     ops: Any,
     dim: int,
@@ -30,8 +37,8 @@ def _constants(
     seed: int,
     weight_bits: int | None,
     device: torch.device,
-) -> tuple[Tensor, Tensor, float, Tensor | None]:
-    """Return `rotation`, `levels`, `level` and `factors` of `Encoding`."""
+) -> Constants:
+    """Compute the constants of an `Encoding`."""
     rotation = ops.transform.rotation(dim, seed, device)
     levels, level = ops.codes.levels(block, bits, device), ops.codes.lloyd_max(block, 0)[0]
     factors = None if weight_bits is None else ops.codes.log_factors(weight_bits, device)
@@ -71,8 +78,13 @@ class Encoding:
         D, bits, device = geometry.head_dim, config.magnitude_bits, geometry.device
         block = SUBSPACE if config.block == "subspace" else D
         weight_bits = config.weight_bits if config.weights == "log" else None
-        known = _constants(ops, D, block, bits, config.seed, weight_bits, device)
-        return Encoding(config, ops, block, *known)
+        wanted = D, block, bits, config.seed, weight_bits, device
+        for other, sizes, known in tuple(_recent):
+            if other is ops and sizes == wanted:
+                return Encoding(config, ops, block, *known)
+        made = _constants(ops, *wanted)
+        _recent[:] = [(ops, wanted, made), *_recent[: RECENT - 1]]
+        return Encoding(config, ops, block, *made)
 
     @property
     def constants(self) -> list[Tensor]:
