@@ -222,7 +222,8 @@ class FixedCopy:
 
     def __init__(self) -> None:
         self.tensor: Tensor | None = None
-        self._copied: tuple[Tensor, int | None] | None = None  # last source, and its version
+        self._source: Tensor | None = None  # copied last, or None
+        self._version: int | None = None  # of the source when it was copied
 
     def put(self, source: Tensor) -> Tensor:
         """Copy a tensor on the current stream, unless its contents were copied last.
@@ -233,14 +234,13 @@ class FixedCopy:
             The copy.
         """
         if self.tensor is None or self.tensor.shape != source.shape:
-            self.tensor, self._copied = torch.empty_like(source.contiguous()), None
+            self.tensor, self._source = torch.empty_like(source.contiguous()), None
         # tensors of `torch.inference_mode` do not count their changes
         version = None if source.is_inference() else source._version
-        last, before = self._copied or (None, None)
-        if last is not source or version is None or version != before:
-            self._copied = None  # until the copy is complete
+        if self._source is not source or version is None or version != self._version:
+            self._source = None  # until the copy is complete
             self.tensor.copy_(source)
-            self._copied = source, version
+            self._source, self._version = source, version
         return self.tensor
 
 

@@ -132,7 +132,7 @@ class ParisKVExecutor(AppendedCodes):
         # (number of tokens, whether the error is limited) -> their decode steps
         self._several: dict[tuple[int, bool], SeveralTokens] = {}
         # number of tokens -> the limit that their decode steps have, and its version
-        self._limits_of: dict[int, tuple[Tensor, int]] = {}
+        self._limits_of: dict[int, tuple[Tensor, int | None]] = {}
         self._all: dict[int, AllRows] = {}  # number of tokens -> steps that attend to all rows
 
     def update(self, contents: Contents) -> ParisKVExecutor:
@@ -329,10 +329,12 @@ class ParisKVExecutor(AppendedCodes):
             several = self._several[kind] = SeveralTokens(*given, *sizes)
             self._limits_of.pop(tokens, None)
         if limit is not None:
-            variance, (last, version) = limit.variance, self._limits_of.get(tokens, (None, 0))
-            if last is not variance or version != variance._version:
+            variance, (last, before) = limit.variance, self._limits_of.get(tokens, (None, None))
+            # tensors of `torch.inference_mode` do not count their changes
+            version = None if variance.is_inference() else variance._version
+            if last is not variance or version is None or version != before:
                 several.put_limit(variance)
-                self._limits_of[tokens] = variance, variance._version
+                self._limits_of[tokens] = variance, version
         if (reads := several.prepared(made_of, k)) is not None:
             rows.wait()
             return reads

@@ -67,7 +67,7 @@ class HostEngine(Engine):
                 self.host.write(layer, keys, values, slots)
         return slots
 
-    def expected(self, layer, queries, lengths):
+    def expected(self, layer, queries, lengths, whole=()):
         if self.device == "cuda":
             torch.cuda.synchronize()
         found = torch.zeros_like(queries)
@@ -76,7 +76,8 @@ class HostEngine(Engine):
         for b, length in enumerate(lengths):
             if length:
                 sequence = Sequence(rows, records, self.tables[b], length)
-                found[b] = self.paged.attend(queries[b, None], sequence)[0]
+                full = b < len(whole) and whole[b]
+                found[b] = self.paged.attend(queries[b, None], sequence, prompt=full)[0]
         return found
 
 
