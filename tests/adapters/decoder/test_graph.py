@@ -115,7 +115,10 @@ def test_steps_without_a_draft_are_replays(device, graphs, monkeypatch, verify):
 
 @pytest.mark.usefixtures("reads_pages")
 @pytest.mark.parametrize("tokens", [4, slow("auto")])
-def test_drafts_of_the_index_and_their_verification_are_replays(device, graphs, tokens):
+def test_drafts_of_the_index_and_their_verification_are_replays(
+    device, graphs, tokens, monkeypatch
+):
+    monkeypatch.setattr(Session, "draft_cost", lambda self: 0.05)  # so that "auto" drafts
     decoder, prompt = decoder_of(device, layers=2), ids_of(60)
     plain = given(device, 44, regions=dict(update_every=20))
     full = decoder.generate(prompt, index=None, max_new_tokens=44, graphs=False)
