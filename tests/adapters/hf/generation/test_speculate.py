@@ -80,7 +80,8 @@ def test_tokens_are_those_of_one_at_a_time(model, monkeypatch, options, how, wro
 
 @pytest.mark.parametrize("family", mostly_slow(["llama", "qwen3_moe", "olmo2", "gpt_oss"], "llama"))
 @pytest.mark.parametrize("count", mostly_slow([1, 5, "auto"], 5))
-def test_full_attention_verifies(family, count):
+def test_full_attention_verifies(family, count, monkeypatch):
+    monkeypatch.setattr(speculate, "draft_cost", lambda *_: 0.05)  # so that "auto" drafts
     more = dict(layer_types=["full_attention"] * 4) if family == "gpt_oss" else {}
     model = build(family, eos_token_id=None, **more)
     ids, penalty = ids_of(60), dict(repetition_penalty=1.3)
