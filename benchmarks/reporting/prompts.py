@@ -202,6 +202,31 @@ def all_selectors(result: Result) -> str:
     return _selectors(result, _cells(result))
 
 
+def answers(result: Result) -> str:
+    """Make the table of answers after a sparse prompt, compared with a dense prompt."""
+    rows = []
+    for found in result["summary"]:
+        low, high = (100 * found[end] for end in ("low", "high"))
+        rows.append(
+            (
+                "all" if found["tokens"] is None else f"{found['tokens']:,}",
+                str(found["prompts"]),
+                *(f"{found[name]:.1%}" for name in ("dense", "sparse")),
+                f"{100 * found['difference']:+.1f} ({low:+.1f} to {high:+.1f})",
+            )
+        )
+    tasks = ", ".join(sorted({cell["task"] for cell in result["cells"]}))
+    about = (
+        f"{result['model']} with {result['lora']}, in {result['dtype']}, read each prompt twice, "
+        "once with full attention and once with sparse attention with the default options, and "
+        f"answered greedily. In both cases, decode steps used the index `{result['index']}` with "
+        f"k = {result['k']}. The tasks are {tasks}. The table shows the mean score, and the "
+        "difference in points with its 95% interval (a bootstrap over prompts)."
+    )
+    head = ("tokens", "prompts", "full attention", "sparse attention", "difference, points")
+    return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
+
+
 def _selectors(result: Result, cells: list[Result]) -> str:
     texts, lengths = values(cells, "text"), sorted(values(cells, "tokens"))
     rows: list[tuple[str, ...]] = []

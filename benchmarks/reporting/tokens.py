@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from itertools import product
 
-from benchmarks.reporting.parts import Result, machine, stored_like, table
+from benchmarks.reporting.parts import Result, machine, some, stored, stored_like, table, values
 
 PLANS = {
     "weights": "no attention",
@@ -134,37 +134,58 @@ def draft_steps(result: Result) -> str:
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 
+PARTS = ("half accepted", "accepted as measured", "all accepted")
+"""Which of the drafts are accepted in each column of `verified`."""
+
+
+def _accepted() -> tuple[int, dict[int, float]]:
+    """Return the largest length at which acceptance was measured, and the number of accepted drafts
+    of a round by the number of drafts."""
+    cells = (stored("speculation_long") or {"cells": []})["cells"]
+    cells = [cell for cell in cells if cell["way"].startswith("verified")]
+    length = max((int(cell["tokens"]) for cell in cells), default=0)
+    found = {}
+    for way in values(some(cells, tokens=length), "way"):
+        each = some(cells, tokens=length, way=way)
+        sums = [sum(cell[name] for cell in each) for name in ("accepted", "rounds")]
+        found[int(way.split()[1])] = sums[0] / sums[1]
+    return length, found
+
+
 def verified(result: Result) -> str:
     """Make the table of the time of rounds in which full attention verifies drafts."""
     rows, found = [], result["decoder"]
+    length, real = _accepted()
     place = "device" if "store=device" in result["index"] else "host"
-    base = "dense" if place == "device" else "verified+0"
-    alone = found[base]["token_ms"]
+    contiguous = place == "device" and "dense" in found
+    alone = found["dense" if contiguous else "verified+0"]["token_ms"]
     for count, kept in sorted((int(count), kept) for count, kept in found["kept"].items()):
         ms, low, high = (
             kept * found[f"verified+{count}"][f"token_ms{part}"] for part in ("", "_low", "_high")
         )
-        ratios = [f"{ms / tokens / alone:.2f}" for tokens in (1 + count // 2, 1 + count)]
-        spread = f"{ms:.0f} ({low:.0f} to {high:.0f})"
-        rows.append((str(count), spread, *(ratios if count else [f"{ms / alone:.2f}"] * 2)))
-    bases = {
-        "host": "Ratios are those of the time per token to full attention's.",
-        "device": (
+        tokens = (1 + count // 2, *([1 + real[count]] if count in real else []), 1 + count)
+        ratios = [f"{ms / one / alone:.2f}" for one in tokens]
+        if len(ratios) == 2:
+            ratios.insert(1, "" if count else ratios[0])
+        rows.append((str(count), f"{ms:.1f} ({low:.1f} to {high:.1f})", *ratios))
+    base = "Ratios are those of the time per token to full attention's."
+    if contiguous:
+        base = (
             f"Ratios are those of the time per token to a decode step with full attention, "
             f"{alone:.2f} ms, which reads one contiguous tensor and not the rows of the index."
-        ),
-    }
+        )
     about = (
         "The table shows the time of rounds in which the index writes drafts and full attention "
         f"verifies them. The model has random weights in the shape of {result['model']}, in "
         f"{result['dtype']}. The index is `{result['index']}`, with {found['context']:,} tokens in "
         f"{place} memory and k = {found['k']}, and the batch size is {found['batch']}. Without "
         "drafts, a round is one token with full attention, which reads the rows of the index. "
-        f"{bases[place]} Random weights have no "
-        "acceptance, so there are two columns: half of the drafts are accepted, or all of them. "
+        f"{base} Random weights have no "
+        "acceptance, so the ratios are computed: half of the drafts are accepted, or as many as "
+        f"SmolLM2 with {length:,} tokens accepts in the table of acceptance, or all of them. "
         "Times are medians, with quartiles in parentheses."
     )
-    head = ("drafts", "ms per round", "ratio, half accepted", "ratio, all accepted")
+    head = ("drafts", "ms per round", *(f"ratio, {part}" for part in PARTS))
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 
@@ -173,12 +194,12 @@ def acceptance(result: Result) -> str:
     rows, answers = [], 0
     cells = [cell for cell in result["cells"] if cell["way"].startswith("verified")]
     for tokens, way in sorted({(cell["tokens"], int(cell["way"].split()[1])) for cell in cells}):
-        some = [one for one in cells if one["tokens"] == tokens and one["way"] == f"verified {way}"]
+        each = some(cells, tokens=tokens, way=f"verified {way}")
         sums = {
-            name: sum(one[name] for one in some)
+            name: sum(one[name] for one in each)
             for name in ("drafted", "accepted", "rounds", "same", "compared")
         }
-        answers = max(answers, len(some))
+        answers = max(answers, len(each))
         per_round = f"{sums['accepted'] / sums['rounds']:.1f}"
         drafts = f"{sums['accepted']:,} of {sums['drafted']:,}"
         equal = f"{sums['same']:,} of {sums['compared']:,}"
