@@ -9,6 +9,7 @@ written as `module:Class`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -248,7 +249,10 @@ def _module_of(folder: ModuleType, name: str) -> str:
     return f"{folder.__name__}.{name.replace('-', '_')}"
 
 
+@functools.cache
 def _in_folder() -> list[str]:
+    """Return the names of kvindex's own indexes. The folder is read once: an index is created for
+    each layer of a model."""
     return [module.name.replace("_", "-") for module in pkgutil.iter_modules(indexes.__path__)]
 
 

@@ -141,8 +141,7 @@ class Reading:
 
 
 def _ropes(model: Any) -> Ropes:
-    layers = range(len(model.model.layers))
-    return {number: rotary_frequencies(model.model, number) for number in layers}
+    return rotary_frequencies(model.model, range(len(model.model.layers)))
 
 
 def _facts(

@@ -164,7 +164,7 @@ def attach(
         tokens = tokens if by_kernels is None else FusedGraph(by_kernels)
         cache = IndexCache(config, make, dense_layers, attachment, tokens)
         cache.chunk_unit = BLOCK if prefill == "sparse" else 1
-        ropes.update({number: rotary_frequencies(decoder, number) for number in cache.indexed})
+        ropes.update(rotary_frequencies(decoder, cache.indexed))
         # make trial indexes, so that wrong arguments raise an error before the first forward pass
         probed = options.probe(ropes, partial(layer_geometry, config, decoder))
         for made in probed:

@@ -93,7 +93,7 @@ def attach_batch(
     check_dense(dense_layers, len(kinds), full, {})
     decoder, indexed = find_decoder(model), [n for n in full if n not in dense_layers]
     with claimed(model) as attachment:
-        ropes: Ropes = {number: rotary_frequencies(decoder, number) for number in indexed}
+        ropes = rotary_frequencies(decoder, indexed)
         for made in options.probe(ropes, partial(layer_geometry, config, decoder)):
             check_index(made)
         regions = Regions(k, sink, local_window, update_every, dense_below)

@@ -3,6 +3,7 @@ layers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -90,9 +91,23 @@ def layer_device(decoder: nn.Module, number: int) -> torch.device:
         decoder: The module of a transformers model that contains the decoder layers.
         number: The layer's `layer_idx`.
     """
-    layers = [m for m in decoder.modules() if getattr(m, "layer_idx", None) == number]
-    modules = [module for part in (*layers, decoder) for module in part.modules()]
-    places = (_device_of(module) for module in modules)
+    return device_of_modules((*modules_by_layer(decoder).get(number, ()), decoder))
+
+
+def modules_by_layer(decoder: nn.Module) -> dict[int, list[nn.Module]]:
+    """Return the modules that have a `layer_idx`, as a dict from layer numbers."""
+    found: dict[int, list[nn.Module]] = {}
+    for module in decoder.modules():
+        number = getattr(module, "layer_idx", None)
+        if isinstance(number, int):
+            found.setdefault(number, []).append(module)
+    return found
+
+
+def device_of_modules(modules: Iterable[nn.Module]) -> torch.device:
+    """Return the device of the first weight of modules and their submodules. `layer_device` says
+    what this means for offloaded weights."""
+    places = (_device_of(module) for part in modules for module in part.modules())
     return next((place for place in places if place is not None), torch.device("cpu"))
 
 

@@ -11,7 +11,7 @@ whole prompt.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from kvindex.core.rope import rotate
 from kvindex_adapters.hf.model.cache_argument import CACHE
-from kvindex_adapters.hf.model.info import layer_device
+from kvindex_adapters.hf.model.info import device_of_modules, modules_by_layer
 from kvindex_adapters.hf.model.latent import is_latent
 
 POSITIONS = (0, 1, 7)
@@ -91,19 +91,23 @@ def keeps_longest(model: nn.Module) -> bool:
     )
 
 
-def rotary_frequencies(decoder: nn.Module, layer: int) -> Tensor | None:
-    """Determine the inverse rotary frequencies of a full-attention layer.
+def rotary_frequencies(decoder: nn.Module, layers: Iterable[int]) -> dict[int, Tensor | None]:
+    """Determine the inverse rotary frequencies of full-attention layers.
+
+    All layers are called before the first result is read from the device, so the host waits for the
+    device once.
 
     Args:
         decoder: The module of a transformers model that contains the decoder layers.
-        layer: Number of the layer.
+        layers: Numbers of the layers.
 
     Returns:
-        Float32 `[F]`, all 0 for a layer without rotation. None if they cannot be determined: the
-        module `decoder` has no `rotary_emb`, the frequencies depend on the sequence length, the
-        layer rotates other pairs of coordinates or caches latents, or the layer cannot be called
-        separately.
+        For each layer float32 `[F]`, all 0 for a layer without rotation. None if they cannot be
+        determined: the module `decoder` has no `rotary_emb`, the frequencies depend on the sequence
+        length, the layer rotates other pairs of coordinates or caches latents, or the layer cannot
+        be called separately.
     """
+    found: dict[int, Tensor | None] = dict.fromkeys(layers)
     embedding = getattr(decoder, "rotary_emb", None)
     kind, name = getattr(embedding, "rope_type", None), "inv_freq"
     more: tuple[str, ...] = ()
@@ -112,31 +116,47 @@ def rotary_frequencies(decoder: nn.Module, layer: int) -> Tensor | None:
         more = ("full_attention",)
     rope = getattr(embedding, name, None)
     if not isinstance(rope, Tensor) or rope.is_meta or depends_on_length(kind):
-        return None
+        return found
     rope = rope.detach().float()
-    for module in decoder.modules():
-        if getattr(module, "layer_idx", None) == layer and not is_latent(module):
-            keys = _probe(decoder, module, embedding, more, layer_device(decoder, layer))
-            for candidate in (rope, torch.zeros_like(rope)):
-                if keys is not None and _rotated_by(keys, candidate):
-                    return candidate
-    return None
+    tried: list[tuple[int, Tensor, Tensor]] = []
+    inputs: dict[torch.device, tuple[Tensor, Tensor]] = {}
+    for number, modules in modules_by_layer(decoder).items():
+        if number not in found:
+            continue
+        device = device_of_modules((*modules, decoder))
+        if device not in inputs:
+            inputs[device] = _inputs(decoder, device)
+        for module in modules:
+            keys = None if is_latent(module) else _probe(module, embedding, more, *inputs[device])
+            if keys is not None:
+                for one in (rope, torch.zeros_like(rope)):
+                    tried.append((number, one, _rotated_by(keys, inputs[device][1][0], one)))
+    matches = torch.stack([match.to(rope.device) for _, _, match in tried]) if tried else rope[:0]
+    for (number, one, _), match in zip(tried, matches.tolist(), strict=True):
+        if match and found[number] is None:
+            found[number] = one
+    return found
+
+
+def _inputs(decoder: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the hidden states `[1, T, hidden]` of one token at all `POSITIONS`, and the positions
+    `[1, T]`."""
+    size = decoder.config.get_text_config().hidden_size
+    token = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    states = token.to(device, decoder.dtype).expand(1, len(POSITIONS), -1)
+    return states, torch.tensor([POSITIONS], device=device)
 
 
 @torch.no_grad()
 def _probe(
-    decoder: Any, module: nn.Module, embedding: Any, more: tuple[str, ...], device: torch.device
+    module: nn.Module, embedding: Any, more: tuple[str, ...], states: Tensor, positions: Tensor
 ) -> Tensor | None:
     """Call a layer with the same token at all `POSITIONS`. Return its keys `[1, G, T, D]`, or None
     if this fails."""
     parameters = inspect.signature(module.forward).parameters
     if "position_embeddings" not in parameters:
         return None
-    positions = torch.tensor([POSITIONS], device=device)
     try:
-        size = decoder.config.get_text_config().hidden_size
-        token = torch.randn(size, generator=torch.Generator().manual_seed(0))
-        states = token.to(device, decoder.dtype).expand(1, len(POSITIONS), -1)
         cache = CACHE if CACHE in parameters else "layer_past"
         options: dict[str, Any] = {"attention_mask": None, cache: _Catcher()}
         module(states, position_embeddings=embedding(states, positions, *more), **options)
@@ -147,14 +167,14 @@ def _probe(
     return None
 
 
-def _rotated_by(keys: Tensor, rope: Tensor) -> bool:
-    """Return True if the keys at `POSITIONS` are the first key, rotated with the frequencies
-    `rope`."""
-    keys, positions = keys.float(), torch.tensor(POSITIONS, device=keys.device)
+def _rotated_by(keys: Tensor, positions: Tensor, rope: Tensor) -> Tensor:
+    """Return a bool tensor `[]`: whether the keys at `positions` are the first key, rotated with
+    the frequencies `rope`."""
+    keys = keys.float()
     if 2 * len(rope) > keys.shape[-1]:
-        return False
+        return torch.zeros((), dtype=torch.bool, device=keys.device)
     rotated = rotate(keys[:, :, :1].expand_as(keys), positions, rope.to(keys.device))
-    return bool((keys - rotated).abs().amax() <= CLOSE * keys.abs().amax())
+    return (keys - rotated).abs().amax() <= CLOSE * keys.abs().amax()
 
 
 @contextmanager

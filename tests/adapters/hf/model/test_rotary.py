@@ -44,28 +44,24 @@ def test_all_keys_turn_by_the_frequencies_when_the_text_moves(family):
 
 def test_a_layer_that_turns_nothing_has_frequencies_of_zero():
     decoder = build("smollm3").get_decoder()  # in no_rope_layers, 1 means a layer with RoPE
-    assert [bool(rotary_frequencies(decoder, i).any()) for i in range(4)] == [
-        True,
-        False,
-        True,
-        False,
-    ]
+    found = rotary_frequencies(decoder, range(4))
+    assert [bool(found[i].any()) for i in range(4)] == [True, False, True, False]
     hybrid = build("cohere2").get_decoder()
-    assert not rotary_frequencies(hybrid, 1).any()
+    assert not rotary_frequencies(hybrid, [1])[1].any()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_neox"])
 def test_rounding_to_bfloat16_hides_no_turn(family):
     decoder = build(family).get_decoder().bfloat16()
-    assert rotary_frequencies(decoder, 1).any()
-    assert not rotary_frequencies(build("cohere2").get_decoder().bfloat16(), 1).any()
+    assert rotary_frequencies(decoder, [1])[1].any()
+    assert not rotary_frequencies(build("cohere2").get_decoder().bfloat16(), [1])[1].any()
 
 
 def test_a_scaled_embedding_turns_by_its_own_frequencies():
     yarn = dict(rope_type="yarn", factor=4.0, rope_theta=1e4, original_max_position_embeddings=64)
     plain, scaled = build("llama"), build("llama", rope_parameters=yarn)
     assert scaled.get_decoder().rotary_emb.attention_scaling != 1
-    found = [rotary_frequencies(model.get_decoder(), 0) for model in (plain, scaled)]
+    found = [rotary_frequencies(model.get_decoder(), [0])[0] for model in (plain, scaled)]
     assert found[1].any()
     assert not torch.equal(*found)
     (rope, here), (_, there) = keys_at(scaled, 0)[0], keys_at(scaled, 3)[0]
@@ -77,13 +73,13 @@ def test_a_scaled_embedding_turns_by_its_own_frequencies():
 def test_frequencies_that_change_with_the_length_are_not_told(kind):
     decoder = build("llama", num_hidden_layers=1).get_decoder()
     decoder.rotary_emb.rope_type = kind
-    assert rotary_frequencies(decoder, 0) is None
+    assert rotary_frequencies(decoder, [0])[0] is None
 
 
 def test_a_layer_that_cannot_be_called_alone_is_not_told():
     decoder = build("llama", num_hidden_layers=1).get_decoder()
     decoder.layers[0].self_attn.k_proj = None
-    assert rotary_frequencies(decoder, 0) is None
+    assert rotary_frequencies(decoder, [0])[0] is None
 
 
 def test_single_layers_have_options_of_their_own():
