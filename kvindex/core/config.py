@@ -105,6 +105,8 @@ def read_options(written: Mapping[str, str], *takers: Callable[..., Any]) -> dic
     Returns:
         Option -> value.
     """
+    if not written:  # without reading signatures, since an index is created for each layer
+        return {}
     parameters = [p for taker in takers for p in inspect.signature(taker).parameters.values()]
     strings = {p.name for p in parameters if p.annotation in (str, "str")}
     return {name: text if name in strings else _literal(text) for name, text in written.items()}
