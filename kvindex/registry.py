@@ -249,11 +249,15 @@ def _module_of(folder: ModuleType, name: str) -> str:
     return f"{folder.__name__}.{name.replace('-', '_')}"
 
 
+def _in_folder() -> tuple[str, ...]:
+    return _in_folders(*indexes.__path__)
+
+
 @functools.cache
-def _in_folder() -> list[str]:
-    """Return the names of kvindex's own indexes. The folder is read once: an index is created for
-    each layer of a model."""
-    return [module.name.replace("_", "-") for module in pkgutil.iter_modules(indexes.__path__)]
+def _in_folders(*folders: str) -> tuple[str, ...]:
+    """Return the names of the indexes in folders. Each folder is read once, because an index is
+    created for every layer of a model."""
+    return tuple(module.name.replace("_", "-") for module in pkgutil.iter_modules(folders))
 
 
 def _brought() -> dict[str, list[EntryPoint]]:

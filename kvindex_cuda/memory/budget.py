@@ -14,6 +14,10 @@ FRACTION = 0.9
 available when the first store is made."""
 
 
+class OverBudgetError(MemoryError):
+    """A budget has too few bytes left."""
+
+
 class Budget:
     """Limits the bytes that several pools of memory take together. A limit of None means no limit.
     Thread-safe."""
@@ -28,6 +32,11 @@ class Budget:
         """Number of bytes that are currently taken from the budget."""
         return self._used
 
+    @property
+    def room_bytes(self) -> int | None:
+        """Number of bytes that are left, or None without a limit."""
+        return None if self.limit_bytes is None else max(0, self.limit_bytes - self._used)
+
     def try_take(self, nbytes: int) -> bool:
         """Take `nbytes` bytes from the budget and return True, or return False if fewer bytes are
         left."""
@@ -37,10 +46,10 @@ class Budget:
             return fits
 
     def take(self, nbytes: int) -> None:
-        """Take `nbytes` bytes from the budget. If fewer are left, raises MemoryError and takes
-        nothing."""
+        """Take `nbytes` bytes from the budget. If fewer are left, raises OverBudgetError and
+        takes nothing."""
         if not self.try_take(nbytes):
-            raise MemoryError(
+            raise OverBudgetError(
                 f"host store: needs {nbytes} more bytes, but {self._used} are in use, and the "
                 f"limit is {self.limit_bytes}"
             )

@@ -3,8 +3,6 @@ Kernels read and write them."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from math import prod
 
 import torch
@@ -12,9 +10,9 @@ from torch import Tensor
 
 from kvindex.core import check
 from kvindex.core.geometry import Geometry
-from kvindex_cuda.memory.budget import Budget, shared_budget
-from kvindex_cuda.memory.slab_cache import pinned
-from kvindex_cuda.memory.slab_pool import Allocator, DeviceAllocator, Slab
+from kvindex_cuda.memory.budget import Budget, OverBudgetError, shared_budget
+from kvindex_cuda.memory.host_blocks import HostBlocks
+from kvindex_cuda.memory.slab_pool import Allocator
 
 
 class HostPages:
@@ -54,40 +52,25 @@ class HostPages:
         device, size = geometry.device, torch.empty(0, dtype=geometry.dtype).element_size()
         shape = pages, geometry.kv_heads, tokens, geometry.head_dim + geometry.value_dim
         budget = shared_budget() if budget is None else budget
-        if allocator is None:
-            allocator = _allocator(device)
         layer_bytes = prod(shape) * size
         self.nbytes = layers * layer_bytes
-        if not budget.try_take(self.nbytes):
-            assert budget.limit_bytes is not None  # without a limit, there would have been room
-            room = budget.limit_bytes - budget.used_bytes
+        try:
+            self._blocks = HostBlocks(
+                device, count=layers, block_bytes=layer_bytes, allocator=allocator, budget=budget
+            )
+        except OverBudgetError:
+            room = budget.room_bytes
+            assert room is not None  # without a limit, there would have been room
             raise MemoryError(
                 f"pages: got {pages} pages of {tokens} tokens for each of {layers} layers, which "
                 f"take {self.nbytes / 1e9:.1f} GB, but {room / 1e9:.1f} GB may be pinned; use up "
                 f"to {room // (self.nbytes // pages)} pages"
-            )
-        slabs: list[Slab] = []
-        self.close: Callable[[], object] = weakref.finalize(self, _free, slabs, budget, self.nbytes)
+            ) from None
+        self.close = self._blocks.close
         try:
-            for _ in range(layers):
-                slabs.append(allocator.allocate(layer_bytes))
+            made = [self._blocks.add() for _ in range(layers)]
         except BaseException:
             self.close()
             raise
-        self.rows: list[Tensor] = [
-            slab.view(layer_bytes).view(geometry.dtype).view(shape) for slab in slabs
-        ]
-        self.places = [slab.device_address for slab in slabs]
-
-
-def _allocator(device: torch.device) -> Allocator:
-    if device.type != "cuda":
-        return DeviceAllocator(device)
-    number = torch.cuda.current_device() if device.index is None else device.index
-    return pinned(torch.device("cuda", number))
-
-
-def _free(slabs: list[Slab], budget: Budget, nbytes: int) -> None:
-    while slabs:
-        slabs.pop().free()
-    budget.give(nbytes)
+        self.rows: list[Tensor] = [block.view(geometry.dtype).view(shape) for block, _ in made]
+        self.places = [place for _, place in made]

@@ -1,7 +1,8 @@
 """Layer-by-layer prefill of a new sequence: only one layer's keys and values are on the device.
 
-The hidden states of the whole prompt stay in device memory. Each layer updates them in place, one
-chunk at a time, so temporary tensors have the size of a chunk. All layers use the same buffer for
+Each layer updates the hidden states of the prompt in place, one chunk at a time, so temporary
+tensors have the size of a chunk. The hidden states of a long prompt are in host memory
+(`hidden_states.py`). All layers use the same buffer for
 the keys and values of the prompt. Before the next layer overwrites the buffer, the layer's index
 copies its contents, concurrently with the computation where possible.
 """
@@ -12,13 +13,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from kvindex.core.protocol import Rows
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.common.prompt_chunks import chunk_of
 from kvindex_adapters.decoder import layers
 from kvindex_adapters.decoder.config import DecoderConfig
+from kvindex_adapters.decoder.hidden_states import states_of
 from kvindex_adapters.llama.weights import Weights
 
 OnChunk = Callable[[layers.Attention, int, int], None]
@@ -98,28 +99,29 @@ def read_by_layer(
     Returns:
         Logits `[B, V]` for the token after the prompt.
     """
-    hidden = functional.embedding(ids, weights.embedding)
     buffer, before = None, None
-    for layer, attention in zip(weights.layers, attentions, strict=True):
-        reader: layers.Attention = attention
-        if isinstance(attention, AttentionLayer) and has_plain_steps(attention):
-            buffer = buffer or _buffer(config, hidden)
-            reader = PromptLayer(attention, buffer)
-        for start, end in chunks:
-            positions, valid = torch.arange(start, end, device=ids.device) - padding, None
-            if start < longest:
-                valid, positions = positions >= 0, positions.clamp_min(0)
-            angles = weights.rotary.at(positions, hidden.dtype)
-            into = reader.room(end - start) if isinstance(reader, PromptLayer) else None
-            some = hidden[:, start:end]
-            layers.add_block(some, layer, reader, angles, config.head_dim, valid, into)
-            on_chunk(attention, start, end)
+    with states_of(weights, ids, chunks) as states:
+        for layer, attention in zip(weights.layers, attentions, strict=True):
+            reader: layers.Attention = attention
+            if isinstance(attention, AttentionLayer) and has_plain_steps(attention):
+                buffer = buffer or _buffer(config, weights.embedding, ids)
+                reader = PromptLayer(attention, buffer)
+            for number, (start, end) in enumerate(chunks):
+                positions, valid = torch.arange(start, end, device=ids.device) - padding, None
+                if start < longest:
+                    valid, positions = positions >= 0, positions.clamp_min(0)
+                some = states.take(number)
+                angles = weights.rotary.at(positions, some.dtype)
+                into = reader.room(end - start) if isinstance(reader, PromptLayer) else None
+                layers.add_block(some, layer, reader, angles, config.head_dim, valid, into)
+                states.put(number)
+                on_chunk(attention, start, end)
+            if before is not None:
+                before.settle()
+            before = attention if isinstance(attention, AttentionLayer) else None
         if before is not None:
             before.settle()
-        before = attention if isinstance(attention, AttentionLayer) else None
-    if before is not None:
-        before.settle()
-    return layers.logits(hidden[:, -1], weights)
+        return layers.logits(states.last(), weights)
 
 
 def has_plain_steps(layer: AttentionLayer) -> bool:
@@ -127,13 +129,12 @@ def has_plain_steps(layer: AttentionLayer) -> bool:
     return type(layer).step is AttentionLayer.step
 
 
-def _buffer(config: DecoderConfig, hidden: Tensor) -> Rows:
-    """Allocate a buffer for the keys and values `[B, G, N, D]` of a layer.
+def _buffer(config: DecoderConfig, like: Tensor, ids: Tensor) -> Rows:
+    """Allocate a buffer for the keys and values `[B, G, N, D]` of a layer, for ids `[B, N]`.
 
     The heads of a token are stored one after the other, so that strides within a sequence do not
     depend on the length of the prompt. cuDNN prepares its kernels anew for other strides.
-    `hidden` contains the hidden states of the prompt, `[B, N, hidden]`.
     """
-    shape = *hidden.shape[:2], config.kv_heads, config.head_dim
-    keys, values = (hidden.new_empty(shape).transpose(1, 2) for _ in range(2))
+    shape = *ids.shape, config.kv_heads, config.head_dim
+    keys, values = (like.new_empty(shape).transpose(1, 2) for _ in range(2))
     return Rows(keys, values)
