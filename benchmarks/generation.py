@@ -87,7 +87,8 @@ is the time of the matrix products and of attention alone (`common.prompt.floor`
 ratio to it. `--sparse SELECTOR=F` also reads the prompt with sparse attention (plan `SELECTOR=F`).
 Random weights have no sparsity, so random blocks replace those that the selector chooses, a
 fraction F of all blocks. With `--through transformers`, a transformers model with the same weights
-reads the prompt, too (plan `transformers`), and ratios are those to the decoder with the index.
+reads the prompt, too: with the index (plan `transformers`) and without kvindex, in one call (plan
+`stock`). Ratios are those to the decoder with the index.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import DynamicCache
 
 from benchmarks.common import token, workload
 from benchmarks.common.shapes import SHAPES, Shape, model_of
@@ -72,6 +73,18 @@ def read_through(model: Any, ids: Tensor, index: str) -> Figures:
         prefill(model, ids, cache, stop=len(ids), chunk=default_chunk_of(model), room=len(ids))
         drained()
         return {"seconds": [time.perf_counter() - start]}
+
+
+@torch.no_grad()
+def read_stock(model: Any, ids: Tensor) -> Figures:
+    """Read a prompt with a transformers model in one call, without kvindex."""
+    ids, cache = ids[None].to(model.device), DynamicCache(config=model.config)
+    gc.collect()
+    settled()
+    start = time.perf_counter()
+    model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+    drained()
+    return {"seconds": [time.perf_counter() - start]}
 
 
 def read_sparsely(
@@ -180,6 +193,7 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     }
     if given.through:
         turns[given.through] = partial(read_through, model, ids, given.index)
+        turns["stock"] = partial(read_stock, model, ids)
     for plan in given.sparse or ():
         selector, fraction = plan.split("=")
         turns[plan] = partial(read_sparsely, decoder, ids, given.index, float(fraction), selector)

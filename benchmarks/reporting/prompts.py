@@ -58,7 +58,9 @@ def through(result: Result) -> str:
             "transformers": "through transformers",
             "indexed": "in the decoder",
             "full": "in the decoder with full attention",
+            "stock": "in transformers without kvindex, in one call",
         }.items()
+        if plan in found
     )
     return (
         f"**Through transformers**, with the model's own forward pass and `{result['index']}`, a "

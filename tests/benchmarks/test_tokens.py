@@ -73,7 +73,7 @@ def test_transformers_reads_a_prompt_beside_the_decoder(tiny_decoder, monkeypatc
     given = ["--prefill", 700, "--through", "transformers", *tiny_decoder]
     result = ran(generation.main, given, monkeypatch)
     found = result["prefill"]
-    assert found["ratio"].keys() == {"full", "transformers", "floor"}
+    assert found["ratio"].keys() == {"full", "transformers", "stock", "floor"}
     lines = [*prompt.shown(found)]
     assert "times the decoder with the index" in lines[2]
     assert " through transformers, " in report.TABLES["prefill_through"](result)
