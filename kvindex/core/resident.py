@@ -7,11 +7,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvindex.core.geometry import Geometry
+
+
+class Shown(NamedTuple):
+    """Which of `n` new rows of each sequence are attended to.
+
+    Args:
+        mask: Bool `[B, n]`, False for rows to hide.
+        hidden: Number of rows that are hidden, mean over the batch.
+    """
+
+    mask: Tensor
+    hidden: float
+
+
+@lru_cache(maxsize=64)
+def shown_first(counts: tuple[int, ...], device: torch.device) -> Shown:
+    """Return the mask that shows the first `counts[b]` rows of sequence `b`, for as many rows as
+    the largest count.
+
+    The layers of a model ask for the same mask one after the other, so it is made once. The device
+    has finished writing it when this function returns.
+    """
+    most = max(counts)
+    mask = torch.arange(most) < torch.tensor(counts)[:, None]
+    return Shown(mask.to(device), most - sum(counts) / len(counts))
 
 
 class ResidentRows:
@@ -126,21 +153,11 @@ class ResidentRows:
         start, self._count = self._count, self._count + count
         return start
 
-    def hide(self, start: int, shown: Tensor) -> Tensor:
-        """Set the mask of rows from `start` on, which have no mask yet.
-
-        Args:
-            start: Position of the first row.
-            shown: Bool `[B, n]`, False for rows to hide.
-
-        Returns:
-            Number of rows that were hidden, mean over the batch.
-        """
+    def hide(self, start: int, shown: Shown) -> None:
+        """Set the mask of rows from `start` on, which have no mask yet."""
         self._hides = True
-        self.mask[:, start : start + shown.shape[1]].copy_(shown)
-        hidden = (~shown).sum(1).float().mean()
-        self._masked = self._masked + hidden
-        return hidden
+        self.mask[:, start : start + shown.mask.shape[1]].copy_(shown.mask)
+        self._masked = self._masked + shown.hidden
 
     def shorten(self, count: int) -> None:
         """Keep the first `count` rows. The others must not be masked."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
@@ -823,33 +823,37 @@ class AttentionLayer(Transactional):
         token, wanted = Rows(keys, values), self._wanted()
         return self._captured.step(queries, token, sinks, wanted, full=self._full)
 
-    def count_replay(self, kept: int = 1, of: int = 1, shown: Tensor | None = None) -> bool:
+    def count_replay(self, kept: int | Sequence[int] = 1, of: int = 1) -> bool:
         """Count the tokens that a replay of the CUDA graph has appended.
 
         If the window is then full, its old tokens move into the index. If this raises an error, the
         tokens stay in the layer.
 
         Args:
-            kept: Number of tokens that stay, at least 1. The others are removed.
+            kept: Number of tokens that stay, at least 1. The others are removed. Or one number for
+                each sequence, the largest at least 1. All sequences then have the length of the
+                largest number, and others get padding in place of tokens that they do not keep.
             of: Number of tokens of the decode step.
-            shown: If sequences keep different numbers of tokens, bool `[B, kept]`: False for tokens
-                that a sequence does not keep. They become padding, so that all sequences have the
-                same length. None if all keep `kept` tokens.
 
         Returns:
             True if tokens were moved into the index, or began to move.
 
         Raises:
-            ValueError: `kept` is below 1 or above `of`.
+            ValueError: `kept` is below 1 or above `of`, or has not one number per sequence.
         """
-        if not 1 <= kept <= of:
+        each = [kept] if isinstance(kept, int) else [*kept]
+        most = max(each, default=0)
+        if not (1 <= most <= of and min(each) >= 0):
             raise ValueError(f"kept: got {kept}, allowed is 1 to {of}; truncate() removes all")
-        if shown is not None:
-            shape: dict[str, int | None] = {"B": self.batch_size, "kept": kept}
-            check.tensor("shown", shown, shape, torch.bool, self.index.geometry.device)
-        due = self._captured.count(kept, of, shown, full=self._full)
+        if not isinstance(kept, int) and len(each) != self.batch_size:
+            raise ValueError(
+                f"kept: got {len(each)} numbers, allowed are {self.batch_size}, one for each "
+                "sequence"
+            )
+        same = min(each) == most
+        due = self._captured.count(most if same else each, of, full=self._full)
         if due:
-            self._update_replayed(kept)
+            self._update_replayed(most)
         return due
 
     def undo_replays(self, length: int) -> bool:

@@ -27,7 +27,7 @@ from kvindex.core.protocol import (
     ObservesQueries,
     Rows,
 )
-from kvindex.core.resident import ResidentRows
+from kvindex.core.resident import ResidentRows, shown_first
 from kvindex.core.restore import Restorable
 from kvindex.layer.contents import LayerContents
 from kvindex.layer.retrieval import Wanted, output_of, rows_to_ask
@@ -253,15 +253,13 @@ class CapturedSteps(Restorable):
         output = output_of(attended, sinks)
         return output.reshape(batch, -1, *output.shape[1:]).transpose(1, 2)
 
-    def count(
-        self, kept: int = 1, of: int = 1, shown: Tensor | None = None, *, full: bool = False
-    ) -> bool:
+    def count(self, kept: int | Sequence[int] = 1, of: int = 1, *, full: bool = False) -> bool:
         """Count the tokens that a replay of the graph has appended.
 
         Args:
-            kept: Number of tokens that stay. The others are removed.
+            kept: Number of tokens that stay, or one number for each sequence. The others are
+                removed; those before the largest number become padding.
             of: Number of tokens that the replay has appended.
-            shown: Bool `[B, kept]`, False for tokens that become padding; None if there are none.
             full: Whether they have attended to all tokens. The rows that they have read are then
                 not counted, as in other steps with full attention.
 
@@ -271,6 +269,10 @@ class CapturedSteps(Restorable):
         contents, window = self._contents, self._contents.window
         before = len(contents)
         hidden = window.masked, window.padded  # before the new tokens, of which each is read
+        shown = None
+        if not isinstance(kept, int):
+            shown = shown_first(tuple(kept), contents.index.geometry.device)
+            kept = max(kept)
         resident = window.count_staged(kept, of, shown, before)
         # rows are also read for tokens that are then removed, each time one more than before
         sums = [of * (old + 1) + of * (of - 1) // 2 for old in (len(resident) - kept, before)]

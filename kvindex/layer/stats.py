@@ -60,7 +60,8 @@ class Counts(NamedTuple):
         row_bytes: Bytes of one row (key and value) that the index fetches.
         coverage: `Hits.coverage`, or None.
         steps: Number of decode steps that this object counts. More than 1 if steps in a CUDA graph
-            were merged; `resident` and `length` are then sums over these steps.
+            were merged; `resident` and `length` are then sums over these steps, and `masked` and
+            `padded` means.
     """
 
     found: Tensor | None
@@ -80,10 +81,13 @@ class Counts(NamedTuple):
         """
         if self.found is not None or step.found is not None or self.row_bytes != step.row_bytes:
             return None
-        if not (_same(self.masked, step.masked) and _same(self.padded, step.padded)):
+        both = self.steps, step.steps
+        masked = _mean(self.masked, step.masked, *both)
+        padded = _mean(self.padded, step.padded, *both)
+        if masked is None or padded is None:
             return None
         resident, length = self.resident + step.resident, self.length + step.length
-        sizes = resident, self.masked, length, self.padded, self.row_bytes
+        sizes = resident, masked, length, padded, self.row_bytes
         return Counts(None, *sizes, self.coverage, self.steps + step.steps)
 
 
@@ -318,9 +322,16 @@ def _less(steps: list[Counts], all_of: str, some_of: str) -> Tensor | float:
     return total
 
 
-def _same(one: Tensor | float, other: Tensor | float) -> bool:
-    """Return True if the host knows, without waiting for the device, that two counts are equal."""
-    return one is other or (isinstance(one, float) and isinstance(other, float) and one == other)
+def _mean(
+    one: Tensor | float, other: Tensor | float, steps: int, more: int
+) -> Tensor | float | None:
+    """Return the mean of two counts, of which the first is that of `steps` decode steps and the
+    second that of `more`; None if the host cannot know it without waiting for the device."""
+    if one is other:
+        return one
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return None
+    return one if one == other else (steps * one + more * other) / (steps + more)
 
 
 def _alike(steps: list[T], what: Callable[[T], Hashable]) -> list[list[T]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Rows
-from kvindex.core.resident import ResidentRows
+from kvindex.core.resident import ResidentRows, Shown
 from kvindex.core.restore import Restorable
 from kvindex.core.transaction import in_plain_torch
 from kvindex.layer.sink import Sink, first_of, joined, joining
@@ -289,7 +289,7 @@ class Window(NamedState, Restorable):
     # window that kernels read and append to), and the window has not copied the row yet.
 
     def count_staged(
-        self, kept: int = 1, of: int = 1, shown: Tensor | None = None, before: int = 0
+        self, kept: int = 1, of: int = 1, shown: Shown | None = None, before: int = 0
     ) -> ResidentRows:
         """Count the tokens of a decode step that a CUDA graph has replayed.
 
@@ -299,8 +299,8 @@ class Window(NamedState, Restorable):
         Args:
             kept: Number of tokens that stay. The others are removed.
             of: Number of tokens of the decode step.
-            shown: Bool `[B, kept]`, False for tokens of sequences that keep fewer: they become
-                padding. None if all sequences keep as many.
+            shown: Which of the `kept` tokens each sequence keeps. The others become padding. None
+                if all sequences keep as many.
             before: Only with `shown`: number of tokens of the sequence before the decode step.
 
         Returns:
@@ -317,8 +317,9 @@ class Window(NamedState, Restorable):
         self._moved = True  # if this is interrupted, the buffer must be written again
         flags, padded = self._flags, self._padded
         if shown is not None:
-            padded = self.padded + self._hide(shown, before, resident)
-            flags = [*flags, (len(self), shown)]
+            padded = self.padded + shown.hidden
+            flags = [*flags, (len(self), shown.mask)]
+            self._hide(shown, before, resident)
         # without a call in between, so that an interruption leaves all of them or none changed
         self._counted, self._flags, self._padded = len(self) + kept, flags, padded
         resident.claim(kept)
@@ -327,17 +328,16 @@ class Window(NamedState, Restorable):
         self._moved = False
         return resident
 
-    def _hide(self, shown: Tensor, before: int, resident: ResidentRows) -> Tensor:
-        """Hide the rows of new tokens where `shown` is False, and prepare the flags of all tokens.
+    def _hide(self, shown: Shown, before: int, resident: ResidentRows) -> None:
+        """Hide rows of new tokens, and prepare the flags of all tokens.
 
-        The arguments are those of `count_staged`. Returns the number of hidden rows, mean over the
-        batch.
+        The arguments are those of `count_staged`.
         """
         if self._valid.flags is None:
             known = before - (len(self) - len(self._window))  # without staged tokens
-            real = torch.ones((self.batch_size, known), dtype=torch.bool, device=shown.device)
+            real = torch.ones((self.batch_size, known), dtype=torch.bool, device=shown.mask.device)
             self._valid.append(self._valid.reserve(0, real[:, None], real), all_real=False)
-        return resident.hide(len(resident), shown)
+        resident.hide(len(resident), shown)
 
     def drop_staged(self, count: int) -> bool:
         """Keep the first `count` tokens, if all tokens after them are staged.
@@ -402,8 +402,7 @@ class Window(NamedState, Restorable):
             self._window.rollback(before[0])
             self._valid.rollback(before[1])
             raise
-        if self._flags:
-            self._flags, self._padded = [], None
+        self._flags = []  # their padding is counted already
 
     def _flags_of(self, held: int, keys: Tensor) -> Tensor | None:
         """Return the flags of staged tokens with keys `[B, G, n, D]`, bool `[B, n]`; None if no one

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvindex.core.protocol import Attended
-from kvindex.core.resident import ResidentRows
+from kvindex.core.resident import ResidentRows, Shown
 from kvindex.indexes.exact import Exact
 from kvindex.layer import AttentionLayer
 from kvindex.ops.attention import attend
@@ -126,7 +126,7 @@ def test_the_buffer_counts_what_is_shown():
     assert resident.mask[:, :6].sum().item() == 9
     assert torch.equal(resident.rows[:, :, 4:6, 16:], case.tokens(2, seed=1)[1])
     shown = torch.tensor([[True, True, False], [False, True, False]])
-    assert float(resident.hide(resident.claim(3), shown)) == 1.5
+    resident.hide(resident.claim(3), Shown(shown, 1.5))
     assert (len(resident), float(resident.masked)) == (9, 3)
     assert resident.mask[:, :9].sum().item() == 12
     resident.clear()

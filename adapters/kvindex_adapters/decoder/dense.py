@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
@@ -178,7 +179,7 @@ class DenseAttention:
         """Return None, because `prepare_replay` takes little time."""
         return None
 
-    def count_replay(self, kept: int = 1, of: int = 1, shown: Tensor | None = None) -> bool:
+    def count_replay(self, kept: int | Sequence[int] = 1, of: int = 1) -> bool:
         """Add 1 to the number of tokens that the host knows.
 
         Call this after each replay of a CUDA graph that contains `captured_step`. The arguments are

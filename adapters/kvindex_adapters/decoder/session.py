@@ -76,7 +76,7 @@ class Attention(layers.Attention, Protocol):
         """Keep the first `length` tokens, and remove the rest."""
         ...
 
-    def count_replay(self, kept: int = 1, of: int = 1, shown: Tensor | None = None) -> bool:
+    def count_replay(self, kept: int | Sequence[int] = 1, of: int = 1) -> bool:
         """After a replay of the graph, which has appended `of` tokens, keep the first `kept`.
 
         See `AttentionLayer.count_replay`.
@@ -491,19 +491,15 @@ class Session:
             of: Number of tokens that the replay has appended to each sequence.
         """
         each = [kept] if isinstance(kept, int) else [*kept]
-        most, device = max(each), self.token.device
-        shown: dict[str, Tensor] = {}
-        if len({*each}) > 1:
-            stays = torch.tensor(each, device=device)[:, None]
-            shown["shown"] = torch.arange(most, device=device) < stays
+        most, uneven = max(each), len({*each}) > 1
         before, self.length = self.length, self.length + most
         ready = self._ready.get(of)
         for number, layer in enumerate(self._attentions):
-            moved = layer.count_replay(most, of, **shown)
+            moved = layer.count_replay(each if uneven else most, of)
             if moved and ready is not None:
                 ready[number] = None
-        if shown:
-            self._position -= of - stays
+        if uneven:
+            self._position -= of - torch.tensor(each, device=self.token.device)[:, None]
             self._gaps.append((before, [most - one for one in each]))
         elif most < of:
             self._position -= of - most

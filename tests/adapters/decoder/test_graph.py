@@ -274,10 +274,7 @@ def test_an_interrupted_step_of_a_batch_leaves_the_last_verified_tokens(
         if of > 1:
             left[0] -= 1
             if not left[0]:
-                each = kept if isinstance(kept, list) else [kept]
-                shown = torch.arange(max(each)) < torch.tensor(each)[:, None]
-                more = [shown.to(device)] if len(each) > 1 else []
-                self._attentions[0].count_replay(max(each), of, *more)
+                self._attentions[0].count_replay(kept, of)
                 raise KeyboardInterrupt
         count(self, kept, of)
 

@@ -14,7 +14,7 @@ from kvindex.layer import AttentionLayer
 from kvindex_cuda.memory.slab_pool import DeviceAllocator
 from kvindex_cuda.pariskv.steps.several_tokens import SeveralTokens
 from tests.cuda.pariskv.test_captured_step import SIZES, graphs  # noqa: F401
-from tests.support.helpers import Case, slow
+from tests.support.helpers import Case, Operations, slow
 from tests.support.sequences import Sequence
 
 CASE = Case(q_heads=4, kv_heads=2, head_dim=64, value_dim=64)
@@ -78,14 +78,13 @@ class Several:
     def keep(self, kept, of):
         """Keep the first tokens of the last step. Where a sequence keeps fewer, it has a gap."""
         each = [kept] if isinstance(kept, int) else kept
-        most, start, shown = max(each), self.length - of, None
+        most, start = max(each), self.length - of
         if len({*each}) > 1:
             shown = torch.arange(most) < torch.tensor(each)[:, None]
             if self.sequence.holes is None:
                 self.sequence.holes = torch.zeros(self.sequence.valid.shape, dtype=torch.bool)
             self.sequence.holes[:, start : start + most] = ~shown
-            shown = shown.to(self.device)
-        self.layer.count_replay(most, of, shown)
+        self.layer.count_replay(kept, of)
         self.length = start + most
 
     def _capture(self):
@@ -274,11 +273,15 @@ def test_a_step_is_captured_while_sink_and_window_are_empty(device, case, count)
     assert several.captures == 1
 
 
-def test_gaps_have_a_flag_for_each_token(device):
+@pytest.mark.parametrize("kept", [[2], [2, 1, 1, 1], [4, 1, 1], [0, 0, 0], [2, -1, 1], [], 0, 4])
+def test_wrong_numbers_of_kept_tokens_are_refused(device, kept):
     several = ready(device, case=BATCH)
     several.replay(3)
-    with pytest.raises(ValueError, match=r"^shown: got "):
-        several.layer.count_replay(2, 3, torch.ones(3, 3, dtype=torch.bool, device=device))
+    before = len(several.layer)
+    with pytest.raises(ValueError, match=r"^kept: got "):
+        several.layer.count_replay(kept, 3)
+    assert len(several.layer) == before
+    near(*several.replay(3))
 
 
 def test_rows_on_the_host_are_cached_for_each_sequence(device, monkeypatch):
@@ -317,15 +320,16 @@ def test_rows_that_are_read_are_counted_as_in_steps_of_one_token(device):
         assert float(getattr(mine, name)) == float(getattr(theirs, name))
 
 
-@pytest.mark.parametrize("kept", [0, 4])
-def test_more_tokens_than_were_appended_cannot_stay(device, kept):
-    several = ready(device)
-    several.replay(3)
-    before = len(several.layer)
-    with pytest.raises(ValueError, match=rf"^kept: got {kept}, allowed is 1 to 3"):
+@pytest.mark.parametrize("kept", [2, [2, 1, 1]])
+def test_a_layer_launches_few_operations_to_count_a_step(device, kept):
+    several = ready(device, case=BATCH, update_every=40)
+    several.replay(3, [3, 2, 1])  # makes the flags of all tokens
+    several.replay(3, kept)
+    several.layer.prepare_replay(3)
+    with Operations() as launched:
         several.layer.count_replay(kept, 3)
-    assert len(several.layer) == before
-    near(*several.replay(3))
+    # the counter of the rows, and their mask
+    assert sorted(launched.names) == ["aten.copy_.default", "aten.fill_.Scalar"][kept == 2 :]
 
 
 def test_an_interrupted_preparation_is_made_again(device, monkeypatch):
