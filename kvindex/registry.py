@@ -9,10 +9,10 @@ written as `module:Class`.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import inspect
 import pkgutil
+import sys
 import warnings
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
@@ -86,8 +86,10 @@ def get(name: str) -> type[BaseIndex]:
     """
     if ":" in check.text("index", name):
         return _imported(name)
-    if name in _in_folder():
-        found: type[BaseIndex] = _only(_module_of(indexes, name), BaseIndex)
+    module = _module_of(indexes, name)
+    # an index is created for each layer of a model, and reading the folder takes half a millisecond
+    if module in sys.modules or name in _in_folder():
+        found: type[BaseIndex] = _only(module, BaseIndex)
         return found
     known, left_out = installed(), refused()
     if name in left_out:
@@ -249,15 +251,8 @@ def _module_of(folder: ModuleType, name: str) -> str:
     return f"{folder.__name__}.{name.replace('-', '_')}"
 
 
-def _in_folder() -> tuple[str, ...]:
-    return _in_folders(*indexes.__path__)
-
-
-@functools.cache
-def _in_folders(*folders: str) -> tuple[str, ...]:
-    """Return the names of the indexes in folders. Each folder is read once, because an index is
-    created for every layer of a model."""
-    return tuple(module.name.replace("_", "-") for module in pkgutil.iter_modules(folders))
+def _in_folder() -> list[str]:
+    return [module.name.replace("_", "-") for module in pkgutil.iter_modules(indexes.__path__)]
 
 
 def _brought() -> dict[str, list[EntryPoint]]:

@@ -243,6 +243,9 @@ def test_a_new_file_is_a_new_index(tmp_path, monkeypatch):
     assert "just-written" in kvindex.names()
     index = kvindex.create("just-written:group=union", q_heads=2, kv_heads=1, head_dim=8)
     assert type(index).__name__ == "Other"
+    (tmp_path / "written_later.py").write_text(source)
+    assert type(kvindex.create("written-later", q_heads=2, kv_heads=1, head_dim=8)) is not None
+    assert "written-later" in kvindex.names()
     assert index.config.group == "union"
     monkeypatch.delitem(sys.modules, "kvindex.indexes.just_written")
 

@@ -841,11 +841,12 @@ class AttentionLayer(Transactional):
         Raises:
             ValueError: `kept` is below 1 or above `of`, or has not one number per sequence.
         """
-        each = [kept] if isinstance(kept, int) else [*kept]
+        given: Sequence[object] = kept if isinstance(kept, (list, tuple)) else (kept,)
+        each = [check.at_least("kept", one, 0) for one in given]
         most = max(each, default=0)
-        if not (1 <= most <= of and min(each) >= 0):
+        if not 1 <= most <= of:
             raise ValueError(f"kept: got {kept}, allowed is 1 to {of}; truncate() removes all")
-        if not isinstance(kept, int) and len(each) != self.batch_size:
+        if given is kept and len(each) != self.batch_size:
             raise ValueError(
                 f"kept: got {len(each)} numbers, allowed are {self.batch_size}, one for each "
                 "sequence"

@@ -328,6 +328,7 @@ class Window(NamedState, Restorable):
         self._moved = False
         return resident
 
+    @in_plain_torch  # the caller is not in a transaction
     def _hide(self, shown: Shown, before: int, resident: ResidentRows) -> None:
         """Hide rows of new tokens, and prepare the flags of all tokens.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,6 +12,23 @@ from kvindex.core import check
 from kvindex_cuda.memory.budget import Budget, shared_budget
 from kvindex_cuda.memory.slab_cache import pinned
 from kvindex_cuda.memory.slab_pool import Allocator, DeviceAllocator, Slab
+
+
+@dataclass
+class _Held:
+    """Slabs, and the bytes that are taken from a budget for them."""
+
+    budget: Budget
+    slabs: list[Slab] = field(default_factory=list)
+    nbytes: int = 0
+
+    def free(self) -> None:
+        """Free everything. After an interruption, call this again."""
+        while self.slabs:
+            self.slabs[-1].settle()  # waits for the device, so an interruption is likely here
+            self.slabs.pop().free()
+        nbytes, self.nbytes = self.nbytes, 0
+        self.budget.give(nbytes)
 
 
 class HostBlocks:
@@ -26,10 +43,6 @@ class HostBlocks:
             the device is a CPU.
         budget: Limit of the memory. The default is the process's budget for pinned memory.
 
-    Attributes:
-        nbytes: Bytes of all blocks.
-        close: Frees the blocks, after kernels and copies that may use them have finished.
-
     Raises:
         OverBudgetError: The budget is too small. (OverBudgetError is a MemoryError.)
     """
@@ -43,23 +56,24 @@ class HostBlocks:
         allocator: Allocator | None = None,
         budget: Budget | None = None,
     ) -> None:
-        check.at_least("count", count, 1)
-        check.at_least("block_bytes", block_bytes, 1)
-        self.nbytes, self._block_bytes = count * block_bytes, block_bytes
-        budget = shared_budget() if budget is None else budget
+        nbytes = check.at_least("count", count, 1) * check.at_least("block_bytes", block_bytes, 1)
+        self.block_bytes = block_bytes
         self._allocator = _allocator(device) if allocator is None else allocator
-        budget.take(self.nbytes)
-        self._slabs: list[Slab] = []
-        self.close: Callable[[], object] = weakref.finalize(
-            self, _free, self._slabs, budget, self.nbytes
-        )
+        self._held = _Held(shared_budget() if budget is None else budget)
+        weakref.finalize(self, self._held.free)
+        self._held.budget.take(nbytes)
+        self._held.nbytes = nbytes
 
     def add(self) -> tuple[Tensor, int]:
         """Allocate the next block. Return it, uint8 `[block_bytes]` on the CPU, and the address by
         which kernels access it. Raises MemoryError if the machine has no memory left."""
-        slab = self._allocator.allocate(self._block_bytes)
-        self._slabs.append(slab)
-        return slab.view(self._block_bytes), slab.device_address
+        self._held.slabs.append(self._allocator.allocate(self.block_bytes))
+        slab = self._held.slabs[-1]
+        return slab.view(self.block_bytes), slab.device_address
+
+    def close(self) -> None:
+        """Free the blocks, after kernels and copies that may use them have finished."""
+        self._held.free()
 
 
 def _allocator(device: torch.device) -> Allocator:
@@ -67,9 +81,3 @@ def _allocator(device: torch.device) -> Allocator:
         return DeviceAllocator(device)
     number = torch.cuda.current_device() if device.index is None else device.index
     return pinned(torch.device("cuda", number))
-
-
-def _free(slabs: list[Slab], budget: Budget, nbytes: int) -> None:
-    while slabs:
-        slabs.pop().free()
-    budget.give(nbytes)

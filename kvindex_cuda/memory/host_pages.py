@@ -66,7 +66,6 @@ class HostPages:
                 f"take {self.nbytes / 1e9:.1f} GB, but {room / 1e9:.1f} GB may be pinned; use up "
                 f"to {room // (self.nbytes // pages)} pages"
             ) from None
-        self.close = self._blocks.close
         try:
             made = [self._blocks.add() for _ in range(layers)]
         except BaseException:
@@ -74,3 +73,7 @@ class HostPages:
             raise
         self.rows: list[Tensor] = [block.view(geometry.dtype).view(shape) for block, _ in made]
         self.places = [place for _, place in made]
+
+    def close(self) -> None:
+        """Free the memory, after kernels and copies that may use it have finished."""
+        self._blocks.close()

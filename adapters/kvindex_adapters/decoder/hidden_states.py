@@ -1,9 +1,10 @@
 """Hidden states of a prompt that is read layer by layer, in device memory or in host memory.
 
-A layer computes one chunk of the prompt at a time. On a GPU, a long prompt's hidden states are in
-pinned host memory, and only two chunks of them are on the device. While a layer computes a chunk,
-the chunk before it is copied to the host, and then the chunk after it to the device. Such a copy
-takes less than a tenth of the time in which a layer computes a chunk (33 MB of Qwen3-8B: 0.7 ms).
+A layer computes one chunk of the prompt at a time. On a GPU, the hidden states of a long prompt can
+be in pinned host memory, with only two chunks of them on the device. While a layer computes a
+chunk, the chunk before it is copied to the host, and then the chunk after it to the device. Such a
+copy takes less than a tenth of the time in which a layer computes a chunk (34 MB of Qwen3-8B: 0.7
+ms).
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class States(Protocol):
     """The hidden states of a prompt `[B, N, hidden]`, which each layer changes chunk by chunk."""
 
     def take(self, chunk: int) -> Tensor:
-        """Return the hidden states of a chunk, `[B, T, hidden]`, to be changed in place. Chunks are
-        taken in order, all of them for each layer."""
+        """Return the hidden states of a chunk, `[B, T, hidden]`, contiguous, to be changed in
+        place. Chunks are taken in order, all of them for each layer."""
         ...
 
     def put(self, chunk: int) -> None:
@@ -53,19 +54,19 @@ class DeviceStates:
     """Hidden states in device memory."""
 
     def __init__(self, weights: Weights, ids: Tensor, chunks: Sequence[tuple[int, int]]) -> None:
-        self._all = functional.embedding(ids, weights.embedding)
-        self._chunks = chunks
+        parts = (ids[:, start:end] for start, end in chunks)
+        self._chunks = [functional.embedding(part, weights.embedding) for part in parts]
 
     def take(self, chunk: int) -> Tensor:
-        """Return a chunk, a view."""
-        return self._all[:, slice(*self._chunks[chunk])]
+        """Return a chunk."""
+        return self._chunks[chunk]
 
     def put(self, chunk: int) -> None:
-        """Do nothing: the chunk is a view."""
+        """Do nothing: the chunk was changed in place."""
 
     def last(self) -> Tensor:
         """Return the hidden state of the last token."""
-        return self._all[:, -1]
+        return self._chunks[-1][:, -1]
 
 
 class HostStates:
@@ -75,9 +76,8 @@ class HostStates:
         weights: The model's weights.
         ids: Int64 `[B, N]`.
         chunks: First and end position of each chunk, in order; two or more.
-        new_block: Returns memory on the host for one chunk, uint8, at least as large as the longest
-            chunk. Called for each chunk when the first layer has computed it, so that allocating
-            memory runs concurrently with the computation.
+        new_slab: Returns memory, in the dtype of the hidden states, always of the same size. It is
+            called while the first layer computes, when memory for the next chunk is needed.
     """
 
     def __init__(
@@ -85,52 +85,59 @@ class HostStates:
         weights: Weights,
         ids: Tensor,
         chunks: Sequence[tuple[int, int]],
-        new_block: Callable[[], Tensor],
+        new_slab: Callable[[], Tensor],
     ) -> None:
         self._embedding, self._ids, self._chunks = weights.embedding, ids, chunks
-        self._new_block, self._blocks = new_block, list[Tensor]()
+        self._new_slab, self._slabs = new_slab, list[Tensor]()
         self._step, self._steps = -1, len(weights.layers) * len(chunks)
-        numbers = len(ids) * longest(chunks) * self._embedding.shape[1]
-        self._buffers = [self._embedding.new_empty(numbers) for _ in range(2)]
+        self._numbers = len(ids) * self._embedding.shape[1]  # of one position of all sequences
+        longest = max(end - start for start, end in chunks)
+        self._buffers = [self._embedding.new_empty(longest * self._numbers) for _ in range(2)]
         self._copies = _Copies(self._buffers)
 
     def take(self, chunk: int) -> Tensor:
         """Return a chunk in one of the two buffers."""
         self._step += 1
-        states = self._in_buffer(self._step)
         self._copies.wait_for(self._step % 2)
+        start, end = self._chunks[chunk]
+        shape = len(self._ids), end - start, self._embedding.shape[1]
+        states = self._buffers[self._step % 2][: prod(shape)].view(shape)
         if self._step < len(self._chunks):  # the first layer
-            ids = self._ids[:, slice(*self._chunks[chunk])]
-            states.copy_(functional.embedding(ids, self._embedding))
+            states.copy_(functional.embedding(self._ids[:, start:end], self._embedding))
         return states
 
     def put(self, chunk: int) -> None:
         """Start to copy the chunk to the host, and then the chunk after the next one into the same
         buffer."""
-        if self._step < len(self._chunks):
-            self._blocks.append(self._new_block().view(self._embedding.dtype))
-        later = self._step + 2
+        later, buffer = self._step + 2, self._buffers[self._step % 2]
         with self._copies.after_computation(self._step % 2):
             if self._step < self._steps - len(self._chunks):  # not the last layer
-                self._on_host(chunk).copy_(self._in_buffer(self._step), non_blocking=True)
+                for stored, part in self._pieces(chunk, buffer):
+                    stored.copy_(part, non_blocking=True)
             if len(self._chunks) <= later < self._steps:
-                stored = self._on_host(later % len(self._chunks))
-                self._in_buffer(later).copy_(stored, non_blocking=True)
+                for stored, part in self._pieces(later % len(self._chunks), buffer):
+                    part.copy_(stored, non_blocking=True)
 
     def last(self) -> Tensor:
         """Return the hidden state of the last token."""
-        return self._in_buffer(self._step)[:, -1]
+        start, end = self._chunks[-1]
+        states = self._buffers[self._step % 2][: (end - start) * self._numbers]
+        return states.view(len(self._ids), end - start, -1)[:, -1]
 
-    def _in_buffer(self, step: int) -> Tensor:
-        return self._shaped(self._buffers[step % 2], step % len(self._chunks))
+    def _pieces(self, chunk: int, buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the parts of slabs in which a chunk is stored, each with its part of a buffer.
 
-    def _on_host(self, chunk: int) -> Tensor:
-        return self._shaped(self._blocks[chunk], chunk)
-
-    def _shaped(self, memory: Tensor, chunk: int) -> Tensor:
-        start, end = self._chunks[chunk]
-        shape = len(self._ids), end - start, self._embedding.shape[1]
-        return memory[: prod(shape)].view(shape)
+        The chunks are stored one after the other in the slabs.
+        """
+        begin, end = (place * self._numbers for place in self._chunks[chunk])
+        done = begin
+        while done < end:
+            if not self._slabs or done >= len(self._slabs) * len(self._slabs[0]):
+                self._slabs.append(self._new_slab())
+            number, first = divmod(done, len(self._slabs[0]))
+            stored = self._slabs[number][first : first + end - done]
+            yield stored, buffer[done - begin : done - begin + len(stored)]
+            done += len(stored)
 
 
 class _Copies:
@@ -162,54 +169,63 @@ class _Copies:
             self._done[buffer] = self._stream.record_event()
 
 
-def longest(chunks: Sequence[tuple[int, int]]) -> int:
-    """Return the number of tokens of the longest chunk."""
-    return max(end - start for start, end in chunks)
-
-
 @contextmanager
 def states_of(weights: Weights, ids: Tensor, chunks: Sequence[tuple[int, int]]) -> Iterator[States]:
     """Context manager that returns the hidden states of a prompt: the embeddings of `ids`.
 
-    On a GPU, those of a long prompt are in host memory, if `kvindex_cuda` can pin it and the limit
-    of pinned memory leaves room for the index.
+    On a GPU, those of a long prompt are in host memory, if `kvindex_cuda` can pin it, and if enough
+    host memory is left for an index.
     """
-    blocks = None
-    if ids.is_cuda and len(chunks) >= CHUNKS and ids.numel() * _width(weights) >= HOST_BYTES:
-        blocks = _host_blocks(weights, ids, chunks)
+    blocks, size = None, weights.embedding.element_size()
+    nbytes = ids.numel() * weights.embedding.shape[1] * size
+    if ids.is_cuda and len(chunks) >= CHUNKS and nbytes >= HOST_BYTES:
+        blocks = _host_blocks(weights, ids, nbytes)
     if blocks is None:
         yield DeviceStates(weights, ids, chunks)
         return
+
+    def new_slab() -> Tensor:
+        try:
+            slab, _ = blocks.add()
+        except (MemoryError, RuntimeError):  # no more host memory can be pinned
+            slab = torch.empty(blocks.block_bytes, dtype=torch.uint8, device=ids.device)
+        return slab.view(weights.embedding.dtype)
+
     try:
-        yield HostStates(weights, ids, chunks, lambda: blocks.add()[0])
+        yield HostStates(weights, ids, chunks, new_slab)
     finally:
         blocks.close()
 
 
-def _host_blocks(
-    weights: Weights, ids: Tensor, chunks: Sequence[tuple[int, int]]
-) -> HostBlocks | None:
-    """Return pinned host memory for the chunks, or None if it cannot be pinned, or if too little
-    pinned memory would be left for the keys and values of all layers."""
+def _host_blocks(weights: Weights, ids: Tensor, nbytes: int) -> HostBlocks | None:
+    """Return slabs of pinned host memory for `nbytes` bytes, of the size that indexes use, too.
+
+    Return None if no memory can be pinned, or if too little of it would be left for the keys and
+    values of all layers.
+    """
     if find_spec("cupy") is None or find_spec("kvindex_cuda") is None:
         return None
     import kvindex_cuda  # imported here, because it is optional
-    from kvindex_cuda.memory.budget import shared_budget
+    from kvindex_cuda.memory.block_store import SLAB_BYTES
+    from kvindex_cuda.memory.budget import OverBudgetError, shared_budget
     from kvindex_cuda.memory.host_blocks import HostBlocks
+    from kvindex_cuda.memory.host_memory import usable_bytes
+    from kvindex_cuda.memory.slab_cache import shared_cache
 
     try:
         kvindex_cuda.ready(ids.device)
-    except RuntimeError:
+    except (ImportError, RuntimeError):
         return None
-    block_bytes = len(ids) * longest(chunks) * _width(weights)
-    layer, size = weights.layers[0], weights.embedding.element_size()
-    rows = (len(layer.key.weight) + len(layer.value.weight)) * size * len(weights.layers)
-    room = shared_budget().room_bytes
-    if room is not None and room < len(chunks) * block_bytes + ids.numel() * rows:
+    layer, count = weights.layers[0], -(-nbytes // SLAB_BYTES)
+    row = (len(layer.key.weight) + len(layer.value.weight)) * weights.embedding.element_size()
+    # each layer stores its rows in slabs of its own, and one more is pinned ahead
+    slabs = (ids.numel() * row // SLAB_BYTES + 2) * len(weights.layers) + count
+    room, usable = shared_budget().room_bytes, usable_bytes()
+    if usable is not None:
+        usable += shared_cache().kept_bytes  # pinned, and used by no index
+    if any(left is not None and left < slabs * SLAB_BYTES for left in (room, usable)):
         return None
-    return HostBlocks(ids.device, count=len(chunks), block_bytes=block_bytes)
-
-
-def _width(weights: Weights) -> int:
-    """Return the bytes of a token's hidden state."""
-    return weights.embedding.shape[1] * weights.embedding.element_size()
+    try:
+        return HostBlocks(ids.device, count=count, block_bytes=SLAB_BYTES)
+    except OverBudgetError:  # because of another thread
+        return None

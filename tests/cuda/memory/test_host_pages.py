@@ -10,9 +10,10 @@ from kvindex_adapters.vllm import pages as plain
 from kvindex_adapters.vllm.attention import Sequence
 from kvindex_adapters.vllm.options import Options
 from kvindex_cuda.memory.budget import Budget
+from kvindex_cuda.memory.host_blocks import HostBlocks
 from kvindex_cuda.memory.host_pages import HostPages
 from kvindex_cuda.memory.row_cache import RowCache
-from kvindex_cuda.memory.slab_pool import DeviceAllocator
+from kvindex_cuda.memory.slab_pool import DeviceAllocator, DeviceSlab
 from kvindex_cuda.pariskv.steps.host_rows import HostRows
 from kvindex_cuda.pariskv.steps.paged import PagedSteps
 from tests.cuda.devices import on, on_devices, on_devices_slowly
@@ -284,6 +285,36 @@ def test_what_fails_to_be_pinned_leaves_nothing():
         HostPages(
             geometry, layers=2, pages=2, tokens=256, budget=budget, allocator=Fails(geometry.device)
         )
+    assert budget.used_bytes == 0
+
+
+def test_freeing_goes_on_after_an_interruption():
+    class Slow(DeviceSlab):
+        left = 2
+
+        def settle(self):
+            Slow.left -= 1
+            if not Slow.left:
+                raise KeyboardInterrupt
+
+    class Allocates(DeviceAllocator):
+        def allocate(self, nbytes):
+            return Slow(super().allocate(nbytes).memory)
+
+    budget, device = Budget(10**6), torch.device("cpu")
+    options = dict(block_bytes=100, allocator=Allocates(device), budget=budget)
+    blocks = HostBlocks(device, count=4, **options)
+    for _ in range(4):
+        blocks.add()
+    with pytest.raises(KeyboardInterrupt):
+        blocks.close()
+    assert budget.used_bytes == 400
+    blocks.close()
+    assert budget.used_bytes == 0
+    blocks.close()
+    assert budget.used_bytes == 0
+    with pytest.raises(MemoryError):
+        HostBlocks(device, count=10**6, **options)
     assert budget.used_bytes == 0
 
 

@@ -273,7 +273,22 @@ def test_a_step_is_captured_while_sink_and_window_are_empty(device, case, count)
     assert several.captures == 1
 
 
-@pytest.mark.parametrize("kept", [[2], [2, 1, 1, 1], [4, 1, 1], [0, 0, 0], [2, -1, 1], [], 0, 4])
+@pytest.mark.parametrize(
+    "kept",
+    [
+        [2],
+        [2, 1, 1, 1],
+        [4, 1, 1],
+        [0, 0, 0],
+        [2, -1, 1],
+        [],
+        0,
+        4,
+        [2.0, 1, 1],
+        1.0,
+        torch.tensor([3, 1, 2]),
+    ],
+)
 def test_wrong_numbers_of_kept_tokens_are_refused(device, kept):
     several = ready(device, case=BATCH)
     several.replay(3)
@@ -330,6 +345,15 @@ def test_a_layer_launches_few_operations_to_count_a_step(device, kept):
         several.layer.count_replay(kept, 3)
     # the counter of the rows, and their mask
     assert sorted(launched.names) == ["aten.copy_.default", "aten.fill_.Scalar"][kept == 2 :]
+
+
+def test_uneven_steps_in_inference_mode(device):
+    several = ready(device, case=BATCH, update_every=40)
+    several.replay(3)
+    with torch.inference_mode():
+        near(*several.replay(3, [3, 1, 2]))
+    near(*several.replay(3))
+    near(*several.replay(2))
 
 
 def test_an_interrupted_preparation_is_made_again(device, monkeypatch):

@@ -124,13 +124,13 @@ def rotary_frequencies(decoder: nn.Module, layers: Iterable[int]) -> dict[int, T
         if number not in found:
             continue
         device = device_of_modules((*modules, decoder))
-        if device not in inputs:
-            inputs[device] = _inputs(decoder, device)
         for module in modules:
-            keys = None if is_latent(module) else _probe(module, embedding, more, *inputs[device])
+            keys = None
+            if not is_latent(module):
+                keys = _probe(module, decoder, device, embedding, more, inputs)
             if keys is not None:
                 for one in (rope, torch.zeros_like(rope)):
-                    tried.append((number, one, _rotated_by(keys, inputs[device][1][0], one)))
+                    tried.append((number, one, _rotated_by(keys, one)))
     matches = torch.stack([match.to(rope.device) for _, _, match in tried]) if tried else rope[:0]
     for (number, one, _), match in zip(tried, matches.tolist(), strict=True):
         if match and found[number] is None:
@@ -149,14 +149,22 @@ def _inputs(decoder: Any, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _probe(
-    module: nn.Module, embedding: Any, more: tuple[str, ...], states: Tensor, positions: Tensor
+    module: nn.Module,
+    decoder: nn.Module,
+    device: torch.device,
+    embedding: Any,
+    more: tuple[str, ...],
+    inputs: dict[torch.device, tuple[Tensor, Tensor]],
 ) -> Tensor | None:
     """Call a layer with the same token at all `POSITIONS`. Return its keys `[1, G, T, D]`, or None
-    if this fails."""
+    if this fails. `inputs` are those for each device, and are added if they are missing."""
     parameters = inspect.signature(module.forward).parameters
     if "position_embeddings" not in parameters:
         return None
     try:
+        if device not in inputs:
+            inputs[device] = _inputs(decoder, device)
+        states, positions = inputs[device]
         cache = CACHE if CACHE in parameters else "layer_past"
         options: dict[str, Any] = {"attention_mask": None, cache: _Catcher()}
         module(states, position_embeddings=embedding(states, positions, *more), **options)
@@ -167,10 +175,10 @@ def _probe(
     return None
 
 
-def _rotated_by(keys: Tensor, positions: Tensor, rope: Tensor) -> Tensor:
-    """Return a bool tensor `[]`: whether the keys at `positions` are the first key, rotated with
+def _rotated_by(keys: Tensor, rope: Tensor) -> Tensor:
+    """Return a bool tensor `[]`: whether the keys at `POSITIONS` are the first key, rotated with
     the frequencies `rope`."""
-    keys = keys.float()
+    keys, positions = keys.float(), torch.tensor(POSITIONS, device=keys.device)
     if 2 * len(rope) > keys.shape[-1]:
         return torch.zeros((), dtype=torch.bool, device=keys.device)
     rotated = rotate(keys[:, :, :1].expand_as(keys), positions, rope.to(keys.device))

@@ -82,6 +82,16 @@ def test_a_layer_that_cannot_be_called_alone_is_not_told():
     assert rotary_frequencies(decoder, [0])[0] is None
 
 
+@pytest.mark.parametrize("part", ["config", "dtype"])
+def test_a_model_without_what_the_probe_needs_is_not_told(part):
+    decoder = build("llama", num_hidden_layers=1).get_decoder()
+    plain = torch.nn.Module()
+    plain.layers, plain.rotary_emb = decoder.layers, decoder.rotary_emb
+    if part == "dtype":
+        plain.config = decoder.config
+    assert rotary_frequencies(plain, [0]) == {0: None}
+
+
 def test_single_layers_have_options_of_their_own():
     model = build("llama")
     options = dict(layer_options={1: {"page": 3}}, index_options={"page": 5})
