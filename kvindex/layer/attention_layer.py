@@ -278,6 +278,24 @@ class AttentionLayer(Transactional):
         and outputs of more tokens."""
         return self.error is not None and not self._scale.known
 
+    def retrieve(self, k: int | str, *, error: float | None = None) -> None:
+        """Change how many rows later queries retrieve. The tokens of the layer stay.
+
+        With "auto" or `error`, sizes of values and outputs must have been measured. A layer that
+        was created with a fixed number has not measured any, so its decode steps attend to all
+        tokens until they have been measured (`measuring`).
+
+        Args:
+            k: Rows per KV head, or "auto", as for the constructor.
+            error: Allowed error of the layer's output, as for the constructor.
+
+        Raises:
+            ValueError: An argument is out of range, or the index or `coverage` does not allow it.
+        """
+        self.k, self.error = checked_rows(k, self.coverage, error, self.index)
+        if self.error is not None:
+            self._tally.count_found()
+
     def expect_prompt(self, length: int) -> None:
         """Announce the length of the sequence at the end of the prompt.
 

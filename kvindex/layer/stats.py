@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
@@ -164,6 +164,14 @@ class Tally(Restorable):
         """Set all counts to 0."""
         found = torch.zeros(MOST_FOUND + 1, dtype=torch.int64) if self._histogram else None
         self._state = State(Traffic(found=found), [], [])
+
+    def count_found(self) -> None:
+        """From now on, count how often each number of rows is found (`Traffic.found`)."""
+        self._histogram = True
+        total, new, watched = _added_up(self._state)
+        if total.found is None:
+            found = torch.zeros(MOST_FOUND + 1, dtype=torch.int64)
+            self._state = State(replace(total, found=found), new, watched)
 
     def watch(self, found: Tensor, histogram: Tensor | None = None, *, tokens: int = 1) -> None:
         """Register counters on the device, for decode steps that run as a CUDA graph.

@@ -72,14 +72,24 @@ class OpenSession(Session):
             )
 
     @in_plain_torch
-    def fork(self) -> OpenSession:
+    def fork(self, *, k: int | str | None = None, error: float | None = None) -> OpenSession:
         """Make an independent session with the same tokens.
 
         As with `copy.deepcopy` of an index, the rows and codes of indexes are shared, not copied.
         The keys and values of layers without an index are copied.
 
+        Args:
+            k: Number of rows that the new session retrieves per KV head and decode step, or
+                "auto"; None for the same as this session. "auto" needs sizes that are measured
+                while a prompt is read, so open this session with `k="auto"`. Layers without an
+                index ignore it.
+            error: Allowed error of a layer's output, as for `kvhf.attach`; with `k` alone, none.
+
         Returns:
             The new session.
+
+        Raises:
+            ValueError: `k` or `error` is out of range, or the session's index does not support it.
         """
         with self.exclusive():
             self.forget_prepared()  # copying a layer finishes its pending append
@@ -87,7 +97,10 @@ class OpenSession(Session):
             other.exclusive = Exclusive("session", "the same session")
             other._attentions = deepcopy(self._attentions)
             other._position, other.token = self._position.clone(), self.token.clone()
-            return other
+        if k is not None or error is not None:
+            for layer in other._indexed():
+                layer.retrieve(layer.k if k is None else k, error=error)
+        return other
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens, and remove the rest.

@@ -220,6 +220,31 @@ def test_drafts_with_as_many_rows_as_the_error_asks_for(device, graphs, monkeypa
     assert 16 <= found.mean <= found.p99 < 180
 
 
+def test_forks_answer_with_other_numbers_of_rows(device, graphs):
+    """A prompt that was read once is answered with other limits, a number and full attention."""
+    decoder, prompt = decoder_of(device, layers=2), ids_of(200)
+    plain = given(device, 12, regions=dict(error=0.5)) | dict(k="auto")
+    kept = {name: plain[name] for name in ("k", "attach_options")}
+    session, count = decoder.session(**kept), dict(max_new_tokens=12)
+    decoder.read(prompt[:-2], session)
+    for rows in (dict(k="auto", error=0.5), dict(k="auto", error=0.2), dict(k=20)):
+        alone = dict(k=rows["k"], attach_options=kept["attach_options"] | {"error": None} | rows)
+        alone["attach_options"].pop("k")
+        other, before = decoder.session(**alone, graphs=False), graphs.replays
+        decoder.read(prompt[:-2], other)
+        want = decoder.generate(prompt[-2:], session=other, graphs=False, **count)
+        assert graphs.replays == before
+        made = decoder.generate(prompt[-2:], session=session.fork(**rows), **count)
+        assert made.answer_ids.tolist() == want.answer_ids.tolist()
+        assert graphs.replays >= before + 11 - EAGER
+    fork = session.fork()
+    with fork.fully():
+        made = decoder.generate(prompt[-2:], session=fork, **count)
+    want = decoder.generate(prompt, index=None, **count)
+    assert made.answer_ids.tolist() == want.answer_ids.tolist()
+    assert fork.report().steps == 0
+
+
 PROMPTS = 60, 47, 52
 """Lengths of the prompts of a padded batch."""
 

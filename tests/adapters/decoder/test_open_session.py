@@ -79,6 +79,44 @@ def test_forks_answer_as_if_each_were_alone(decoder, options):
     assert last == turns[0]
 
 
+def test_forks_retrieve_other_numbers_of_rows(decoder):
+    """The session and earlier forks keep their numbers; "auto" reports how many rows it finds."""
+    session = decoder.session(**{**FEW, "k": "auto"})
+    decoder.read(ids_of(200), session)
+    forks = [session.fork(**one) for one in (dict(k=5), dict(k=20), dict(error=0.9), {})]
+    for fork in forks:
+        asked(decoder, fork, ids_of(20, seed=3))
+    assert [fork.report().k for fork in forks] == [5, 20, 1024, 1024]
+    few, more, loose, strict = (fork.report() for fork in forks)
+    assert few.rows_read + 15 == pytest.approx(more.rows_read)
+    assert loose.rows_found.mean < strict.rows_found.mean
+    session = decoder.session(**FEW)
+    decoder.read(ids_of(200), session)
+    fork = session.fork(k="auto", error=0.9)
+    asked(decoder, fork, ids_of(20, seed=3), count=60)  # the first steps measure outputs
+    assert 0 < fork.report().steps < 60
+    assert fork.report().rows_found.mean >= 16
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (dict(k=0), "k: got 0"),
+        (dict(k="all"), "k: got 'all', allowed is a number"),
+        (dict(error=-1.0), "error: got -1.0"),
+    ],
+)
+def test_a_fork_with_a_wrong_number_of_rows_raises(decoder, rows, words):
+    session = decoder.session(**FEW)
+    decoder.read(ids_of(60), session, chunk=16)
+    with pytest.raises(ValueError, match=words):
+        session.fork(**rows)
+    assert asked(decoder, session.fork(), ids_of(20, seed=3), count=3)
+    session = decoder.session(**EVERYTHING)
+    with pytest.raises(ValueError, match="k: got 'auto', but"):
+        session.fork(k="auto")
+
+
 def test_a_stop_token_ends_what_a_session_holds(decoder):
     whole = asked(decoder, decoder.session(**FEW), ids_of(60))
     session = decoder.session(**FEW)
