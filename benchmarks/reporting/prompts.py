@@ -5,7 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from benchmarks.reporting.parts import Result, machine, stored_like, table, values
+from benchmarks.common.paired import converted, way
+from benchmarks.reporting.answers import points
+from benchmarks.reporting.parts import Result, machine, some, stored_like, table, values
 from benchmarks.reporting.tokens import gpu
 from kvindex.selectors import SampledSelector
 from kvindex.selectors.named import SELECTORS
@@ -206,23 +208,24 @@ def all_selectors(result: Result) -> str:
 
 def answers(result: Result) -> str:
     """Make the table of answers after a sparse prompt, compared with a dense prompt."""
-    rows = []
-    for found in result["summary"]:
-        low, high = (100 * found[end] for end in ("low", "high"))
-        rows.append(
-            (
-                "all" if found["tokens"] is None else f"{found['tokens']:,}",
-                str(found["prompts"]),
-                *(f"{found[name]:.1%}" for name in ("dense", "sparse")),
-                f"{100 * found['difference']:+.1f} ({low:+.1f} to {high:+.1f})",
-            )
+    result = converted(result)
+    dense, sparse = result["ways"]
+    means = {(one["tokens"], one["way"]): f"{one['score']:.1%}" for one in result["summary"]}
+    rows = [
+        (
+            "all" if found["tokens"] is None else f"{found['tokens']:,}",
+            str(found["prompts"]),
+            *(means[found["tokens"], name] for name in (dense, sparse)),
+            points(found),
         )
+        for found in some(result["summary"], way=sparse)
+    ]
     tasks = ", ".join(sorted({cell["task"] for cell in result["cells"]}))
     about = (
         f"{result['model']} with {result['lora']}, in {result['dtype']}, read each prompt twice, "
         "once with full attention and once with sparse attention with the default options, and "
         f"answered greedily. In both cases, decode steps used the index `{result['index']}` with "
-        f"k = {result['k']}. The tasks are {tasks}. The table shows the mean score, and the "
+        f"k = {way(dense).k}. The tasks are {tasks}. The table shows the mean score, and the "
         "difference in points with its 95% interval (a bootstrap over prompts)."
     )
     head = ("tokens", "prompts", "full attention", "sparse attention", "difference, points")

@@ -1,0 +1,193 @@
+"""Answers to the same prompts in several ways: names of ways, results in files, and summaries.
+
+A *way* is how a prompt is read and how its answer is generated, for example with full attention.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentTypeError
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvindex.layer.arguments import AUTO_ERROR
+from kvindex_adapters.evaluate.compare.statistics import bootstrap
+
+ROWS = 100
+"""Number of rows of the ways `sparse` and `exact`, if their names do not have one."""
+
+SPARSE = "sparse:"
+"""Beginning of the names of ways that read the prompt with sparse attention."""
+
+Result = dict[str, Any]
+
+Cell = dict[str, Any]
+"""The answers to one prompt: its `task`, number of `tokens` and `seed`, and by the names of ways
+the `scores`, and the mean `rows` that a decode step has retrieved per KV head."""
+
+Key = tuple[str, int, int]
+"""A prompt: its task, its number of tokens, and its seed."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a prompt is read and answered.
+
+    Args:
+        attention: Attention of decode steps: "full", "index" (of the command line), or "exact"
+            search.
+        k: Number of rows per KV head that a search retrieves, or "auto"; None for full attention.
+        error: Allowed error with `k="auto"`, otherwise None.
+        sparse: Whether the prompt is read with sparse attention.
+    """
+
+    attention: str
+    k: int | str | None = None
+    error: float | None = None
+    sparse: bool = False
+
+    def __str__(self) -> str:
+        """Return the name, from which `way` makes an equal object."""
+        names = {"full": "full", "index": f"k={self.k}", "exact": f"exact:{self.k}"}
+        name = names[self.attention] if self.error is None else f"auto:{self.error:g}"
+        return SPARSE * self.sparse + name
+
+    @property
+    def described(self) -> str:
+        """Description for tables."""
+        rows = f"`k={self.k}`" if self.error is None else f'`k="auto"`, `error={self.error:g}`'
+        named = {"full": "full attention", "index": rows, "exact": f"`exact`, {rows}"}
+        return named[self.attention] + ", after a sparse prompt" * self.sparse
+
+
+def way(text: str) -> Way:
+    """Parse the name of a way.
+
+    Args:
+        text: `full`, `k=N`, `auto` or `auto:ERROR`, `exact` or `exact:N`, or `sparse:` and one of
+            these. `sparse` means `sparse:k=100`.
+
+    Raises:
+        ArgumentTypeError: There is no such way.
+    """
+    sparse = f"{text}:".startswith(SPARSE)
+    name = text.removeprefix(SPARSE) if text != SPARSE[:-1] else f"k={ROWS}"
+    kind, _, number = name.replace("k=", "k:", 1).partition(":")
+    try:
+        if kind == "full" and not number:
+            return Way("full", sparse=sparse)
+        if kind == "auto" and float(number or AUTO_ERROR) > 0:
+            return Way("index", "auto", float(number or AUTO_ERROR), sparse)
+        if kind == "exact" and int(number or ROWS) > 0:
+            return Way("exact", int(number or ROWS), sparse=sparse)
+        if kind == "k" and int(number) > 0:
+            return Way("index", int(number), sparse=sparse)
+    except ValueError:
+        pass  # a number is no number
+    raise ArgumentTypeError(
+        f"ways: got {text!r}, allowed is full, k=N, auto, auto:ERROR, exact, exact:N, and sparse: "
+        "followed by one of these"
+    )
+
+
+def part(text: str) -> tuple[int, int]:
+    """Parse `I/N`: part `I` of `N` parts. Raise ArgumentTypeError if there is no such part."""
+    try:
+        number, count = map(int, text.split("/"))
+    except ValueError:
+        number, count = 0, 0
+    if not 0 <= number < count:
+        raise ArgumentTypeError(f"part: got {text}, allowed is 0/N to N-1/N")
+    return number, count
+
+
+def key(cell: Cell) -> Key:
+    """Return the prompt of a cell."""
+    return cell["task"], cell["tokens"], cell["seed"]
+
+
+def read(file: Path) -> Result:
+    """Read a file of results, in the present or in the earlier format."""
+    return converted(json.loads(file.read_text(encoding="utf-8")))
+
+
+def converted(result: Result) -> Result:
+    """Return results in the present format.
+
+    In the earlier format, prompts were answered with one `k`, after a `dense` and after a `sparse`
+    prompt. Results in the present format are returned unchanged.
+    """
+    if "k" not in result:
+        return result
+    ways = {"dense": f"k={result['k']}", "sparse": f"{SPARSE}k={result['k']}"}
+    cells = [
+        {
+            **{name: cell[name] for name in ("task", "tokens", "seed")},
+            "scores": {new: cell[old] for old, new in ways.items()},
+            "rows": {},
+        }
+        for cell in result["cells"]
+    ]
+    lines = []
+    for line in result["summary"]:
+        for old, new in ways.items():
+            same = {name: line[name] for name in ("tokens", "prompts")}
+            made = same | {"way": new, "score": line[old], "rows": None}
+            if old == "sparse":
+                made |= {name: line[name] for name in ("difference", "low", "high")}
+            lines.append(made)
+    kept = {name: value for name, value in result.items() if name not in ("k", "summary", "cells")}
+    return {**kept, "ways": [*ways.values()], "summary": lines, "cells": cells}
+
+
+def merged(cells: Iterable[Cell]) -> dict[Key, Cell]:
+    """Return one cell for each prompt.
+
+    Several cells of a prompt become one, with the answers of all their ways. If several have an
+    answer of the same way, the first is kept.
+    """
+    found: dict[Key, Cell] = {}
+    for cell in cells:
+        same = found.setdefault(key(cell), {**cell, "scores": {}, "rows": {}})
+        for name in ("scores", "rows"):
+            same[name] |= {way: one for way, one in cell[name].items() if way not in same[name]}
+    return found
+
+
+def measured(cells: Sequence[Cell], order: Sequence[str] = ()) -> list[str]:
+    """Return the names of the ways of all cells: first those in `order`, then the others."""
+    names = dict.fromkeys(name for cell in cells for name in cell["scores"])
+    return [*dict.fromkeys([*(name for name in order if name in names), *names])]
+
+
+def summary(cells: Sequence[Cell], ways: Sequence[str]) -> Iterator[Result]:
+    """Yield a line for each length and way, and then for each way over all lengths.
+
+    A line has the mean score and, if known, the mean number of rows. All ways but the first also
+    have the mean difference from the first, over prompts with answers of both, and its 95%
+    interval (a bootstrap over prompts).
+
+    Args:
+        cells: Cells of different prompts.
+        ways: Names of ways.
+    """
+    lengths = sorted({cell["tokens"] for cell in cells})
+    for tokens in (*lengths, None):
+        some = [cell for cell in cells if tokens in (None, cell["tokens"])]
+        for name in ways:
+            having = [cell for cell in some if name in cell["scores"]]
+            if not having:
+                continue
+            rows = [cell["rows"][name] for cell in having if name in cell["rows"]]
+            score = sum(cell["scores"][name] for cell in having) / len(having)
+            line = dict(tokens=tokens, way=name, prompts=len(having), score=score)
+            line["rows"] = sum(rows) / len(rows) if rows else None
+            pairs = [
+                one["scores"] for one in having if name != ways[0] and ways[0] in one["scores"]
+            ]
+            if off := [scores[name] - scores[ways[0]] for scores in pairs]:
+                low, high = bootstrap(off)
+                line |= dict(difference=sum(off) / len(off), low=low, high=high, pairs=len(off))
+            yield line

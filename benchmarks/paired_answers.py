@@ -1,0 +1,208 @@
+"""Count right answers to the same questions in several ways, for example with full attention.
+
+    python -m benchmarks.paired_answers [--ways WAY …] [--tasks NAME …] [--tokens N …] [--tries N]
+        [--index SPEC] [--part I/N] [--from FILE …] [--seconds S] [--dtype …] [--model …]
+        [--gguf-file …] [--lora FILE] [--device …] [--json OUT]
+
+The decoder reads a prompt of a task, and answers its first question greedily in each way:
+
+    full            full attention
+    k=N             the index, with N rows (keys and values of tokens) per KV head and step
+    auto:ERROR      the index, with as many rows as the error asks for; auto means auto:0.1
+    exact:N         exact search for N rows; exact means exact:100
+    sparse:WAY      one of these after sparse attention in the prompt; sparse means sparse:k=100
+
+Ways with the same kind of prompt and the same index share one session, which reads the prompt once;
+each way continues a fork of it. Only `exact` reads the prompt again, because it has its own index.
+On a GPU, `--index pariskv:store=device` stores rows there, which makes `full` faster.
+
+The result has, for each prompt, the score of every way, and the mean number of rows that a step has
+retrieved per KV head. The summary has the mean scores, by length and together, and their
+differences from the first way, with 95% intervals (a bootstrap over prompts).
+
+`--part 0/4` measures every fourth prompt, so that several processes can share the work. No prompt
+is begun after `--seconds` seconds. The results are written after each prompt. If the file of
+`--json` exists, its answers are kept, and only missing ones are measured. `--from` takes over the
+answers of further results with the same settings, for example of the other parts; an answer that
+is in several files counts once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import paired
+from benchmarks.common.paired import Cell, Key, Way, part, way
+from benchmarks.common.reading import add_model, described, loaded, write
+from benchmarks.reporting.paired import one
+from kvindex.layer.retrieval import row_bytes
+from kvindex_adapters.decoder import Decoder, OpenSession
+from kvindex_adapters.evaluate import tasks
+
+TASKS = ("needle", "needle-multikey", "needle-multivalue", "chain", "lookup", "copy")
+
+WAYS = ("full", "k=100", "auto:0.1", "auto:0.05", "exact:100")
+
+LAST = 2
+"""Number of tokens at the end of a prompt that each way reads itself.
+
+With a single token, the decoder would run a decode step, which searches.
+"""
+
+SAME = ("model", "lora", "index", "dtype")
+"""Names of the settings that results must share."""
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--ways", nargs="+", type=way, default=[*map(way, WAYS)], metavar="WAY")
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS))
+    parser.add_argument("--tokens", nargs="+", type=int, default=[16384, 30720])
+    parser.add_argument("--tries", type=int, default=10, help="Prompts of each task and length")
+    parser.add_argument("--index", default="pariskv")
+    parser.add_argument("--part", type=part, default=(0, 1), metavar="I/N")
+    parser.add_argument("--from", dest="earlier", nargs="*", type=Path, default=[], metavar="FILE")
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    add_model(parser)
+    return parser.parse_args(given)
+
+
+def prompts(given: argparse.Namespace) -> list[Key]:
+    """Return the prompts of this part, in the order in which they are measured."""
+    keys = [
+        (task, tokens, seed)
+        for seed in range(given.tries)
+        for tokens in given.tokens
+        for task in given.tasks
+    ]
+    number, count = given.part
+    return keys[number::count]
+
+
+def answers(decoder: Decoder, tokenizer: Any, key: Key, ways: list[Way], index: str) -> Cell:
+    """Read a prompt and answer its first question in several ways. Return the cell."""
+    task, tokens, seed = key
+    instance = tasks.make(task, tokenizer, tokens=tokens, seed=seed)
+    question = instance.questions[0]
+    prompt = torch.cat([instance.context, question.ids])
+    cell: Cell = dict(task=task, tokens=tokens, seed=seed, scores={}, rows={})
+    groups: dict[tuple[str | None, bool], list[Way]] = {}
+    for one_way in ways:
+        groups.setdefault((index_of(one_way, index), one_way.sparse), []).append(one_way)
+    for (name, sparse), group in groups.items():
+        session = opened(decoder, name, group, sparse=sparse)
+        decoder.read(prompt[:-LAST], session)
+        for one_way in group:
+            fork = session.fork(k=one_way.k, error=one_way.error)
+            with fork.fully(one_way.attention == "full"):
+                made = decoder.generate(
+                    prompt[-LAST:], session=fork, max_new_tokens=question.max_new_tokens
+                )
+            cell["scores"][str(one_way)] = instance.score(0, made.text)
+            if (rows := mean_rows(fork)) is not None:
+                cell["rows"][str(one_way)] = rows
+    return cell
+
+
+def index_of(one_way: Way, index: str) -> str | None:
+    """Return the index of the session that answers in a way.
+
+    Full attention reads the rows of the index, unless a row codec has changed them.
+    """
+    if one_way.attention == "exact":
+        return "exact"
+    return None if one_way.attention == "full" and "row_codec" in index else index
+
+
+def opened(decoder: Decoder, index: str | None, ways: list[Way], *, sparse: bool) -> OpenSession:
+    """Open a session for a prompt that is answered in several ways.
+
+    With `k="auto"`, it measures sizes while it reads, which a fork with another error needs.
+    """
+    automatic = any(one_way.error is not None for one_way in ways)
+    options = {"prefill": "sparse"} if sparse else None
+    k: int | str = "auto" if automatic else paired.ROWS
+    return decoder.session(index=index, k=k, attach_options=options)
+
+
+def mean_rows(session: OpenSession) -> float | None:
+    """Return the mean number of rows that steps of a session have retrieved per KV head.
+
+    None if no step has searched.
+    """
+    indexes = session.indexes()
+    if not indexes or not (report := session.report()).steps:
+        return None
+    row = sum(row_bytes(index) * index.geometry.kv_heads for index in indexes)
+    return report.bytes_fetched / row / report.steps
+
+
+def earlier(files: list[Path], result: dict[str, Any]) -> tuple[list[Cell], list[dict[str, Any]]]:
+    """Read the cells and machines of earlier results.
+
+    Raise SystemExit if one was measured with other settings than `result` has.
+    """
+    cells, machines = list[Cell](), list[dict[str, Any]]()
+    for file in files:
+        before = paired.read(file)
+        for name in SAME:
+            if before[name] != result[name]:
+                raise SystemExit(
+                    f"--from: got {file} with {name}={before[name]!r}, allowed is {result[name]!r}"
+                )
+        cells += before["cells"]
+        machines += before.get("machines", [before["machine"]])
+    return cells, machines
+
+
+def main(given: list[str] | None = None) -> None:
+    """Measure, print a line for each prompt, and write the results."""
+    options = arguments(given)
+    end = time.monotonic() + options.seconds
+    result = {**described(options), "index": options.index, "dtype": options.dtype}
+    own = [options.json] if options.json is not None and options.json.exists() else []
+    found, machines = earlier([*own, *options.earlier], result)
+    cells = paired.merged(found)
+
+    def summed_up() -> dict[str, Any]:
+        every = [*cells.values()]
+        ways = paired.measured(every, [*map(str, options.ways)])
+        some = [machine for i, machine in enumerate(machines) if machine not in machines[:i]]
+        more = {"machine": some[0]} | ({"machines": some} if len(some) > 1 else {})
+        about = {"ways": ways, "summary": [*paired.summary(every, ways)], "cells": every}
+        return result | more | about
+
+    missing = [(key, lacking(cells.get(key), options.ways)) for key in prompts(options)]
+    missing = [(key, ways) for key, ways in missing if ways]
+    if missing and options.seconds > 0:
+        model, tokenizer = loaded(options, dtype=getattr(torch, options.dtype))
+        decoder = Decoder.of(model, tokenizer)
+        for key, ways in missing:
+            if (start := time.monotonic()) > end:
+                break
+            cell = answers(decoder, tokenizer, key, ways, options.index)
+            machines.append(result["machine"])
+            cells |= paired.merged([*([cells[key]] if key in cells else []), cell])
+            print(cell, f"{time.monotonic() - start:.1f} s", flush=True)
+            write(summed_up(), options.json)
+    if cells:
+        write(summed_up(), options.json)
+        print(one(summed_up()))
+
+
+def lacking(cell: Cell | None, ways: list[Way]) -> list[Way]:
+    """Return the ways in which a prompt has not been answered yet."""
+    return [one_way for one_way in ways if cell is None or str(one_way) not in cell["scores"]]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Tables of answers to the same prompts in several ways, such as full attention and an index."""
+
+from __future__ import annotations
+
+from benchmarks.common.paired import converted, way
+from benchmarks.reporting.answers import points
+from benchmarks.reporting.parts import Result, machine, named, stored_like, table
+
+
+def paired_answers(result: Result) -> str:
+    """Make a table of correct answers in several ways, for each file of results."""
+    return "\n\n".join(one(each) for each in stored_like("paired_answers", result))
+
+
+def one(result: Result) -> str:
+    """Make the table of one file of results, in the present or in the earlier format."""
+    result = converted(result)
+    base = way(result["ways"][0]).described
+    lengths = {line["tokens"] for line in result["summary"]} - {None}
+    rows = [
+        (
+            "all" if line["tokens"] is None else f"{line['tokens']:,}",
+            way(line["way"]).described,
+            f"{line['prompts']:,}",
+            "" if line["rows"] is None else f"{line['rows']:.0f}",
+            f"{100 * line['score']:.1f}",
+            points(line) if "difference" in line else "",
+        )
+        for line in result["summary"]
+        if line["tokens"] is not None or len(lengths) > 1
+    ]
+    tasks = sorted({cell["task"] for cell in result["cells"]})
+    about = (
+        f"{named(result['model'], result['lora'])}, in {result['dtype']}, answered the same "
+        f"questions in several ways, with the index `{result['index']}`. The tasks are "
+        f"{', '.join(f'`{task}`' for task in tasks)}. *Rows* is the mean number of rows that a "
+        "decode step retrieves per KV head, over layers, steps and prompts. *Correct* is the mean "
+        f"score in percent. The last column is the difference from {base} in percentage points, "
+        "over prompts that were answered in both ways, with its 95% interval (a bootstrap over "
+        "prompts)."
+    )
+    head = ("tokens", "decode steps with", "prompts", "rows", "correct", f"minus {base}")
+    machines = result.get("machines", [result["machine"]])
+    where = dict.fromkeys(machine({"machine": each}) for each in machines)
+    return "\n\n".join([about, table(head, rows), " ".join(where)])

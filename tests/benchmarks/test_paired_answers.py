@@ -1,0 +1,244 @@
+"""Answers to the same prompts in several ways: the script on a tiny model, its parts, its table."""
+
+import json
+from argparse import ArgumentTypeError
+
+import pytest
+import torch
+
+from benchmarks import paired_answers, report
+from benchmarks.common import paired, reading
+from kvindex_adapters.decoder import Decoder
+from tests.adapters.tiny import build, byte_pairs
+from tests.benchmarks.running import MACHINE
+
+TINY = ["--model", "tiny", "--device", "cpu", "--dtype", "float32"]
+ALL = ["full", "k=100", "auto:0.3", "exact:100", "sparse:k=100"]
+EARLIER = {
+    **dict(model="tiny", lora=None, index="pariskv", k=100, dtype="float32", machine=MACHINE),
+    "summary": [
+        dict(tokens=n, prompts=1, dense=1.0, sparse=0.5, difference=-0.5, low=-0.5, high=-0.5)
+        for n in (400, None)
+    ],
+    "cells": [dict(task="copy", tokens=400, seed=0, dense=1.0, sparse=0.5)],
+}
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    model = build("llama", vocab_size=2000, num_hidden_layers=2)
+    monkeypatch.setattr(reading, "load", lambda *_, **__: (model, byte_pairs()))
+
+
+@pytest.fixture
+def asked(tiny, monkeypatch):
+    """Put known scores in place of answers. Return the list of prompts and ways."""
+    asked = []
+    scores = {"needle": {"full": 1.0, "k=100": 0.0}, "copy": {"full": 1.0, "k=100": 1.0}}
+
+    def answers(decoder, tokenizer, key, ways, index):
+        names = [*map(str, ways)]
+        asked.append((*key, *names))
+        known = scores[key[0]] | {"auto:0.1": 1.0}
+        found = {"scores": {name: known[name] for name in names}, "rows": {"k=100": 100.0}}
+        return dict(zip(("task", "tokens", "seed"), key, strict=True)) | found
+
+    monkeypatch.setattr(paired_answers, "answers", answers)
+    return asked
+
+
+def run(out, *given):
+    length = () if "--tokens" in given else ("--tokens", "400")
+    paired_answers.main([*TINY, *length, *given, "--json", str(out)])
+    return json.loads(out.read_text(encoding="utf-8"))
+
+
+def test_each_prompt_is_read_once_and_answered_in_each_way(tiny, tmp_path, monkeypatch):
+    reads, read = [], Decoder.read
+
+    def counted(self, prompt, session, **options):
+        reads.append((len(prompt), session))
+        read(self, prompt, session, **options)
+
+    monkeypatch.setattr(Decoder, "read", counted)
+    some = "--tasks", "needle", "--tries", "1", "--tokens", "2500", "--ways", *ALL
+    found = run(tmp_path / "out.json", *some)
+    assert len(reads) == 3  # dense, sparse, and for exact search
+    [cell] = found["cells"]
+    assert [*cell["scores"]] == ["full", "k=100", "auto:0.3", "exact:100", "sparse:k=100"]
+    assert all(0 <= score <= 1 for score in cell["scores"].values())
+    rows = cell["rows"]
+    assert "full" not in rows
+    assert [rows[name] for name in ("k=100", "exact:100", "sparse:k=100")] == [100, 100, 100]
+    assert 16 <= rows["auto:0.3"] <= 1024
+    assert rows["auto:0.3"] != 100
+    assert found["machine"]["device"] == "cpu"
+    assert "machines" not in found
+
+
+def test_answers_are_those_of_separate_calls(tiny, monkeypatch):
+    """Answers in forks equal those of a decoder that reads the prompt for each way."""
+    model, tokenizer = reading.load()
+    decoder, made = Decoder.of(model, tokenizer), []
+    generate = Decoder.generate
+
+    def noted(self, prompt, **options):
+        made.append(generate(self, prompt, **options))
+        return made[-1]
+
+    monkeypatch.setattr(Decoder, "generate", noted)
+    ways = [*map(paired.way, ALL)]
+    paired_answers.answers(decoder, tokenizer, ("needle", 2500, 0), ways, "pariskv")
+    instance = paired_answers.tasks.make("needle", tokenizer, tokens=2500, seed=0)
+    prompt = torch.cat([instance.context, instance.questions[0].ids])
+    most = instance.questions[0].max_new_tokens
+    given = [
+        dict(index=None),
+        dict(k=100),
+        dict(k="auto", attach_options={"error": 0.3}),
+        dict(index="exact", k=100),
+    ]
+    for one, options in zip(made, given, strict=False):
+        want = generate(decoder, prompt, max_new_tokens=most, **options)
+        assert one.answer_ids.tolist() == want.answer_ids.tolist()
+
+
+def test_rows_of_a_codec_do_not_serve_full_attention():
+    full, fixed = paired.way("full"), paired.way("k=100")
+    assert paired_answers.index_of(full, "pariskv") == "pariskv"
+    assert paired_answers.index_of(full, "pariskv:row_codec=int8") is None
+    assert paired_answers.index_of(fixed, "pariskv:row_codec=int8") == "pariskv:row_codec=int8"
+    assert paired_answers.index_of(paired.way("exact"), "pariskv") == "exact"
+
+
+def test_parts_are_joined_and_each_answer_counts_once(asked, tmp_path):
+    some = "--tasks", "needle", "copy", "--tries", "2", "--ways", "full", "k=100"
+    one = "--tasks", "needle", "--tries", "1", "--ways", "full", "k=100"
+    first = run(tmp_path / "first.json", *one)
+    assert len(first["cells"]) == 1
+    files = [tmp_path / f"{number}.json" for number in range(2)]
+    for number, file in enumerate(files):  # both files contain the cell of the first
+        more = "--part", f"{number}/2", "--from", str(tmp_path / "first.json")
+        run(file, *some, *more)
+    assert len(asked) == 4
+    joined = run(tmp_path / "joined.json", *some, "--from", *map(str, files), "--seconds", "0")
+    assert len(asked) == 4
+    assert len(joined["cells"]) == 4
+    base, other = joined["summary"][-2:]
+    assert (base["way"], base["score"], base["prompts"]) == ("full", 1, 4)
+    assert "difference" not in base
+    assert (other["way"], other["score"], other["difference"]) == ("k=100", 0.5, -0.5)
+    assert other["low"] < -0.5 < other["high"]
+    assert (base["rows"], other["rows"]) == (None, 100)
+
+
+def test_a_run_continues_its_own_file_and_measures_only_missing_ways(asked, tmp_path):
+    some = "--tasks", "needle", "copy", "--tries", "1", "--ways", "full", "k=100"
+    run(tmp_path / "out.json", *some)
+    asked.clear()
+    assert len(run(tmp_path / "out.json", *some)["cells"]) == 2
+    assert not asked
+    found = run(tmp_path / "out.json", *some, "auto")
+    assert asked == [("needle", 400, 0, "auto:0.1"), ("copy", 400, 0, "auto:0.1")]
+    assert found["ways"] == ["full", "k=100", "auto:0.1"]
+    assert [*found["cells"][0]["scores"]] == ["full", "k=100", "auto:0.1"]
+
+
+def test_time_ends_before_the_next_prompt(asked, tmp_path, monkeypatch):
+    times = iter([0.0, 1.0, 1.5, 99.0])
+    monkeypatch.setattr(paired_answers.time, "monotonic", lambda: next(times))
+    some = "--tasks", "needle", "copy", "--tries", "1", "--ways", "full", "--seconds", "9"
+    assert len(run(tmp_path / "out.json", *some)["cells"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--index", "pariskv:preset=fast"], "index='pariskv', allowed is 'pariskv:preset=fast'"),
+        (["--lora", "other"], "lora=None, allowed is 'other'"),
+    ],
+)
+def test_results_of_other_settings_raise(asked, tmp_path, given, words):
+    one = "--tasks", "needle", "--tries", "1", "--ways", "full"
+    run(tmp_path / "one.json", *one)
+    with pytest.raises(SystemExit, match=words):
+        run(tmp_path / "two.json", *one, "--from", str(tmp_path / "one.json"), *given)
+
+
+def test_results_of_the_earlier_format_are_taken_over(asked, tmp_path):
+    (tmp_path / "earlier.json").write_text(json.dumps(EARLIER))
+    given = "--tasks", "copy", "--tries", "1", "--ways", "k=100", "full", "--from"
+    found = run(tmp_path / "out.json", *given, str(tmp_path / "earlier.json"))
+    assert asked == [("copy", 400, 0, "full")]
+    [cell] = found["cells"]
+    assert cell["scores"] == {"k=100": 1.0, "sparse:k=100": 0.5, "full": 1.0}
+    assert found["ways"] == ["k=100", "full", "sparse:k=100"]
+    assert [one["difference"] for one in found["summary"][1:3]] == [0, -0.5]
+    assert len(found["machines"]) == 2
+    assert found["machine"] == MACHINE
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("full", "full"),
+        ("k=64", "k=64"),
+        ("auto", "auto:0.1"),
+        ("auto:.05", "auto:0.05"),
+        ("exact", "exact:100"),
+        ("exact:16", "exact:16"),
+        ("sparse", "sparse:k=100"),
+        ("sparse:auto", "sparse:auto:0.1"),
+        ("sparse:full", "sparse:full"),
+    ],
+)
+def test_names_of_ways(text, name):
+    made = paired.way(text)
+    assert str(made) == name
+    assert paired.way(name) == made
+
+
+@pytest.mark.parametrize(
+    "text", ["", "k", "k=0", "k=x", "auto:0", "auto:x", "exact:-1", "full:2", "dense", "sparse:"]
+)
+def test_a_way_that_does_not_exist(text):
+    with pytest.raises(ArgumentTypeError, match=f"ways: got '{text}', allowed is full, k=N"):
+        paired.way(text)
+
+
+@pytest.mark.parametrize("text", ["4/4", "-1/2", "half"])
+def test_a_part_that_does_not_exist(text):
+    with pytest.raises(ArgumentTypeError, match="allowed is 0/N to N-1/N"):
+        paired.part(text)
+
+
+def test_the_table_compares_ways_with_the_first(monkeypatch):
+    monkeypatch.setattr("benchmarks.reporting.paired.stored_like", lambda name, one: [one])
+    scores = [{"full": 1.0, "auto:0.1": 1.0}, {"full": 1.0, "auto:0.1": 0.5}, {"full": 0.0}]
+    cells = [
+        dict(task="copy", tokens=tokens, seed=0, scores=some, rows={"auto:0.1": 120.0 + tokens})
+        for tokens, some in zip((400, 800, 800), scores, strict=True)
+    ]
+    ways = ["full", "auto:0.1"]
+    about = dict(model="a/tiny.gguf", lora="lora", index="pariskv", dtype="float32", ways=ways)
+    about |= dict(machine=MACHINE, summary=[*paired.summary(cells, ways)], cells=cells)
+    page = report.TABLES["paired_answers"](about)
+    assert "tiny with lora, in float32" in page
+    assert (
+        "| tokens | decode steps with | prompts | rows | correct | minus full attention |" in page
+    )
+    assert "| 400 | full attention | 1 |  | 100.0 |  |" in page
+    line = '| 400 | `k="auto"`, `error=0.1` | 1 | 520 | 100.0 | +0.0 (+0.0 to +0.0) |'
+    assert line in page
+    assert "| 800 | full attention | 2 |  | 50.0 |  |" in page
+    assert '| 800 | `k="auto"`, `error=0.1` | 1 | 920 | 50.0 | -50.0 (-50.0 to -50.0) |' in page
+    assert '| all | `k="auto"`, `error=0.1` | 2 | 720 | 75.0 | -25.0 (-50.0 to +0.0) |' in page
+    assert page.endswith("with torch 2 and transformers 5.")
+
+
+def test_the_tables_read_the_earlier_format():
+    page = report.TABLES["sparse_answers"](EARLIER)
+    assert "| 400 | 1 | 100.0% | 50.0% | -50.0 (-50.0 to -50.0) |" in page
+    assert "with k = 100." in page
+    page = report.TABLES["sparse_answers"](paired.converted(EARLIER))
+    assert "| all | 1 | 100.0% | 50.0% | -50.0 (-50.0 to -50.0) |" in page
