@@ -16,9 +16,10 @@ Ways with the same kind of prompt and the same index share one session, which re
 each way continues a fork of it. Only `exact` reads the prompt again, because it has its own index.
 On a GPU, `--index pariskv:store=device` stores rows there, which makes `full` faster.
 
-The result has, for each prompt, the score of every way, and the mean number of rows that a step has
-retrieved per KV head. The summary has the mean scores, by length and together, and their
-differences from the first way, with 95% intervals (a bootstrap over prompts).
+The result has, for each prompt, the score of every way, the mean number of rows that a step has
+retrieved per KV head, and with `auto` how often this was the largest number, 1,024. The summary has
+the mean scores, by length and together, and their differences from the first way, with 95%
+intervals (a bootstrap over prompts).
 
 `--part 0/4` measures every fourth prompt, so that several processes can share the work. No prompt
 is begun after `--seconds` seconds. The results are written after each prompt. If the file of
@@ -94,7 +95,7 @@ def answers(decoder: Decoder, tokenizer: Any, key: Key, ways: list[Way], index: 
     instance = tasks.make(task, tokenizer, tokens=tokens, seed=seed)
     question = instance.questions[0]
     prompt = torch.cat([instance.context, question.ids])
-    cell: Cell = dict(task=task, tokens=tokens, seed=seed, scores={}, rows={})
+    cell: Cell = dict(task=task, tokens=tokens, seed=seed, **{name: {} for name in paired.BY_WAY})
     groups: dict[tuple[str | None, bool], list[Way]] = {}
     for one_way in ways:
         groups.setdefault((index_of(one_way, index), one_way.sparse), []).append(one_way)
@@ -110,6 +111,8 @@ def answers(decoder: Decoder, tokenizer: Any, key: Key, ways: list[Way], index: 
             cell["scores"][str(one_way)] = instance.score(0, made.text)
             if (rows := mean_rows(fork)) is not None:
                 cell["rows"][str(one_way)] = rows
+            if one_way.error is not None and (found := fork.report().rows_found) is not None:
+                cell["ceiling"][str(one_way)] = found.ceiling
     return cell
 
 

@@ -24,8 +24,12 @@ SPARSE = "sparse:"
 Result = dict[str, Any]
 
 Cell = dict[str, Any]
-"""The answers to one prompt: its `task`, number of `tokens` and `seed`, and by the names of ways
-the `scores`, and the mean `rows` that a decode step has retrieved per KV head."""
+"""The answers to one prompt: its `task`, number of `tokens` and `seed`, and the fields `BY_WAY`."""
+
+BY_WAY = ("scores", "rows", "ceiling")
+"""Fields of a cell that contain numbers by the names of ways: the score of the answer; the mean
+number of rows that decode steps have retrieved per KV head, if any has searched; and for
+`k="auto"`, the fraction of KV heads and steps with the largest number of rows."""
 
 Key = tuple[str, int, int]
 """A prompt: its task, its number of tokens, and its seed."""
@@ -125,8 +129,8 @@ def converted(result: Result) -> Result:
     cells = [
         {
             **{name: cell[name] for name in ("task", "tokens", "seed")},
+            **{name: {} for name in BY_WAY},
             "scores": {new: cell[old] for old, new in ways.items()},
-            "rows": {},
         }
         for cell in result["cells"]
     ]
@@ -134,7 +138,7 @@ def converted(result: Result) -> Result:
     for line in result["summary"]:
         for old, new in ways.items():
             same = {name: line[name] for name in ("tokens", "prompts")}
-            made = same | {"way": new, "score": line[old], "rows": None}
+            made = same | {"way": new, "score": line[old], "rows": None, "ceiling": None}
             if old == "sparse":
                 made |= {name: line[name] for name in ("difference", "low", "high")}
             lines.append(made)
@@ -150,8 +154,8 @@ def merged(cells: Iterable[Cell]) -> dict[Key, Cell]:
     """
     found: dict[Key, Cell] = {}
     for cell in cells:
-        same = found.setdefault(key(cell), {**cell, "scores": {}, "rows": {}})
-        for name in ("scores", "rows"):
+        same = found.setdefault(key(cell), {**cell, **{name: {} for name in BY_WAY}})
+        for name in BY_WAY:
             same[name] |= {way: one for way, one in cell[name].items() if way not in same[name]}
     return found
 
@@ -165,9 +169,9 @@ def measured(cells: Sequence[Cell], order: Sequence[str] = ()) -> list[str]:
 def summary(cells: Sequence[Cell], ways: Sequence[str]) -> Iterator[Result]:
     """Yield a line for each length and way, and then for each way over all lengths.
 
-    A line has the mean score and, if known, the mean number of rows. All ways but the first also
-    have the mean difference from the first, over prompts with answers of both, and its 95%
-    interval (a bootstrap over prompts).
+    A line has the mean score, and the means of rows and ceiling over prompts, or None if they are
+    not known. All ways but the first also have the mean difference from the first, over prompts
+    with answers of both, and its 95% interval (a bootstrap over prompts).
 
     Args:
         cells: Cells of different prompts.
@@ -180,10 +184,9 @@ def summary(cells: Sequence[Cell], ways: Sequence[str]) -> Iterator[Result]:
             having = [cell for cell in some if name in cell["scores"]]
             if not having:
                 continue
-            rows = [cell["rows"][name] for cell in having if name in cell["rows"]]
-            score = sum(cell["scores"][name] for cell in having) / len(having)
-            line = dict(tokens=tokens, way=name, prompts=len(having), score=score)
-            line["rows"] = sum(rows) / len(rows) if rows else None
+            score, rows, ceiling = (_mean(having, field, name) for field in BY_WAY)
+            line: Result = dict(tokens=tokens, way=name, prompts=len(having), score=score)
+            line |= dict(rows=rows, ceiling=ceiling)
             pairs = [
                 one["scores"] for one in having if name != ways[0] and ways[0] in one["scores"]
             ]
@@ -191,3 +194,9 @@ def summary(cells: Sequence[Cell], ways: Sequence[str]) -> Iterator[Result]:
                 low, high = bootstrap(off)
                 line |= dict(difference=sum(off) / len(off), low=low, high=high, pairs=len(off))
             yield line
+
+
+def _mean(cells: Sequence[Cell], field: str, way: str) -> float | None:
+    """Return the mean of a field of `BY_WAY` over the cells that have it for a way, or None."""
+    known = [cell[field][way] for cell in cells if way in cell[field]]
+    return sum(known) / len(known) if known else None

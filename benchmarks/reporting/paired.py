@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks.common.paired import converted, way
 from benchmarks.reporting.answers import points
 from benchmarks.reporting.parts import Result, machine, named, stored_like, table
+from kvindex.layer.arguments import AUTO_ROWS
 
 
 def paired_answers(result: Result) -> str:
@@ -23,6 +24,7 @@ def one(result: Result) -> str:
             way(line["way"]).described,
             f"{line['prompts']:,}",
             "" if line["rows"] is None else f"{line['rows']:.0f}",
+            "" if line["ceiling"] is None else f"{line['ceiling']:.1%}",
             f"{100 * line['score']:.1f}",
             points(line) if "difference" in line else "",
         )
@@ -34,12 +36,14 @@ def one(result: Result) -> str:
         f"{named(result['model'], result['lora'])}, in {result['dtype']}, answered the same "
         f"questions in several ways, with the index `{result['index']}`. The tasks are "
         f"{', '.join(f'`{task}`' for task in tasks)}. *Rows* is the mean number of rows that a "
-        "decode step retrieves per KV head, over layers, steps and prompts. *Correct* is the mean "
+        "decode step retrieves per KV head, over layers, steps and prompts. *Ceiling* is the "
+        f"fraction of KV heads and steps that retrieve {AUTO_ROWS:,} rows, the largest number with "
+        '`k="auto"`. *Correct* is the mean '
         f"score in percent. The last column is the difference from {base} in percentage points, "
         "over prompts that were answered in both ways, with its 95% interval (a bootstrap over "
         "prompts)."
     )
-    head = ("tokens", "decode steps with", "prompts", "rows", "correct", f"minus {base}")
+    head = ("tokens", "decode steps with", "prompts", "rows", "ceiling", "correct", f"minus {base}")
     machines = result.get("machines", [result["machine"]])
     where = dict.fromkeys(machine({"machine": each}) for each in machines)
     return "\n\n".join([about, table(head, rows), " ".join(where)])

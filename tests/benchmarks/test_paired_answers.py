@@ -40,7 +40,8 @@ def asked(tiny, monkeypatch):
         names = [*map(str, ways)]
         asked.append((*key, *names))
         known = scores[key[0]] | {"auto:0.1": 1.0}
-        found = {"scores": {name: known[name] for name in names}, "rows": {"k=100": 100.0}}
+        found = {"scores": {name: known[name] for name in names}}
+        found |= {"rows": {"k=100": 100.0}, "ceiling": {}}
         return dict(zip(("task", "tokens", "seed"), key, strict=True)) | found
 
     monkeypatch.setattr(paired_answers, "answers", answers)
@@ -72,6 +73,8 @@ def test_each_prompt_is_read_once_and_answered_in_each_way(tiny, tmp_path, monke
     assert [rows[name] for name in ("k=100", "exact:100", "sparse:k=100")] == [100, 100, 100]
     assert 16 <= rows["auto:0.3"] <= 1024
     assert rows["auto:0.3"] != 100
+    assert [*cell["ceiling"]] == ["auto:0.3"]
+    assert 0 <= cell["ceiling"]["auto:0.3"] < 1
     assert found["machine"]["device"] == "cpu"
     assert "machines" not in found
 
@@ -216,7 +219,10 @@ def test_the_table_compares_ways_with_the_first(monkeypatch):
     monkeypatch.setattr("benchmarks.reporting.paired.stored_like", lambda name, one: [one])
     scores = [{"full": 1.0, "auto:0.1": 1.0}, {"full": 1.0, "auto:0.1": 0.5}, {"full": 0.0}]
     cells = [
-        dict(task="copy", tokens=tokens, seed=0, scores=some, rows={"auto:0.1": 120.0 + tokens})
+        dict(
+            **dict(task="copy", tokens=tokens, seed=0, scores=some),
+            **dict(rows={"auto:0.1": 120.0 + tokens}, ceiling={"auto:0.1": tokens / 10_000}),
+        )
         for tokens, some in zip((400, 800, 800), scores, strict=True)
     ]
     ways = ["full", "auto:0.1"]
@@ -224,15 +230,14 @@ def test_the_table_compares_ways_with_the_first(monkeypatch):
     about |= dict(machine=MACHINE, summary=[*paired.summary(cells, ways)], cells=cells)
     page = report.TABLES["paired_answers"](about)
     assert "tiny with lora, in float32" in page
-    assert (
-        "| tokens | decode steps with | prompts | rows | correct | minus full attention |" in page
-    )
-    assert "| 400 | full attention | 1 |  | 100.0 |  |" in page
-    line = '| 400 | `k="auto"`, `error=0.1` | 1 | 520 | 100.0 | +0.0 (+0.0 to +0.0) |'
-    assert line in page
-    assert "| 800 | full attention | 2 |  | 50.0 |  |" in page
-    assert '| 800 | `k="auto"`, `error=0.1` | 1 | 920 | 50.0 | -50.0 (-50.0 to -50.0) |' in page
-    assert '| all | `k="auto"`, `error=0.1` | 2 | 720 | 75.0 | -25.0 (-50.0 to +0.0) |' in page
+    columns = "prompts | rows | ceiling | correct | minus full attention |"
+    assert f"| tokens | decode steps with | {columns}" in page
+    assert "| 400 | full attention | 1 |  |  | 100.0 |  |" in page
+    auto = '`k="auto"`, `error=0.1`'
+    assert f"| 400 | {auto} | 1 | 520 | 4.0% | 100.0 | +0.0 (+0.0 to +0.0) |" in page
+    assert "| 800 | full attention | 2 |  |  | 50.0 |  |" in page
+    assert f"| 800 | {auto} | 1 | 920 | 8.0% | 50.0 | -50.0 (-50.0 to -50.0) |" in page
+    assert f"| all | {auto} | 2 | 720 | 6.0% | 75.0 | -25.0 (-50.0 to +0.0) |" in page
     assert page.endswith("with torch 2 and transformers 5.")
 
 

@@ -119,7 +119,10 @@ def test_the_error_may_determine_the_number_of_rows(model, tmp_path):
     assert few["rows_found"] == 20 < auto["rows_found"] <= 98
     assert auto["kl"] != few["kl"]
     assert texts[Key(TEXT, 110, "pariskv", "auto:2")]["rows_found"] < auto["rows_found"]
+    answers = {key.k: one for key, one in both.of(ANSWERS) if key.seed == 0}
     assert len([key for key, _ in both.of(ANSWERS) if key.k == "auto"]) == 2
+    assert "rows_found" not in answers[20]
+    assert 16 <= answers["auto:2"]["rows_found"] < answers["auto"]["rows_found"] <= 98
     summary = json.loads(json.dumps(summarize(SETTINGS, both)))
     assert [row["k"] for row in summary["text"]] == [None, 20, "auto", "auto:2"]
     assert {row["k"] for row in summary["accuracy"]} == {None, 20, "auto", "auto:2"}
@@ -128,6 +131,13 @@ def test_the_error_may_determine_the_number_of_rows(model, tmp_path):
     assert "pariskv, k = auto" in panels(summary)[0].lines
     made = tables(summary)
     assert any(cell.text == "auto" for row in made[0].rows for cell in row)
+    (row,) = [
+        r for r in summary["accuracy"] if (r["k"], r["task"], r["tokens"]) == ("auto", None, None)
+    ]
+    both_rows = [one["rows_found"] for key, one in both.of(ANSWERS) if key.k == "auto"]
+    assert row["rows_found"] == pytest.approx(sum(both_rows) / 2)
+    notes = [cell.note for row in made[0].rows for cell in row]
+    assert sum(note.endswith(f", {row['rows_found']:.0f} rows") for note in notes) >= 1
 
 
 def test_an_index_that_cannot_predict_errors_is_a_failure(model, tmp_path):

@@ -97,6 +97,16 @@ def test_uniform_attention_takes_the_ceiling_and_reports_it(model):
     assert found.by_layer[0] == 64
     assert found.p99 == 64
     assert f"{found.p99} at the 99th percentile" in str(found)
+    assert found.ceiling >= 0.5  # one of the two layers
+    assert f"; {found.ceiling:.1%} took as many as k allows" in str(found)
+
+
+def test_the_ceiling_is_not_reported_if_no_head_takes_it(model):
+    with kvhf.attach(model, **AUTO | dict(error=1e3)) as cache:
+        steps(model, cache, prompt(1, sum(SIZES)), SIZES)
+        found = cache.report().rows_found
+    assert (found.mean, found.ceiling) == (16, 0)
+    assert str(found).endswith("16 at the 99th percentile")
 
 
 def test_a_fork_continues_with_the_measured_sizes(model):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -53,17 +54,22 @@ class InstanceReading:
     def through(self, indexed: Indexed, k: int | str) -> Record:
         """Answer the questions with an index, and return the scores and answers.
 
+        If `k` is "auto", the result also has the mean number of rows that steps have retrieved.
+
         Args:
             indexed: A model with an index that contains the context.
             k: Number of tokens that each decode step retrieves per KV head, or "auto".
         """
-        answers = []
+        answers, rows = [], list[float]()
         for chunk, draft, limit in self._asked:
             with indexed.branch(k):
                 logits = indexed.read(chunk)
                 first = draft[0] if logits is None else int(logits.argmax())
                 answers.append(checked(indexed, first, draft, limit))
-        return self._record(answers)
+                found = indexed.cache.report().rows_found
+                rows += [] if found is None else [found.mean]
+        record = self._record(answers)
+        return record | {"rows_found": fmean(rows)} if rows else record
 
     def _record(self, answers: list[list[int]]) -> Record:
         texts = [_text(self._tokenizer, ids) for ids in answers]

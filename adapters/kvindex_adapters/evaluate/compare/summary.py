@@ -51,7 +51,7 @@ Instances = dict[tuple[Any, int, Any], float]
 
 def summarize(settings: Settings, records: Records) -> dict[str, Any]:
     """Make the content of the file `results.json`, which docs/adapters/compare.md describes."""
-    answers = _answers(records)
+    answers, found = _answers(records), _rows_found(records)
     bases = _bases(list(answers))
     differences = [row for base in bases for row in _differences(answers, base)]
     return {
@@ -60,7 +60,9 @@ def summarize(settings: Settings, records: Records) -> dict[str, Any]:
         "machines": records.machines,
         "tasks": {task: _asks(task) for task in _sorted(answers, 0)},
         "tokens": _sorted(answers, 1),
-        "accuracy": [row for who in answers for row in _accuracy(who, answers[who])],
+        "accuracy": [
+            row for who in answers for row in _accuracy(who, answers[who], found.get(who, {}))
+        ],
         "differences": _corrected(differences),
         "rows_needed": _rows_needed(differences),
         "text": _texts(records),
@@ -80,6 +82,16 @@ def _answers(records: Records) -> dict[Who, Instances]:
         fraction = sum(record["scores"]) / len(record["scores"])
         found.setdefault((str(key.index), key.k), {})[key.task, key.tokens, key.seed] = fraction
     return {who: dict(sorted(instances.items())) for who, instances in found.items()}
+
+
+def _rows_found(records: Records) -> dict[Who, Instances]:
+    """Return how many rows the steps of answers have retrieved, if searches choose the number."""
+    found: dict[Who, Instances] = {}
+    for key, record in records.of(ANSWERS):
+        if "rows_found" in record:
+            rows = found.setdefault((str(key.index), key.k), {})
+            rows[key.task, key.tokens, key.seed] = record["rows_found"]
+    return found
 
 
 def _asks(task: str) -> str:
@@ -111,11 +123,13 @@ def _scopes(instances: Instances) -> Iterator[tuple[str | None, int | None, list
             yield task, tokens, some
 
 
-def _accuracy(who: Who, instances: Instances) -> Iterator[Row]:
+def _accuracy(who: Who, instances: Instances, rows: Instances) -> Iterator[Row]:
     for task, tokens, some in _scopes(instances):
         scores = [instances[of] for of in some]
         about = {**_of(who), "task": task, "tokens": tokens, "count": len(some)}
-        yield {**about, "accuracy": sum(scores) / len(some), **_ends(wilson(scores))}
+        about |= {"accuracy": sum(scores) / len(some), **_ends(wilson(scores))}
+        known = [rows[of] for of in some if of in rows]
+        yield about | {"rows_found": sum(known) / len(known)} if known else about
 
 
 def _bases(all_of: list[Who]) -> list[str]:

@@ -383,6 +383,8 @@ def _accuracy(row: Row | None) -> Cell:
     if row is None:
         return EMPTY
     note = f"{_range(row, '', '{:.0%}')}, n = {row['count']}"
+    if "rows_found" in row:
+        note += f", {row['rows_found']:.0f} rows"
     return Cell(f"{row['accuracy']:.1%}", row["accuracy"], note, shade=row["accuracy"])
 
 

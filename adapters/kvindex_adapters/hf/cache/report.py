@@ -13,6 +13,7 @@ import torch
 
 from kvindex.core.capability import capability
 from kvindex.core.protocol import KVIndex, Placement, PlacesRows
+from kvindex.core.protocol.results import MOST_FOUND
 from kvindex.core.ranks import Ranks
 from kvindex.layer import AttentionLayer
 from kvindex.layer.output_scale import FEWEST
@@ -29,17 +30,21 @@ class RowsFound:
         mean: Mean over layers, KV heads and steps.
         p99: 99th percentile.
         by_layer: Mean of each layer that has searched, in the order of the layers.
+        ceiling: Fraction of KV heads and steps with the largest number of rows. Their expected
+            error may be above the allowed one.
     """
 
     mean: float
     p99: int
     by_layer: tuple[float, ...]
+    ceiling: float = 0.0
 
     def __str__(self) -> str:
         low, high = min(self.by_layer), max(self.by_layer)
+        most = f"; {self.ceiling:.1%} took as many as k allows" if self.ceiling else ""
         return (
             f"searches found {self.mean:.0f} rows per KV head on average ({low:.0f} to {high:.0f} "
-            f"by layer), and {self.p99} at the 99th percentile"
+            f"by layer), and {self.p99} at the 99th percentile{most}"
         )
 
 
@@ -239,7 +244,7 @@ def sum_up(layers: Sequence[AttentionLayer], indexed: int, other: int | None = N
         indexed=max((len(layer.index) for layer in layers), default=0),
         coverage=float(sum(float(part.coverage) for part in traffic)) / steps if covered else None,
         k=max((layer.k for layer in layers), default=0),
-        rows_found=rows_found(traffic),
+        rows_found=rows_found(traffic, max((layer.k for layer in layers), default=0)),
         placement=_together([layer.index for layer in layers]),
         prefill_fraction=fmean(sparse) if sparse else None,
         rank=place,
@@ -248,10 +253,12 @@ def sum_up(layers: Sequence[AttentionLayer], indexed: int, other: int | None = N
     )
 
 
-def rows_found(traffic: Iterable[Traffic]) -> RowsFound | None:
+def rows_found(traffic: Iterable[Traffic], most: int) -> RowsFound | None:
     """Sum up how many rows searches have returned, or return None if this was not counted.
 
-    traffic: the counts of each layer.
+    Args:
+        traffic: The counts of each layer.
+        most: Largest number of rows that a search may return.
     """
     counted = [part.found.cpu() for part in traffic if part.found is not None]
     counted = [found for found in counted if found.any()]
@@ -261,7 +268,9 @@ def rows_found(traffic: Iterable[Traffic]) -> RowsFound | None:
     total = torch.stack(counted).sum(0)
     reached = (total.cumsum(0) >= 0.99 * total.sum()).int().argmax()
     means = tuple(float(found @ rows) / int(found.sum()) for found in counted)
-    return RowsFound(float(total @ rows) / int(total.sum()), int(reached), means)
+    searches = int(total.sum())
+    ceiling = int(total[min(most, MOST_FOUND) :].sum()) / searches
+    return RowsFound(float(total @ rows) / searches, int(reached), means, ceiling)
 
 
 def _plain_nbytes(layer: AttentionLayer) -> int:
