@@ -216,18 +216,20 @@ RULES = {
     "inflated": "the same, inflated",
     "larger": "the larger of the first and the third",
     "mass": "the first, plus the squared sum of the others' weights",
+    "tempered": "the first, for tempered weights with their bias",
 }
 """Name of a rule of `comparing.missed` -> its words in a table."""
 
 
 def missed(result: Result) -> str:
-    """Make a table of the rules that predict the error of keys that are no candidates."""
+    """Make a table of the rules that predict the error of sampled rows."""
     rows = []
     some = [cell for cell in result["cells"] if cell["error"] == 0.1]
     first: dict[tuple[int, str], Result] = {}
     for cell in some:
         known = first.setdefault((cell["tokens"], cell["text"]), cell)
-        ways = [dict(known, factor=1.0), *known["stricter"]]
+        ways = [dict(known, factor=1.0), *known["others"]]
+        ways.sort(key=lambda way: -way["factor"])
         equal = next((way for way in ways if way["over"] <= cell["over"]), None)
         words = (
             "none"
@@ -250,7 +252,7 @@ def missed(result: Result) -> str:
         f"of {named(result['model'], result['lora'])}. *Rows* is the mean number of rows per KV "
         "head. *Above* is the fraction of KV heads and steps whose true error is above the allowed "
         "one; *worst decile* is the same among the tenth of the predictions where it is largest. "
-        "The last column shows how many rows the first rule takes with a smaller `error` if it is "
+        "The last column shows how many rows the first rule takes with another `error` if it is "
         "at most as often above 0.1. The votes' error has a standard deviation of "
         f"{spread[0]:.2f} to {spread[-1]:.2f} nats in these layers; inflated weights assume "
         f"{result['residual']} nats."

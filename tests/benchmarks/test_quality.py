@@ -11,6 +11,7 @@ from benchmarks.comparing.layers import Layer
 from benchmarks.comparing.measure import measure, truths
 from benchmarks.comparing.truth import Setting
 from kvindex.indexes.exact import Exact
+from kvindex.ops import priority
 from kvindex.pariskv import row_budget
 from tests.benchmarks.running import MACHINE, ran
 
@@ -143,13 +144,14 @@ def test_rules_for_missed_keys_are_compared(tiny, monkeypatch):
     monkeypatch.setattr(missed, "AUTO_ROWS", 64)
     monkeypatch.setattr(row_budget, "candidates", lambda config, counts, k: counts // 4)
     result = ran(quality.main, ["missed", *texts, *sizes, *model], monkeypatch)
-    first, votes, inflated, larger, mass = result["cells"][:5]
-    assert [cell["rule"] for cell in result["cells"][:5]] == list(missed.RULES)
+    first, votes, inflated, larger, mass, tempered = result["cells"][:6]
+    assert [cell["rule"] for cell in result["cells"][:6]] == list(missed.RULES)
     assert votes["rows"] <= inflated["rows"] <= larger["rows"]
     assert first["rows"] <= min(larger["rows"], mass["rows"])
+    assert tempered["rows"] <= first["rows"]
     assert len(first["deciles"]) == 10
-    assert [way["factor"] for way in first["stricter"]] == missed.FACTORS
-    assert first["stricter"][0]["rows"] <= first["stricter"][-1]["rows"] <= 64
+    assert [way["factor"] for way in first["others"]] == missed.FACTORS
+    assert first["others"][0]["rows"] <= first["others"][-1]["rows"] <= 64
     assert "| the same, inflated |" in report.TABLES["missed"](result)
 
 
@@ -164,6 +166,32 @@ def test_weights_of_votes_are_those_of_exact_sums():
         assert found[0, at].item() == pytest.approx(sum(want), rel=1e-5)
     inflated = missed.missed(2 * logs, logs, chances, thresholds, 1.0)
     torch.testing.assert_close(inflated, found * math.exp(2))
+
+
+def test_the_error_of_tempered_weights_is_that_of_samples():
+    """Tokens are sampled independently, and weights are divided by the expected sum."""
+    torch.manual_seed(0)
+    weights = (torch.randn(1, 2, 40) - 1).log_softmax(-1) + math.log(0.7)
+    chances = torch.linspace(0.05, 1.0, 40)
+    resident = torch.tensor([0.2, 0.1]).log().expand(1, 2, 2)
+    counts = [9, 10**12]  # the second power is 1: nearly no bias
+    every = torch.zeros(1, 40)
+    totals = chances.log().expand(1, 2, 40)
+    found = missed.tempered(weights, every, totals, counts, resident)[0]
+    for count, want in zip(counts, found, strict=True):
+        tempering = chances.pow(-priority.temper(count))
+        seen = (torch.rand(40_000, 1, 40) < chances) * tempering * weights[0].exp()
+        total = (chances * tempering * weights[0].exp()).sum(-1) + 0.3
+        errors = (seen / total[:, None] - weights[0].exp()).square().sum(-1)
+        errors += (0.2**2 + 0.1**2) * (1 / total - 1) ** 2
+        assert errors.sum(-1).mean().item() == pytest.approx(want.item(), rel=0.03)
+    exact = ((2 * weights[0]).exp() * (1 / chances - 1)).sum()
+    assert found[1].item() == pytest.approx(exact.item(), rel=1e-3)
+    # a candidate that was sampled with probability 1/2 represents two tokens
+    twice = [torch.cat([part, part], -1) for part in (weights - math.log(2), every, totals)]
+    both = missed.tempered(*twice, counts, resident)
+    one = missed.tempered(weights - math.log(2), every - math.log(2), totals, counts, resident)
+    torch.testing.assert_close(one, both)
 
 
 def test_a_smaller_allowed_error_finds_more_rows(tiny, monkeypatch):
