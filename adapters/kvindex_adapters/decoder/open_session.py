@@ -98,8 +98,9 @@ class OpenSession(Session):
             other._attentions = deepcopy(self._attentions)
             other._position, other.token = self._position.clone(), self.token.clone()
         if k is not None or error is not None:
-            for layer in other._indexed():
-                layer.retrieve(layer.k if k is None else k, error=error)
+            for layer in other._attentions:
+                if isinstance(layer, AttentionLayer):
+                    layer.retrieve(layer.k if k is None else k, error=error)
         return other
 
     def truncate(self, length: int) -> None:
