@@ -138,7 +138,8 @@ def converted(result: Result) -> Result:
     for line in result["summary"]:
         for old, new in ways.items():
             same = {name: line[name] for name in ("tokens", "prompts")}
-            made = same | {"way": new, "score": line[old], "rows": None, "ceiling": None}
+            made = {"task": None, **same, "way": new, "score": line[old]}
+            made |= {"rows": None, "ceiling": None}
             if old == "sparse":
                 made |= {name: line[name] for name in ("difference", "low", "high")}
             lines.append(made)
@@ -167,7 +168,7 @@ def measured(cells: Sequence[Cell], order: Sequence[str] = ()) -> list[str]:
 
 
 def summary(cells: Sequence[Cell], ways: Sequence[str]) -> Iterator[Result]:
-    """Yield a line for each length and way, and then for each way over all lengths.
+    """Yield a line for each length and way, then for all lengths together, and for each task.
 
     A line has the mean score, and the means of rows and ceiling over prompts, or None if they are
     not known. All ways but the first also have the mean difference from the first, over prompts
@@ -177,16 +178,19 @@ def summary(cells: Sequence[Cell], ways: Sequence[str]) -> Iterator[Result]:
         cells: Cells of different prompts.
         ways: Names of ways.
     """
-    lengths = sorted({cell["tokens"] for cell in cells})
-    for tokens in (*lengths, None):
-        some = [cell for cell in cells if tokens in (None, cell["tokens"])]
+    lengths, tasks = (sorted({cell[name] for cell in cells}) for name in ("tokens", "task"))
+    scopes = [(tokens, None) for tokens in (*lengths, None)]
+    scopes += [(None, task) for task in tasks if len(tasks) > 1]
+    for tokens, task in scopes:
+        some = [one for one in cells if tokens in (None, one["tokens"])]
+        some = [one for one in some if task in (None, one["task"])]
         for name in ways:
             having = [cell for cell in some if name in cell["scores"]]
             if not having:
                 continue
             score, rows, ceiling = (_mean(having, field, name) for field in BY_WAY)
-            line: Result = dict(tokens=tokens, way=name, prompts=len(having), score=score)
-            line |= dict(rows=rows, ceiling=ceiling)
+            line: Result = dict(tokens=tokens, task=task, way=name, prompts=len(having))
+            line |= dict(score=score, rows=rows, ceiling=ceiling)
             pairs = [
                 one["scores"] for one in having if name != ways[0] and ways[0] in one["scores"]
             ]

@@ -369,7 +369,7 @@ def measured(
     for error in given.error:
         for rule, some in every.items():
             cells.append(dict(error=error, rule=rule, **summed(true[0], some, true[1], error)))
-        cells[-len(every)]["others"] = [
+        cells[-len(every)]["stricter"] = [
             dict(factor=factor, rows=one["rows"], over=one["over"], worst=worst(one))
             for factor in FACTORS
             for one in [summed(true[0], every["candidates"], true[1], error, factor)]

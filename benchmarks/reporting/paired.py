@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from benchmarks.common.paired import converted, way
 from benchmarks.reporting.answers import points
-from benchmarks.reporting.parts import Result, machine, named, stored_like, table
+from benchmarks.reporting.parts import (
+    Result,
+    machine,
+    named,
+    some,
+    stored_like,
+    table,
+    values,
+)
 from kvindex.layer.arguments import AUTO_ROWS
 
 
@@ -17,7 +25,8 @@ def one(result: Result) -> str:
     """Make the table of one file of results, in the present or in the earlier format."""
     result = converted(result)
     base = way(result["ways"][0]).described
-    lengths = {line["tokens"] for line in result["summary"]} - {None}
+    lines = some(result["summary"], task=None)
+    lengths = {line["tokens"] for line in lines} - {None}
     rows = [
         (
             "all" if line["tokens"] is None else f"{line['tokens']:,}",
@@ -28,7 +37,7 @@ def one(result: Result) -> str:
             f"{100 * line['score']:.1f}",
             points(line) if "difference" in line else "",
         )
-        for line in result["summary"]
+        for line in lines
         if line["tokens"] is not None or len(lengths) > 1
     ]
     tasks = sorted({cell["task"] for cell in result["cells"]})
@@ -46,4 +55,18 @@ def one(result: Result) -> str:
     head = ("tokens", "decode steps with", "prompts", "rows", "ceiling", "correct", f"minus {base}")
     machines = result.get("machines", [result["machine"]])
     where = dict.fromkeys(machine({"machine": each}) for each in machines)
-    return "\n\n".join([about, table(head, rows), " ".join(where)])
+    return "\n\n".join([about, table(head, rows), *_by_task(result, base), " ".join(where)])
+
+
+def _by_task(result: Result, base: str) -> list[str]:
+    """Return a table of the differences for each task, with its text, or [] for one task."""
+    tasks = [task for task in values(result["summary"], "task") if task is not None]
+    if not tasks:
+        return []
+    rows = []
+    for name in result["ways"][1:]:
+        own = {line["task"]: line for line in some(result["summary"], way=name)}
+        cells = [points(line) if "difference" in (line := own.get(t, {})) else "" for t in tasks]
+        rows.append((way(name).described, *cells))
+    head = ("decode steps with", *(f"`{task}`" for task in tasks))
+    return [f"The same differences from {base} by task, over all lengths:", table(head, rows)]

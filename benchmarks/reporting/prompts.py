@@ -210,7 +210,8 @@ def answers(result: Result) -> str:
     """Make the table of answers after a sparse prompt, compared with a dense prompt."""
     result = converted(result)
     dense, sparse = result["ways"]
-    means = {(one["tokens"], one["way"]): f"{one['score']:.1%}" for one in result["summary"]}
+    lines = some(result["summary"], task=None)
+    means = {(one["tokens"], one["way"]): f"{one['score']:.1%}" for one in lines}
     rows = [
         (
             "all" if found["tokens"] is None else f"{found['tokens']:,}",
@@ -218,7 +219,7 @@ def answers(result: Result) -> str:
             *(means[found["tokens"], name] for name in (dense, sparse)),
             points(found),
         )
-        for found in some(result["summary"], way=sparse)
+        for found in some(lines, way=sparse)
     ]
     tasks = ", ".join(sorted({cell["task"] for cell in result["cells"]}))
     about = (

@@ -228,7 +228,7 @@ def missed(result: Result) -> str:
     first: dict[tuple[int, str], Result] = {}
     for cell in some:
         known = first.setdefault((cell["tokens"], cell["text"]), cell)
-        ways = [dict(known, factor=1.0), *known["others"]]
+        ways = [dict(known, factor=1.0), *known["stricter"]]
         ways.sort(key=lambda way: -way["factor"])
         equal = next((way for way in ways if way["over"] <= cell["over"]), None)
         words = (

@@ -127,12 +127,16 @@ def test_parts_are_joined_and_each_answer_counts_once(asked, tmp_path):
     joined = run(tmp_path / "joined.json", *some, "--from", *map(str, files), "--seconds", "0")
     assert len(asked) == 4
     assert len(joined["cells"]) == 4
-    base, other = joined["summary"][-2:]
+    base, other = (line for line in joined["summary"] if line["tokens"] is line["task"] is None)
     assert (base["way"], base["score"], base["prompts"]) == ("full", 1, 4)
     assert "difference" not in base
     assert (other["way"], other["score"], other["difference"]) == ("k=100", 0.5, -0.5)
     assert other["low"] < -0.5 < other["high"]
     assert (base["rows"], other["rows"]) == (None, 100)
+    tasks = {
+        line["task"]: line["difference"] for line in joined["summary"] if line["way"] != "full"
+    }
+    assert (tasks["copy"], tasks["needle"]) == (0, -1)
 
 
 def test_a_run_continues_its_own_file_and_measures_only_missing_ways(asked, tmp_path):
@@ -220,7 +224,7 @@ def test_the_table_compares_ways_with_the_first(monkeypatch):
     scores = [{"full": 1.0, "auto:0.1": 1.0}, {"full": 1.0, "auto:0.1": 0.5}, {"full": 0.0}]
     cells = [
         dict(
-            **dict(task="copy", tokens=tokens, seed=0, scores=some),
+            **dict(task="chain" if tokens == 400 else "copy", tokens=tokens, seed=0, scores=some),
             **dict(rows={"auto:0.1": 120.0 + tokens}, ceiling={"auto:0.1": tokens / 10_000}),
         )
         for tokens, some in zip((400, 800, 800), scores, strict=True)
@@ -238,6 +242,8 @@ def test_the_table_compares_ways_with_the_first(monkeypatch):
     assert "| 800 | full attention | 2 |  |  | 50.0 |  |" in page
     assert f"| 800 | {auto} | 1 | 920 | 8.0% | 50.0 | -50.0 (-50.0 to -50.0) |" in page
     assert f"| all | {auto} | 2 | 720 | 6.0% | 75.0 | -25.0 (-50.0 to +0.0) |" in page
+    assert "| decode steps with | `chain` | `copy` |" in page
+    assert f"| {auto} | +0.0 (+0.0 to +0.0) | -50.0 (-50.0 to -50.0) |" in page
     assert page.endswith("with torch 2 and transformers 5.")
 
 

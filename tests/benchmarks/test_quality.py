@@ -150,8 +150,8 @@ def test_rules_for_missed_keys_are_compared(tiny, monkeypatch):
     assert first["rows"] <= min(larger["rows"], mass["rows"])
     assert tempered["rows"] <= first["rows"]
     assert len(first["deciles"]) == 10
-    assert [way["factor"] for way in first["others"]] == missed.FACTORS
-    assert first["others"][0]["rows"] <= first["others"][-1]["rows"] <= 64
+    assert [way["factor"] for way in first["stricter"]] == missed.FACTORS
+    assert first["stricter"][0]["rows"] <= first["stricter"][-1]["rows"] <= 64
     assert "| the same, inflated |" in report.TABLES["missed"](result)
 
 

@@ -80,6 +80,30 @@ def test_auto_is_a_default_error_and_a_ceiling():
     assert rows_of(made) == 64
 
 
+def test_the_number_of_rows_may_change():
+    """A layer with a fixed number has measured nothing, and has not counted how many it finds."""
+    made = layer(k=10)
+    made.step(*some(1, seed=2))
+    assert made.traffic.found is None
+    made.retrieve("auto", error=0.5)
+    assert (made.k, made.error, made.measuring) == (1024, 0.5, True)
+    for step in range(FEWEST + 3):
+        made.step(*some(1, seed=10 + step))
+    assert made.traffic.steps == 1 + 3
+    assert made.traffic.found.sum() == 2 * 3
+    made.retrieve(20)
+    assert (made.k, made.error) == (20, None)
+    before = float(made.traffic.bytes_fetched)
+    made.step(*some(1, seed=3))
+    assert float(made.traffic.bytes_fetched) - before == 20 * 2 * (2 * D * 4)
+    for k, error, words in ((0, None, "k: got 0"), (5, -1.0, "error: got -1.0"), ("all", 1, "k:")):
+        with pytest.raises(ValueError, match=words):
+            made.retrieve(k, error=error)
+    assert (made.k, made.error) == (20, None)
+    with pytest.raises(ValueError, match="k: got 'auto' together with coverage"):
+        layer(k=10, coverage=0.9).retrieve("auto")
+
+
 def test_steps_attend_to_all_tokens_until_enough_outputs_are_measured():
     _, keys, values = some(N, seed=1)
     made = layer(read=0)
