@@ -157,7 +157,8 @@ def merged(cells: Iterable[Cell]) -> dict[Key, Cell]:
     for cell in cells:
         same = found.setdefault(key(cell), {**cell, **{name: {} for name in BY_WAY}})
         for name in BY_WAY:
-            same[name] |= {way: one for way, one in cell[name].items() if way not in same[name]}
+            new = cell.get(name, {}).items()
+            same[name] |= {way: number for way, number in new if way not in same[name]}
     return found
 
 

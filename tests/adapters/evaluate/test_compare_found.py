@@ -65,7 +65,8 @@ def test_recall_along_a_text_is_that_of_the_wrapper(name):
     with indexed(model, ids[:60], index=name, **REGIONS) as cache:
         cache.read(Chunk(context.ids, context.layers))
         before = [layer.index for layer in cache.layers]
-        kl, _, sums = divergence(cache, ids[60:], logits, k=5)
+        kl, _, sums, rows = divergence(cache, ids[60:], logits, k=5)
+        assert rows is None
         assert [layer.index for layer in cache.layers] == before
     assert sums.means()["recall"] == pytest.approx(want.recall_at_k, abs=1e-6)
     assert float(kl.mean()) == pytest.approx(want.kl_mean, abs=1e-6)

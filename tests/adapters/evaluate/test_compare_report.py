@@ -226,6 +226,28 @@ def test_differences_are_of_pairs(tmp_path):
     assert found["depths"][2]["accuracy"] == 0.5
 
 
+def test_the_divergence_of_exact_is_interpolated_for_as_many_rows(tmp_path):
+    """Along a power of the number of rows. Outside of the measured numbers there is no ratio."""
+    records = Records(tmp_path)
+    every = steps(random.Random(1), 1.0, 1.0)
+    for k in (25, 100, 400):  # a power of -1/2
+        kl = [one * 10 / k**0.5 for one in every["kl"]]
+        records.add(Key(TEXT, 2048, "exact", k), every | {"kl": kl, "rows_found": float(k)})
+    for error, rows in {"0.1": 100.0, "0.08": 150.0, "0.05": 400.0, "0.01": 600.0}.items():
+        records.add(Key(TEXT, 2048, "pariskv", f"auto:{error}"), every | {"rows_found": rows})
+    records.add(Key(TEXT, 4096, "pariskv", "auto"), every | {"rows_found": 100.0})
+    found = {
+        (row["k"], row["tokens"]): row.get("over_exact")
+        for row in summarize(SETTINGS, records)["text"]
+        if row["index"] == "pariskv"
+    }
+    assert found["auto:0.1", 2048] == pytest.approx(1)
+    assert found["auto:0.08", 2048] == pytest.approx(1.5**0.5)
+    assert found["auto:0.05", 2048] == pytest.approx(2)
+    assert found["auto:0.01", 2048] is None
+    assert found["auto", 4096] is None
+
+
 def test_rows_needed_are_the_least_from_which_on_few_answers_are_lost(tmp_path):
     lost = {  # number of lost answers of 50, at k = 8, 16, 32
         **{"exact": (2, 1, 0), "lucky": (0, 9, 1), "never": (9, 9, 2), "alike": (0, 0, 0)},

@@ -24,6 +24,7 @@ from kvindex_adapters.evaluate.compare.found import Found, watched
 from kvindex_adapters.evaluate.compare.memory import forget_peak, peak
 from kvindex_adapters.evaluate.compare.replay import FullAttention, Indexed
 from kvindex_adapters.evaluate.fidelity import BLOCK
+from kvindex_adapters.hf.cache.report import RowsFound
 
 TIMED, UNTIMED = 12, 4
 """Numbers of decode steps. `TIMED` steps are timed.
@@ -105,7 +106,7 @@ def dense_logits(full: FullAttention, ids: Tensor) -> Tensor:
 
 def divergence(
     indexed: Indexed, ids: Tensor, full: Tensor, *, k: int | str
-) -> tuple[Tensor, Tensor, Found]:
+) -> tuple[Tensor, Tensor, Found, RowsFound | None]:
     """Compare the predictions of a model with an index and with full attention on a text.
 
     The index is restored afterwards.
@@ -117,13 +118,15 @@ def divergence(
         k: Number of tokens to retrieve per KV head in each step, or "auto".
 
     Returns:
-        Three results: the KL divergence of the prediction with the index from that of full
+        Four results: the KL divergence of the prediction with the index from that of full
         attention, in nats, float64 `[T]`; bool `[T]`, True where the two predictions have the same
-        most likely token; and the recall and coverage of the searches.
+        most likely token; the recall and coverage of the searches; and how many tokens they have
+        found, if `k` is "auto".
     """
     with indexed.branch(k), watched(indexed.layers) as found:
         kl, same = _predictions(indexed, ids, full)
-    return kl, same, found
+        rows = indexed.cache.report().rows_found
+    return kl, same, found, rows
 
 
 def predictions(indexed: Indexed, ids: Tensor, full: Tensor, *, k: int) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -103,7 +103,9 @@ class TextReading:
             k: Number of tokens that each decode step retrieves per KV head, or "auto".
         """
         cost = continuation.cost(indexed, self._steps, k=k)
-        kl, same, found = continuation.divergence(indexed, self._steps, self._logits, k=k)
+        kl, same, found, rows = continuation.divergence(indexed, self._steps, self._logits, k=k)
+        if rows is not None:
+            cost = replace(cost, rows_found=rows.mean)
         return self._record(kl, same, {**found.means(), "weighted": found.weighted}, cost)
 
     def _record(self, kl: Tensor, same: Tensor, found: Record, cost: continuation.Steady) -> Record:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 from kvindex_adapters.evaluate import tasks
@@ -226,12 +227,44 @@ def _texts(records: Records) -> list[Row]:
     rows = []
     for (tokens, index, k), of_text in texts.items():
         best = texts.get((tokens, "exact", k), {})
+        if isinstance(k, str):
+            every = [one for (n, who, _), one in texts.items() if (n, who) == (tokens, "exact")]
+            best = _exact_at_equal_rows(of_text, every)
         exact = pooled([best[text] for text in of_text]) if best.keys() >= of_text.keys() else None
         record = pooled(list(of_text.values()))
         about = {**_of((str(index), k)), "tokens": tokens, **divergence(record, exact)}
         rows.append(about | {name: record[name] for name in (*FOUND, "weighted", *COSTS)})
         rows[-1]["key_bytes"] = record.get("key_bytes")  # older folders do not contain it
     return rows
+
+
+def _exact_at_equal_rows(
+    found: dict[str | None, Record], exact: Sequence[dict[str | None, Record]]
+) -> dict[str | None, Record]:
+    """Return the divergence of exact search for as many rows as another index has found.
+
+    It is interpolated between the two nearest numbers of rows for which exact search was measured:
+    its mean as a power of the number of rows, and the single steps linearly. A text whose number
+    of rows is outside of the measured ones is left out.
+
+    Args:
+        found: The results of the other index, by text.
+        exact: The results of exact search by text, for each number of rows.
+    """
+    interpolated = {}
+    for text, record in found.items():
+        rows = record["rows_found"]
+        own = sorted((one[text]["rows_found"], one[text]["kl"]) for one in exact if text in one)
+        for (few, more_kl), (many, less_kl) in pairwise([*own, *own[-1:]]):
+            means = [sum(kl) / len(kl) for kl in (more_kl, less_kl)]
+            if 0 < few <= rows <= many and min(means) > 0:
+                part = math.log(rows / few) / math.log(many / few) if many > few else 0.0
+                steps = [a + part * (b - a) for a, b in zip(more_kl, less_kl, strict=True)]
+                mean = means[0] ** (1 - part) * means[1] ** part
+                scale = mean / (sum(steps) / len(steps))
+                interpolated[text] = {"kl": [scale * step for step in steps]}
+                break
+    return interpolated
 
 
 def pooled(records: Sequence[Record]) -> Record:
