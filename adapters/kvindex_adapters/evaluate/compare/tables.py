@@ -327,13 +327,13 @@ def _texts(summary: dict[str, Any]) -> Table:
         "intervals of a bootstrap over blocks of neighboring steps; the same relative to exact "
         "search for as many rows; how often the most likely token is the same; coverage, the "
         "fraction of the attention weight of all rows in the index that the retrieved rows have; "
-        "recall, the fraction of the k rows with the largest logits of a query head that its KV head "
-        "retrieved, both low by design where an index samples rows and weighs them, for which KL "
-        "divergence is the measure; rows that a step attends to per KV head, and how many of them "
-        "the index retrieved (the others are the first and newest tokens); the median time of a "
-        "step that runs alone; the bytes of codes and learned parameters that the index stores per "
-        "token and KV head; the bytes that a step copies out of the stores; the size of the cache; "
-        "and the peak memory of the process."
+        "recall, the fraction of the k rows with the largest logits of a query head that its KV "
+        "head retrieved, both low by design where an index samples rows and weighs them, for "
+        "which KL divergence is the measure; rows that a step attends to per KV head, and how "
+        "many of them the index retrieved (the others are the first and newest tokens); the "
+        "median time of a step that runs alone; the bytes of codes and learned parameters that "
+        "the index stores per token and KV head; the bytes that a step copies out of the stores; "
+        "the size of the cache; and the peak memory of the process."
     )
     return Table("Text", about, ["index", "k", "tokens", *COSTS], rows)
 
