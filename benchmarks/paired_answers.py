@@ -22,8 +22,8 @@ the mean scores, by length and together, and their differences from the first wa
 intervals (a bootstrap over prompts).
 
 `--part 0/4` measures every fourth prompt, so that several processes can share the work. No prompt
-is begun after `--seconds` seconds. The results are written after each prompt. If the file of
-`--json` exists, its answers are kept, and only missing ones are measured. `--from` takes over the
+is begun after `--seconds` seconds. The answers are written after each prompt, and the summary at
+the end. If the file of `--json` exists, its answers are kept, and only missing ones are measured. `--from` takes over the
 answers of further results with the same settings, for example of the other parts; an answer that
 is in several files counts once.
 """
@@ -176,12 +176,13 @@ def main(given: list[str] | None = None) -> None:
     found, machines = earlier([*own, *options.earlier], result)
     cells = paired.merged(found)
 
-    def summed_up() -> dict[str, Any]:
+    def summed_up(*, full: bool = True) -> dict[str, Any]:
         every = [*cells.values()]
         ways = paired.measured(every, [*map(str, options.ways)])
         some = [machine for i, machine in enumerate(machines) if machine not in machines[:i]]
         more = {"machine": some[0]} | ({"machines": some} if len(some) > 1 else {})
-        about = {"ways": ways, "summary": [*paired.summary(every, ways)], "cells": every}
+        lines = [*paired.summary(every, ways)] if full else []
+        about = {"ways": ways, "summary": lines, "cells": every}
         return result | more | about
 
     missing = [(key, lacking(cells.get(key), options.ways)) for key in prompts(options)]
@@ -196,10 +197,11 @@ def main(given: list[str] | None = None) -> None:
             machines.append(result["machine"])
             cells |= paired.merged([*([cells[key]] if key in cells else []), cell])
             print(cell, f"{time.monotonic() - start:.1f} s", flush=True)
-            write(summed_up(), options.json)
+            write(summed_up(full=False), options.json)
     if cells:
-        write(summed_up(), options.json)
-        print(one(summed_up()))
+        found_all = summed_up()
+        write(found_all, options.json)
+        print(one(found_all))
 
 
 def lacking(cell: Cell | None, ways: list[Way]) -> list[Way]:

@@ -151,6 +151,28 @@ def test_a_run_continues_its_own_file_and_measures_only_missing_ways(asked, tmp_
     assert [*found["cells"][0]["scores"]] == ["full", "k=100", "auto:0.1"]
 
 
+def test_an_interrupted_run_has_written_its_answers(asked, tmp_path, monkeypatch):
+    """The summary follows at the end of a later run."""
+    answers = paired_answers.answers
+
+    def interrupted(decoder, tokenizer, key, *more):
+        if key[0] == "copy":
+            raise KeyboardInterrupt
+        return answers(decoder, tokenizer, key, *more)
+
+    some = "--tasks", "needle", "copy", "--tries", "1", "--ways", "full"
+    with monkeypatch.context() as patch:
+        patch.setattr(paired_answers, "answers", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "out.json", *some)
+    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert [cell["task"] for cell in found["cells"]] == ["needle"]
+    assert found["summary"] == []
+    found = run(tmp_path / "out.json", *some)
+    assert [task for task, *_ in asked] == ["needle", "copy"]
+    assert found["summary"][0]["prompts"] == 2
+
+
 def test_time_ends_before_the_next_prompt(asked, tmp_path, monkeypatch):
     times = iter([0.0, 1.0, 1.5, 99.0])
     monkeypatch.setattr(paired_answers.time, "monotonic", lambda: next(times))
