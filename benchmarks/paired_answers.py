@@ -23,9 +23,9 @@ intervals (a bootstrap over prompts).
 
 `--part 0/4` measures every fourth prompt, so that several processes can share the work. No prompt
 is begun after `--seconds` seconds. The answers are written after each prompt, and the summary at
-the end. If the file of `--json` exists, its answers are kept, and only missing ones are measured. `--from` takes over the
-answers of further results with the same settings, for example of the other parts; an answer that
-is in several files counts once.
+the end. If the file of `--json` exists, its answers are kept, and only missing ones are measured.
+`--from` takes over the answers of further results with the same settings, for example of the other
+parts; an answer that is in several files counts once.
 """
 
 from __future__ import annotations
