@@ -54,6 +54,7 @@ SOURCES = {
     "selectors_all": "sparse_selectors",
     "arkvale_pages": "published_code",
     "paper_stages": "paper_along",
+    "bound": "missed",
 }
 """Name of a table -> name of the file of results (without .json), if the names differ."""
 
@@ -68,6 +69,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "lists": quality.lists,
     "budget": quality.budget,
     "missed": quality.missed,
+    "bound": quality.bound,
     "recall_lengths": quality.lengths,
     "field": field.field,
     "field_suite": suite.field_suite,

@@ -260,6 +260,37 @@ def missed(result: Result) -> str:
     return f"{text}\n\n{table((*head, 'rows of the first rule'), rows)}\n\n{machine(result)}"
 
 
+def bound(result: Result) -> str:
+    """Make a table of how often true errors are above 0.1 if the allowed error is at most 0.1."""
+    rows = []
+    for number, one in enumerate(stored_like("missed", result)):
+        for cell in some(one["cells"], error=0.1, rule="candidates"):
+            whole = dict(cell, factor=1.0, worst=max(part["over"] for part in cell["deciles"]))
+            found = {way["factor"]: way for way in (whole, *cell["stricter"])}
+            ways = [found[factor] for factor in (1.0, 0.8, 0.7)]
+            name = cell["text"] + (" (not used to choose 0.7)" if number else "")
+            rows.append(
+                (
+                    *(
+                        f"{cell['tokens']:,}",
+                        name,
+                        f"{ways[0]['rows']:.0f} to {ways[-1]['rows']:.0f}",
+                    ),
+                    *(f"{way['over']:.1%}, {way['worst']:.0%}" for way in ways),
+                )
+            )
+    about = (
+        f"The errors of single KV heads and steps, compared with 0.1, with {result['seeds']} seeds "
+        f"of the random numbers, in one of every {result['every']} layers of "
+        f"{named(result['model'], result['lora'])}. *Rows* is the mean number of rows per KV head "
+        "with the largest and with the smallest `error`. The other columns show the fraction of "
+        "errors above 0.1, first of all errors, and then in the tenth of the predictions where it "
+        "is largest."
+    )
+    head = ("tokens", "text", "rows", "`error=0.1`", "`error=0.08`", "`error=0.07`")
+    return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
+
+
 def divergence(result: Result) -> str:
     """Make the table of each index's KL divergence, with the ratio to that of exact search.
 

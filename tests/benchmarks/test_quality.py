@@ -153,6 +153,13 @@ def test_rules_for_missed_keys_are_compared(tiny, monkeypatch):
     assert [way["factor"] for way in first["stricter"]] == missed.FACTORS
     assert first["stricter"][0]["rows"] <= first["stricter"][-1]["rows"] <= 64
     assert "| the same, inflated |" in report.TABLES["missed"](result)
+    other = dict(result, cells=[dict(cell, text="c") for cell in result["cells"][:6]])
+    monkeypatch.setattr("benchmarks.reporting.quality.stored_like", lambda _, one: [one, other])
+    page = report.TABLES["bound"](result)
+    assert page.count("| 1,200 | ") == 3
+    few, many = (first["rows"], first["stricter"][missed.FACTORS.index(0.7)]["rows"])
+    assert f"| 1,200 | a | {few:.0f} to {many:.0f} | {first['over']:.1%}, " in page
+    assert "| 1,200 | c (not used to choose 0.7) | " in page
 
 
 def test_weights_of_votes_are_those_of_exact_sums():
