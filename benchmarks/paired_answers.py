@@ -21,11 +21,11 @@ retrieved per KV head, and with `auto` how often this was the largest number, 1,
 the mean scores, by length and together, and their differences from the first way, with 95%
 intervals (a bootstrap over prompts).
 
-`--part 0/4` measures every fourth prompt, so that several processes can share the work. No prompt
-is begun after `--seconds` seconds. The answers are written after each prompt, and the summary at
-the end. If the file of `--json` exists, its answers are kept, and only missing ones are measured.
-`--from` takes over the answers of further results with the same settings, for example of the other
-parts; an answer that is in several files counts once.
+`--part 0/4` measures a fourth of the prompts, so that several processes can share the work. No
+prompt is begun after `--seconds` seconds. The answers are written after each prompt, and the
+summary at the end. If the file of `--json` exists, its answers are kept, and only missing ones are
+measured. `--from` takes over the answers of further results with the same settings, for example of
+the other parts; an answer that is in several files counts once.
 """
 
 from __future__ import annotations
@@ -78,15 +78,19 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def prompts(given: argparse.Namespace) -> list[Key]:
-    """Return the prompts of this part, in the order in which they are measured."""
+    """Return the prompts of this part, in the order in which they are measured.
+
+    Each seed is divided among the parts in another way, so that every part gets all tasks and
+    lengths.
+    """
     keys = [
         (task, tokens, seed)
         for seed in range(given.tries)
         for tokens in given.tokens
         for task in given.tasks
     ]
-    number, count = given.part
-    return keys[number::count]
+    (number, count), each = given.part, len(given.tokens) * len(given.tasks)
+    return [key for i, key in enumerate(keys) if (i + i // each) % count == number]
 
 
 def answers(decoder: Decoder, tokenizer: Any, key: Key, ways: list[Way], index: str) -> Cell:

@@ -139,6 +139,16 @@ def test_parts_are_joined_and_each_answer_counts_once(asked, tmp_path):
     assert (tasks["copy"], tasks["needle"]) == (0, -1)
 
 
+def test_each_part_gets_all_tasks_and_lengths():
+    given = ["--tokens", "400", "800", "--tasks", "needle", "copy", "--tries", "4"]
+    parts = [
+        paired_answers.prompts(paired_answers.arguments([*given, "--part", f"{number}/4"]))
+        for number in range(4)
+    ]
+    assert all(len({key[:2] for key in part}) == len(part) == 4 for part in parts)
+    assert len({key for part in parts for key in part}) == 16
+
+
 def test_a_run_continues_its_own_file_and_measures_only_missing_ways(asked, tmp_path):
     some = "--tasks", "needle", "copy", "--tries", "1", "--ways", "full", "k=100"
     run(tmp_path / "out.json", *some)
