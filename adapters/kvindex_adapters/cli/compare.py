@@ -258,7 +258,7 @@ def compare(
         (content,) = texts.values()
     named = plan.indexes if suite is None or index is not None else ("exact", "pariskv")
     for line in named:  # of the other indexes of a suite, a report says why they do not work
-        for asked in _asked(plan):
+        for asked in _asked(plan.ks_of(line)):
             common.check_search(line, asked.pop("k"), device, regions | asked, store)
     if lora is not None and not lora.is_file():
         raise FileNotFoundError(f"lora: got {str(lora)!r}, allowed is a file that exists")
@@ -289,14 +289,14 @@ def compare(
         )
 
 
-def _asked(plan: Plan) -> list[dict[str, Any]]:
-    """Return the arguments of `attach` for the largest number among `plan.ks`, and for each value
-    that is not a number."""
+def _asked(ks: Sequence[int | str]) -> list[dict[str, Any]]:
+    """Return the arguments of `attach` for the largest number among `ks`, and for each value that
+    is not a number."""
     from kvindex_adapters.evaluate.compare.records import automatic
 
-    numbers = [k for k in plan.ks if not isinstance(k, str)]
+    numbers = [k for k in ks if not isinstance(k, str)]
     largest = [dict[str, Any](k=max(numbers))] if numbers else []
-    return [*largest, *(asked for k in plan.ks if (asked := automatic(k)))]
+    return [*largest, *(asked for k in ks if (asked := automatic(k)))]
 
 
 def _given(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:

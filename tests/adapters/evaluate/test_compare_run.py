@@ -140,6 +140,21 @@ def test_the_error_may_determine_the_number_of_rows(model, tmp_path):
     assert sum(note.endswith(f", {row['rows_found']:.0f} rows") for note in notes) >= 1
 
 
+def test_exact_as_a_baseline_is_measured_with_numbers_alone(model, tmp_path):
+    plan = Plan(("pariskv", "exact"), (8, 40, "auto:0.5"), ("ask",), (110,), 1)
+    comparison(model, tmp_path, plan).run()
+    records = Records(tmp_path)
+    assert [*records.of(FAILURE)] == []
+    assert {key.k for key, _ in records.of(TEXT) if key.index == "exact"} == {8, 40}
+    rows = {(row["index"], row["k"]): row for row in summarize(SETTINGS, records)["text"]}
+    auto = rows["pariskv", "auto:0.5"]
+    assert 8 < auto["rows_found"] < 40
+    few, many = (auto["kl"] / rows["exact", k]["kl"] for k in (8, 40))
+    assert few < auto["over_exact"] < many
+    assert Plan(("exact",), (8, "auto"), (), (110,), 1).ks_of("exact") == (8, "auto")
+    assert Plan(("exact", "pariskv"), ("auto",), (), (110,), 1).ks_of("exact") == ("auto",)
+
+
 def test_an_index_that_cannot_predict_errors_is_a_failure(model, tmp_path):
     comparison(model, tmp_path, Plan(("exact",), ("auto",), ("ask",), (60,), 1)).run()
     ((_, record),) = Records(tmp_path).of(FAILURE)

@@ -102,7 +102,16 @@ class Plan:
 
         Pairs of the same index are adjacent.
         """
-        return [(index, k) for index in self.indexes for k in self.ks]
+        return [(index, k) for index in self.indexes for k in self.ks_of(index)]
+
+    def ks_of(self, index: str) -> tuple[int | str, ...]:
+        """Return the values of `k` with which an index is measured.
+
+        As a baseline of other indexes, exact search is measured with the numbers alone.
+        """
+        numbers = tuple(k for k in self.ks if not isinstance(k, str))
+        baseline = index == "exact" and len(self.indexes) > 1 and len(numbers) > 0
+        return numbers if baseline else self.ks
 
     def about(self, key: Key) -> Record:
         """Return further fields to store with the result `key`."""
