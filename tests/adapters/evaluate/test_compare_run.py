@@ -148,6 +148,9 @@ def test_exact_as_a_baseline_is_measured_with_numbers_alone(model, tmp_path):
     assert {key.k for key, _ in records.of(TEXT) if key.index == "exact"} == {8, 40}
     rows = {(row["index"], row["k"]): row for row in summarize(SETTINGS, records)["text"]}
     auto = rows["pariskv", "auto:0.5"]
+    fixed = rows["pariskv", 8]
+    resident = fixed["rows_read"] - fixed["rows_found"]
+    assert auto["rows_read"] - auto["rows_found"] == pytest.approx(resident)
     assert 8 < auto["rows_found"] < 40
     few, many = (auto["kl"] / rows["exact", k]["kl"] for k in (8, 40))
     assert few < auto["over_exact"] < many

@@ -104,8 +104,9 @@ class TextReading:
         """
         cost = continuation.cost(indexed, self._steps, k=k)
         kl, same, found, rows = continuation.divergence(indexed, self._steps, self._logits, k=k)
-        if rows is not None:
-            cost = replace(cost, rows_found=rows.mean)
+        if rows is not None:  # of all steps, not only of those whose time is measured
+            read = cost.rows_read + rows.mean - cost.rows_found
+            cost = replace(cost, rows_found=rows.mean, rows_read=read)
         return self._record(kl, same, {**found.means(), "weighted": found.weighted}, cost)
 
     def _record(self, kl: Tensor, same: Tensor, found: Record, cost: continuation.Steady) -> Record:
