@@ -278,7 +278,7 @@ class AttentionLayer(Transactional):
         and outputs of more tokens."""
         return self.error is not None and not self._scale.known
 
-    def retrieve(self, k: int | str, *, error: float | None = None) -> None:
+    def set_rows(self, k: int | str, *, error: float | None = None) -> None:
         """Change how many rows later queries retrieve. The tokens of the layer stay.
 
         With "auto" or `error`, sizes of values and outputs must have been measured. A layer that

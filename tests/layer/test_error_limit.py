@@ -85,23 +85,23 @@ def test_the_number_of_rows_may_change():
     made = layer(k=10)
     made.step(*some(1, seed=2))
     assert made.traffic.found is None
-    made.retrieve("auto", error=0.5)
+    made.set_rows("auto", error=0.5)
     assert (made.k, made.error, made.measuring) == (1024, 0.5, True)
     for step in range(FEWEST + 3):
         made.step(*some(1, seed=10 + step))
     assert made.traffic.steps == 1 + 3
     assert made.traffic.found.sum() == 2 * 3
-    made.retrieve(20)
+    made.set_rows(20)
     assert (made.k, made.error) == (20, None)
     before = float(made.traffic.bytes_fetched)
     made.step(*some(1, seed=3))
     assert float(made.traffic.bytes_fetched) - before == 20 * 2 * (2 * D * 4)
     for k, error, words in ((0, None, "k: got 0"), (5, -1.0, "error: got -1.0"), ("all", 1, "k:")):
         with pytest.raises(ValueError, match=words):
-            made.retrieve(k, error=error)
+            made.set_rows(k, error=error)
     assert (made.k, made.error) == (20, None)
     with pytest.raises(ValueError, match="k: got 'auto' together with coverage"):
-        layer(k=10, coverage=0.9).retrieve("auto")
+        layer(k=10, coverage=0.9).set_rows("auto")
 
 
 def test_steps_attend_to_all_tokens_until_enough_outputs_are_measured():

@@ -100,7 +100,7 @@ class OpenSession(Session):
         if k is not None or error is not None:
             for layer in other._attentions:
                 if isinstance(layer, AttentionLayer):
-                    layer.retrieve(layer.k if k is None else k, error=error)
+                    layer.set_rows(layer.k if k is None else k, error=error)
         return other
 
     def truncate(self, length: int) -> None:
