@@ -1,13 +1,18 @@
 """Measure the time per generated token in vLLM, with kvindex's plug-in and without.
 
-The benchmark needs a GPU, and vLLM 0.26 or newer. It compares two vLLM engines with the same random
-weights in the shape of a model. The engine `stock` uses the attention that vLLM selects, and the
-engine `kvindex` uses the plug-in. Each runs in a process of its own.
+The benchmark needs a GPU, and vLLM 0.26 or newer. It compares vLLM engines with the same random
+weights in the shape of a model. Each runs in a process of its own:
 
-    python -m benchmarks.serving [--shape SHAPE] [--layers L] [--context N] [--batch B …] [--shared]
+- `stock` uses the attention that vLLM selects.
+- `stock-fp8` does so too, with keys and values in FP8 (`kv_cache_dtype="fp8"`).
+- `kvindex` uses the plug-in.
+
+    python -m benchmarks.serving [--shape SHAPE] [--layers L]
+        [--context N --batch B … | --cases NxB …] [--shared]
         [--index SPEC] [--k K] [--rows WHERE] [--dense-below TOKENS] [--dense-graphs]
         [--written T] [--rounds R] [--stock-block TOKENS] [--plain]
-        [--arrivals PER_S --requests N] [--without-check] --json OUT
+        [--arrivals PER_S --requests N] [--without-check] [--plans PLAN …]
+        [--resume FILE] [--seconds S] --json OUT
 
 **Check.** First, each engine generates tokens greedily with a model that has only four layers. The
 plug-in retrieves all tokens (k is as large as the sequence). The engines must generate the same
@@ -22,13 +27,19 @@ the KV cache and fit on a smaller GPU. Results:
 
 - `token_ms`: time between two tokens of the batch as the host receives them. It is a median with
   quartiles, and the values of each round.
-- `ratio`: `token_ms` of the plug-in divided by that of `stock`.
+- `ratio`: `token_ms` of an engine divided by that of `stock`.
 - `prefill_s`: time in seconds to read all sequences one after another.
 
 **--arrivals.** Instead of batches, requests arrive at random times. The times are the same for both
 engines. At most `--batch` requests run at a time. Results are medians and 99th percentiles of two
 times in milliseconds: from the arrival of a request to its first token (`first_ms`), and between
 two tokens of a request (`between_ms`).
+
+**--resume.** To start an engine takes about a minute. With this option, each result is written to a
+file as soon as it is measured. If the benchmark ends early, because an engine fails or after
+`--seconds`, the same command measures what is missing. Without the option, all results are lost.
+
+`--cases 131072x1 131072x4 32768x16` measures several lengths with one start of each engine.
 
 `--rows host` stores keys and values in pinned host memory, with a device cache for 2,048 tokens of
 each sequence. The engine then gets as many pages as the sequences need. `--plain` lets the engines
@@ -48,17 +59,22 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from benchmarks.common.resumed import Results
 from benchmarks.common.shapes import SHAPES, Shape
 from benchmarks.common.timing import spread
 from kvindex_adapters.evaluate.machine import describe
 from kvindex_adapters.evaluate.output_files import output, write_json
 
-PLANS = "stock", "kvindex"
+PLANS = "stock", "stock-fp8", "kvindex"
+"""Names of the engines that are compared."""
+
+CHECKED_PLANS = "stock", "kvindex"
+"""Engines that must generate the same tokens. Rounding to FP8 changes tokens."""
 
 BLOCK, TAIL = 256, 256
 """`BLOCK`: number of tokens in a page of the KV cache with the plug-in. `TAIL`: number of tokens at
@@ -71,6 +87,27 @@ tokens."""
 CLOSE = 0.1
 """Difference between the log probabilities of the two best tokens. If it is not larger, rounding
 may decide which of them is generated."""
+
+
+class Case(NamedTuple):
+    """A batch to measure with.
+
+    Args:
+        context: Number of tokens of each prompt.
+        batch: Number of sequences.
+    """
+
+    context: int
+    batch: int
+
+    @staticmethod
+    def of(text: str) -> Case:
+        """Convert a case from its text, for example "32768x4"."""
+        context, batch = text.split("x")
+        return Case(int(context), int(batch))
+
+    def __str__(self) -> str:
+        return f"{self.context}x{self.batch}"
 
 
 def tokens_or_auto(text: str) -> int | str:
@@ -99,6 +136,14 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         nargs="+",
         default=[1],
         help="Batch sizes to measure with: numbers of sequences that generate tokens together",
+    )
+    parser.add_argument(
+        "--cases",
+        type=Case.of,
+        nargs="+",
+        metavar="NxB",
+        help="Number of tokens of each prompt and batch size of all batches to measure with, in "
+        "place of --context and --batch",
     )
     parser.add_argument(
         "--shared",
@@ -174,7 +219,19 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         nargs="+",
         choices=PLANS,
         default=[*PLANS],
-        help="Engines to measure: stock (without the plug-in) and kvindex (with the plug-in)",
+        help="Engines to measure: stock (without the plug-in), stock-fp8 (the same with keys and "
+        "values in FP8) and kvindex (with the plug-in)",
+    )
+    parser.add_argument(
+        "--resume",
+        type=output(".json"),
+        help="JSON file to which each result is written when it is measured. A later run with the "
+        "same settings measures what is missing in it",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help="End after this time, even if results are missing. Needs --resume",
     )
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument(
@@ -184,7 +241,18 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         help="JSON file to which the results are written",
     )
     found = parser.parse_args(given)
-    least = dict(context=2 * TAIL, k=1, written=8, rounds=1, requests=2)
+    if found.cases is None:
+        found.cases = [Case(found.context, batch) for batch in found.batch]
+    elif found.arrivals is not None:
+        parser.error("cases: allowed is --context and --batch with --arrivals")
+    found.context = max(case.context for case in found.cases)
+    found.batch = [case.batch for case in found.cases]
+    if found.seconds is not None and found.resume is None:
+        parser.error("seconds: got no --resume, without which the results would be lost")
+    low_context = min(case.context for case in found.cases)
+    if low_context < 2 * TAIL:
+        parser.error(f"context: got {low_context}, allowed is at least {2 * TAIL}")
+    least = dict(k=1, written=8, rounds=1, requests=2)
     for name, low in least.items():
         if getattr(found, name) < low:
             parser.error(f"{name}: got {getattr(found, name)}, allowed is at least {low}")
@@ -247,18 +315,20 @@ def opened(given: argparse.Namespace, plan: str, folder: str, **options: Any) ->
 
     Args:
         given: The parsed command line.
-        plan: "stock" for an engine without the plug-in, or "kvindex" for one with it.
+        plan: One of `PLANS`.
         folder: Folder for the file config.json.
         options: `layers` (number of layers; None for as many as the model has), `tokens` (maximum
             length of a sequence), `rows` (maximum number of sequences), and options of the plug-in.
     """
     from vllm import LLM
+    from vllm.engine.arg_utils import EngineArgs
 
     layers, tokens, rows = (options.pop(name) for name in ("layers", "tokens", "rows"))
     shape = SHAPES[given.shape]
     config = configuration(shape, layers or shape.layers, tokens)
     (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    compilation: dict[str, Any] = dict(cudagraph_capture_sizes=sorted({1, 2, 4, rows}))
+    sizes = sorted({1, 2, 4, rows, *(batch for batch in given.batch if batch < rows)})
+    compilation: dict[str, Any] = dict(cudagraph_capture_sizes=sizes)
     if given.plain:
         compilation |= dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY")
     extra: dict[str, Any] = {}
@@ -268,8 +338,13 @@ def opened(given: argparse.Namespace, plan: str, folder: str, **options: Any) ->
             options |= dict(rows="host", cached_rows=cached)
             extra = dict(num_gpu_blocks_override=rows * (-(-tokens // BLOCK) + 1) + 1)
         extra |= dict(attention_backend="KVINDEX", additional_config={"kvindex": options})
-    elif given.stock_block:
-        extra = dict(block_size=given.stock_block)
+    else:
+        if given.stock_block:
+            extra |= dict(block_size=given.stock_block)
+        if plan == "stock-fp8":
+            extra |= dict(kv_cache_dtype="fp8")
+    if "disable_cascade_attn" in vars(EngineArgs):  # not in vLLM 0.33
+        extra |= dict(disable_cascade_attn=True)
     made = LLM(
         folder,
         skip_tokenizer_init=True,
@@ -280,7 +355,6 @@ def opened(given: argparse.Namespace, plan: str, folder: str, **options: Any) ->
         max_num_batched_tokens=8192,
         gpu_memory_utilization=0.9,
         enable_prefix_caching=True,
-        disable_cascade_attn=True,
         compilation_config=compilation,
         **extra,
     )
@@ -295,11 +369,12 @@ def text(shape: Shape, count: int, seed: int) -> list[int]:
     return ids.tolist()
 
 
-def prompts(given: argparse.Namespace, batch: int) -> list[list[int]]:
-    """Return the prompts of `batch` sequences as token ids."""
-    shape, common = SHAPES[given.shape], given.context - TAIL
+def prompts(given: argparse.Namespace, case: Case) -> list[list[int]]:
+    """Return the prompts of a batch as token ids."""
+    (context, batch), shape = case, SHAPES[given.shape]
+    common = context - TAIL
     if not given.shared:
-        return [text(shape, given.context, 10 + row) for row in range(batch)]
+        return [text(shape, context, 10 + row) for row in range(batch)]
     start = text(shape, common, 10)
     return [start + text(shape, TAIL, 100 + row) for row in range(batch)]
 
@@ -349,17 +424,21 @@ def large(given: argparse.Namespace, plan: str, folder: str) -> Any:
     return opened(given, plan, folder, **options, **sizes)
 
 
-def timed(given: argparse.Namespace, plan: str, folder: str) -> Any:
-    """Measure the milliseconds between tokens in each round, for each batch size."""
-    engine, found = large(given, plan, folder), []
-    for batch in given.batch:
-        ids, start = prompts(given, batch), time.perf_counter()
+def timed(given: argparse.Namespace, plan: str, folder: str, results: Results) -> None:
+    """Measure the milliseconds between tokens in each round, and add a result for each case that
+    `results` does not have."""
+    engine = large(given, plan, folder)
+    for case in given.cases:
+        if (name := f"time {plan} {case}") in results:
+            continue
+        ids, start = prompts(given, case), time.perf_counter()
         for one in ids:
             written(engine, [one], 1)
         prefill_s = time.perf_counter() - start
         rounds = [written(engine, ids, given.written) for _ in range(given.rounds)]
-        found.append(dict(batch=batch, prefill_s=prefill_s, token_ms=rounds))
-    return found
+        found = dict(prefill_s=prefill_s, token_ms=rounds)
+        results.add(name, found)
+        print(name, json.dumps(figures(found)), flush=True)
 
 
 def written(engine: Any, ids: list[list[int]], count: int) -> list[float]:
@@ -386,7 +465,8 @@ def written(engine: Any, ids: list[list[int]], count: int) -> list[float]:
 
 def arrived(given: argparse.Namespace, plan: str, folder: str) -> Any:
     """Measure how long requests wait for their tokens if they arrive at random times."""
-    engine, ids = large(given, plan, folder), prompts(given, given.requests)
+    engine = large(given, plan, folder)
+    ids = prompts(given, Case(given.context, given.requests))
     written(engine, [text(SHAPES[given.shape], given.context, 1)], 8)  # compile kernels
     draw = random.Random(0)
     gaps = [0.0, *(draw.expovariate(given.arrivals) for _ in ids[1:])]
@@ -430,31 +510,125 @@ def arriving(core: Any, due: list[tuple[float, list[int]]], count: int) -> dict[
     return dict(first_ms=[w[0] for w in waits], between_ms=[ms for w in waits for ms in w[1:]])
 
 
+def settings_of(given: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that determine the results."""
+    others = "json", "worker", "resume", "seconds"
+    found = {name: value for name, value in vars(given).items() if name not in others}
+    return found | dict(cases=[str(case) for case in given.cases])
+
+
 def worker(given: argparse.Namespace) -> None:
-    """Run one engine in this process for the check or a measurement, and write its result."""
+    """Run one engine in this process for the check or a measurement, and add its results to a
+    file."""
     what, plan, to = given.worker
-    work = {"check": checked, "time": timed, "arrive": arrived}[what]
+    results = Results(Path(to), settings_of(given))
     with tempfile.TemporaryDirectory() as folder:
-        found = work(given, plan, folder)
-    Path(to).write_text(json.dumps(found), encoding="utf-8")
+        if what == "time":
+            timed(given, plan, folder, results)
+        else:
+            work = {"check": checked, "arrive": arrived}[what]
+            results.add(f"{what} {plan}", work(given, plan, folder))
 
 
-def ran(what: str, plan: str) -> Any:
-    """Run one engine in a new process, and return its result.
+def ran(what: str, plan: str, to: Path, seconds: float | None) -> str:
+    """Run one engine in a new process, which adds its results to a file.
 
-    Raise SystemExit if the process fails.
+    Args:
+        what: "check", "time" or "arrive".
+        plan: The engine, one of `PLANS`.
+        to: File of the results.
+        seconds: Time after which the process is stopped, or None.
+
+    Returns:
+        Why the process ended early, or an empty text.
     """
     settings = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
-    with tempfile.TemporaryDirectory() as folder:
-        to = Path(folder) / "found.json"
-        command = [sys.executable, "-m", "benchmarks.serving", *sys.argv[1:], "--worker"]
-        done = subprocess.run([*command, what, plan, str(to)], env=os.environ | settings)
-        if done.returncode:
-            raise SystemExit(
-                f"{plan}: the process for {what!r} ended with exit code {done.returncode}; nothing "
-                "is written"
-            )
-        return json.loads(to.read_text(encoding="utf-8"))
+    command = [sys.executable, "-m", "benchmarks.serving", *sys.argv[1:], "--worker"]
+    try:
+        run = subprocess.run(
+            [*command, what, plan, str(to)], env=os.environ | settings, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return f"the process for {what!r} was stopped, because the time was over"
+    return (
+        f"the process for {what!r} ended with exit code {run.returncode}" if run.returncode else ""
+    )
+
+
+class Engines:
+    """Runs the engines whose results are missing.
+
+    Args:
+        given: The parsed command line.
+        path: File of the results.
+    """
+
+    def __init__(self, given: argparse.Namespace, path: Path) -> None:
+        self._given, self._path, self._started = given, path, time.monotonic()
+        self._results = Results(path, settings_of(given))
+        self._missing: list[str] = []
+
+    def check(self) -> dict[str, int] | None:
+        """Compare the tokens of two engines, and print how many are equal. Return None if results
+        are missing.
+
+        Raises:
+            SystemExit: The tokens differ.
+        """
+        found = [self._one("check", plan) for plan in CHECKED_PLANS]
+        if None in found:
+            return None
+        equal = compared(*found)
+        print(f"check: {equal['equal']} of {equal['tokens']} tokens are equal", flush=True)
+        return equal
+
+    def arrivals(self) -> dict[str, Any]:
+        """Return how long requests wait for their tokens, for each engine with results."""
+        found = {plan: self._one("arrive", plan) for plan in self._given.plans}
+        return {plan: waits(one) for plan, one in found.items() if one is not None}
+
+    def times(self) -> list[dict[str, Any]]:
+        """Return the times of all cases, for each engine with results."""
+        plans, cases = self._given.plans, self._given.cases
+        for plan in plans:
+            if not all(f"time {plan} {case}" in self._results for case in cases):
+                self._run("time", plan)
+        found = [
+            {plan: self._results.get(f"time {plan} {case}") for plan in plans} for case in cases
+        ]
+        known = [{plan: one for plan, one in case.items() if one is not None} for case in found]
+        return summarized(cases, known)
+
+    def end(self) -> None:
+        """Raise SystemExit if an engine has not returned all its results."""
+        if not self._missing:
+            return
+        resume = self._given.resume
+        rest = "nothing is written"
+        if resume is not None:
+            rest += f" but {resume}; the same command measures what is missing"
+        raise SystemExit(f"{'; '.join(self._missing)}; {rest}")
+
+    def _one(self, what: str, plan: str) -> Any:
+        """Return the only result of an engine, or None if it is missing."""
+        if f"{what} {plan}" not in self._results:
+            self._run(what, plan)
+        return self._results.get(f"{what} {plan}")
+
+    def _run(self, what: str, plan: str) -> None:
+        """Run one engine, and read its results."""
+        left = None
+        if self._given.seconds is not None:
+            left = self._given.seconds - (time.monotonic() - self._started)
+            if left <= 0:
+                self._missing.append(f"{plan}: the time was over before the process for {what!r}")
+                return
+        why = ran(what, plan, self._path, left)
+        self._results = Results(self._path, settings_of(self._given))
+        if why:
+            self._missing.append(f"{plan}: {why}")
+            if self._given.resume is None:
+                self.end()
 
 
 def compared(stock: list[dict[str, Any]], mine: list[dict[str, Any]]) -> dict[str, int]:
@@ -482,20 +656,23 @@ def compared(stock: list[dict[str, Any]], mine: list[dict[str, Any]]) -> dict[st
     return dict(equal=equal, tokens=total)
 
 
-def summarized(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the median times with and without the plug-in for each batch size, and their ratio."""
+def figures(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the median time of one engine and case, with quartiles and the times of its rounds."""
+    rounds = found["token_ms"]
+    shown = dict(prefill_s=found["prefill_s"])
+    shown |= spread("token_ms", [ms for part in rounds for ms in part])
+    return shown | dict(token_ms_rounds=[statistics.median(part) for part in rounds])
+
+
+def summarized(cases: list[Case], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the median times of all engines for each case, and their ratios to `stock`."""
     batches = []
-    for number, first in enumerate(next(iter(found.values()))):
-        plans: dict[str, dict[str, Any]] = {}
-        for plan, rows in found.items():
-            rounds = rows[number]["token_ms"]
-            plans[plan] = dict(prefill_s=rows[number]["prefill_s"])
-            plans[plan] |= spread("token_ms", [ms for part in rounds for ms in part])
-            plans[plan]["token_ms_rounds"] = [statistics.median(part) for part in rounds]
-        if "stock" in plans and "kvindex" in plans:
-            ratio = plans["kvindex"]["token_ms"] / plans["stock"]["token_ms"]
-            plans["kvindex"]["ratio"] = ratio
-        batches.append(dict(batch=first["batch"], plans=plans))
+    for (context, batch), engines in zip(cases, found, strict=True):
+        plans = {plan: figures(one) for plan, one in engines.items()}
+        for plan, mine in plans.items():
+            if plan != "stock" and "stock" in plans:
+                mine["ratio"] = mine["token_ms"] / plans["stock"]["token_ms"]
+        batches.append(dict(context=context, batch=batch, plans=plans))
     return batches
 
 
@@ -512,6 +689,31 @@ def waits(found: dict[str, list[float]]) -> dict[str, float]:
     }
 
 
+def measured(given: argparse.Namespace, path: Path) -> dict[str, Any]:
+    """Check the engines, measure them, and return the results.
+
+    Args:
+        given: The parsed command line.
+        path: File for results of single engines.
+
+    Raises:
+        SystemExit: Tokens differ, or results are missing.
+    """
+    engines = Engines(given, path)
+    check = None if given.without_check else engines.check()
+    part: dict[str, Any] = dict(settings=settings_of(given), check=check)
+    if given.arrivals is None:
+        part["batches"] = engines.times()
+        for row in part["batches"]:
+            for plan, shown in row["plans"].items():
+                print(row["context"], row["batch"], plan, json.dumps(shown), flush=True)
+    else:
+        part["arrivals"] = engines.arrivals()
+        print(json.dumps(part["arrivals"]), flush=True)
+    engines.end()
+    return part
+
+
 def main() -> None:
     """Run the command line.
 
@@ -522,20 +724,8 @@ def main() -> None:
     if given.worker:
         worker(given)
         return
-    check = None
-    if not given.without_check:
-        check = compared(*(ran("check", plan) for plan in PLANS))
-        print(f"check: {check['equal']} of {check['tokens']} tokens are equal", flush=True)
-    about = {name: value for name, value in vars(given).items() if name not in ("json", "worker")}
-    part: dict[str, Any] = dict(settings=about, check=check)
-    if given.arrivals is None:
-        part["batches"] = summarized({plan: ran("time", plan) for plan in given.plans})
-        for row in part["batches"]:
-            for plan, figures in row["plans"].items():
-                print(row["batch"], plan, json.dumps(figures), flush=True)
-    else:
-        part["arrivals"] = {plan: waits(ran("arrive", plan)) for plan in given.plans}
-        print(json.dumps(part["arrivals"]), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        part = measured(given, given.resume or Path(folder) / "results.json")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     write_json(given.json, {"machine": describe(device), "serving": part})
 

@@ -265,14 +265,22 @@ def serving(result: Result) -> str:
     rows, found = [], result["serving"]["settings"]
     for one in stored_like("serving", result):
         about = one["serving"]["settings"]
-        names = {"stock": "FlashAttention", "kvindex": f"`{about['index']}`"}
+        names = {
+            "stock": "FlashAttention",
+            "stock-fp8": "FlashAttention, keys and values in FP8",
+            "kvindex": f"`{about['index']}`",
+        }
         for batch, (plan, words) in product(one["serving"]["batches"], names.items()):
+            if plan not in batch["plans"]:
+                continue
             plans = batch["plans"][plan]
             ms, low, high = (plans[f"token_ms{part}"] for part in ("", "_low", "_high"))
             where = about.get("rows", "device") if plan == "kvindex" else "device"
             times = f"{ms:.2f} ({low:.2f} to {high:.2f})"
             ratio = f"{plans['ratio']:.3f}" if "ratio" in plans else ""
-            lengths = f"{about['context']:,}" + (", shared" if about["shared"] else "")
+            lengths = f"{batch.get('context', about['context']):,}" + (
+                ", shared" if about["shared"] else ""
+            )
             rows.append((str(batch["batch"]), lengths, gpu(one), words, where, times, ratio))
     words = (
         "The table shows the time per token in vLLM, with FlashAttention and with an index. It is "

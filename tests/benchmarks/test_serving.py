@@ -7,36 +7,112 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import serving
+from benchmarks import report, serving
 from benchmarks.common import shapes
 from tests.benchmarks.running import MACHINE
 
+ANSWER = dict(tokens=[5, 6, 7], gaps=[3.0, 0.01, 2.0])
+CLOSE = dict(tokens=[5, 9, 1], gaps=[3.0, 0.01, 2.0])
+SLOW = dict(prefill_s=1.0, token_ms=[[8.0, 8.0, 8.0], [9.0, 8.0, 8.0]])
+FAST = dict(prefill_s=1.0, token_ms=[[4.0, 4.0, 4.0]])
 
-def test_serving_is_timed_where_answers_are_the_engines_own(monkeypatch, tmp_path, capsys):
-    answer = dict(tokens=[5, 6, 7], gaps=[3.0, 0.01, 2.0])
-    close = dict(tokens=[5, 9, 1], gaps=[3.0, 0.01, 2.0])
-    row = dict(batch=2, prefill_s=1.0, token_ms=[[8.0, 8.0, 8.0], [9.0, 8.0, 8.0]])
-    found = {
-        ("check", "stock"): [answer],
-        ("check", "kvindex"): [close],
-        ("time", "stock"): [row],
-        ("time", "kvindex"): [{**row, "token_ms": [[4.0, 4.0, 4.0]]}],
-    }
-    monkeypatch.setattr(serving, "ran", lambda *which: found[which])
+
+@pytest.fixture
+def engines(monkeypatch, tmp_path):
+    """Return results of engines by name, which engines that run add to their file."""
+    found = {"check stock": [ANSWER], "check kvindex": [CLOSE], "time kvindex 131072x2": FAST}
+    found |= {"time stock 131072x2": SLOW, "time stock-fp8 131072x2": SLOW}
+    started = []
+
+    def ran(what, plan, to, seconds):
+        started.append(f"{what} {plan}")
+        results = serving.Results(to, serving.settings_of(serving.arguments()))
+        mine = {
+            name: one for name, one in found.items() if f"{name} ".startswith(f"{what} {plan} ")
+        }
+        for name, one in mine.items():
+            results.add(name, one)
+        return "" if mine else "it failed"
+
+    monkeypatch.setattr(serving, "ran", ran)
     monkeypatch.setattr(serving, "describe", lambda device: MACHINE)
-    to = tmp_path / "serving.json"
-    monkeypatch.setattr(sys, "argv", ["serving", "--batch", "2", "--json", str(to)])
+    return SimpleNamespace(found=found, started=started, to=tmp_path / "serving.json")
+
+
+def run(engines, monkeypatch, *options):
+    """Run the command line, and return what it has written."""
+    given = ["serving", "--batch", "2", *options, "--json", str(engines.to)]
+    monkeypatch.setattr(sys, "argv", given)
     serving.main()
-    told = json.loads(to.read_text())
+    return json.loads(engines.to.read_text())
+
+
+def test_serving_is_timed_where_answers_are_the_engines_own(engines, monkeypatch):
+    told = run(engines, monkeypatch)
     assert told["serving"]["check"] == dict(equal=1, tokens=3)
-    plans = told["serving"]["batches"][0]["plans"]
-    assert plans["kvindex"]["ratio"] == 0.5
-    assert plans["stock"]["token_ms_rounds"] == [8, 8]
-    to.unlink()
-    found["check", "kvindex"] = [dict(tokens=[8, 6, 7], gaps=[1.0, 1.0, 1.0])]
+    (batch,) = told["serving"]["batches"]
+    assert (batch["context"], batch["batch"]) == (131_072, 2)
+    ratios = [batch["plans"][plan].get("ratio") for plan in serving.PLANS]
+    assert ratios == [None, 1, 0.5]
+    assert batch["plans"]["stock"]["token_ms_rounds"] == [8, 8]
+    page = report.TABLES["serving"](told)
+    assert "FlashAttention, keys and values in FP8 | device | 8.00" in page
+    engines.to.unlink()
+    engines.found["check kvindex"] = [dict(tokens=[8, 6, 7], gaps=[1.0, 1.0, 1.0])]
     with pytest.raises(SystemExit, match="token 0 is 5 without the plug-in and 8 with it"):
-        serving.main()
-    assert not to.exists()
+        run(engines, monkeypatch)
+    assert not engines.to.exists()
+
+
+def test_a_later_run_measures_what_is_missing(engines, monkeypatch, tmp_path):
+    slow = engines.found.pop("time stock 131072x2")
+    options = "--cases", "131072x2", "32768x4", "--resume", str(tmp_path / "results.json")
+    for plan in ("stock-fp8", "kvindex"):
+        engines.found[f"time {plan} 32768x4"] = FAST
+    with pytest.raises(SystemExit, match=r"stock: it failed; .* the same command measures what is"):
+        run(engines, monkeypatch, *options)
+    assert not engines.to.exists()
+    engines.started.clear()
+    engines.found |= {"time stock 131072x2": slow, "time stock 32768x4": slow}
+    told = run(engines, monkeypatch, *options)
+    assert engines.started == ["time stock"]
+    first, second = told["serving"]["batches"]
+    assert (first["context"], second["context"], second["batch"]) == (131_072, 32_768, 4)
+    assert [batch["plans"]["kvindex"]["ratio"] for batch in (first, second)] == [0.5, 0.5]
+    with pytest.raises(SystemExit, match="written: got 64, allowed is 128, with which the results"):
+        run(engines, monkeypatch, *options, "--written", "64")
+
+
+def test_without_a_file_of_results_the_first_failure_ends_the_run(engines, monkeypatch):
+    del engines.found["time stock 131072x2"]
+    with pytest.raises(SystemExit, match=r"stock: it failed; nothing is written$"):
+        run(engines, monkeypatch, "--without-check")
+    assert engines.started == ["time stock"]
+
+
+def test_no_engine_starts_after_the_given_time(engines, monkeypatch, tmp_path):
+    options = "--seconds", "1e-9", "--resume", str(tmp_path / "results.json")
+    with pytest.raises(
+        SystemExit, match="kvindex: the time was over before the process for 'time'"
+    ):
+        run(engines, monkeypatch, *options)
+    assert not engines.started
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--cases", "400x1"], "context: got 400, allowed is at least 512"),
+        (["--cases", "1024x0"], "batch: got 0, allowed is at least 1"),
+        (["--seconds", "5"], "seconds: got no --resume"),
+        (["--cases", "1024x1", "--arrivals", "1"], "cases: allowed is --context and --batch"),
+        (["--cases", "1024"], "argument --cases: invalid"),
+    ],
+)
+def test_wrong_options(options, reason, capsys):
+    with pytest.raises(SystemExit):
+        serving.arguments([*options, "--json", "x"])
+    assert reason in capsys.readouterr().err
 
 
 def test_a_served_models_configuration_is_the_shapes():
@@ -45,7 +121,7 @@ def test_a_served_models_configuration_is_the_shapes():
     made = importlib.import_module("transformers").Qwen3Config(**config)
     assert (made.num_hidden_layers, made.head_dim, made.hidden_size) == (4, 128, 4096)
     given = serving.arguments(["--context", "1024", "--shared", "--json", "x"])
-    first, second = serving.prompts(given, 2)
+    first, second = serving.prompts(given, serving.Case(1024, 2))
     assert first[:768] == second[:768]
     assert first != second
 
