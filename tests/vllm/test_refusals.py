@@ -59,7 +59,9 @@ def test_all_settings_of_an_engine_are_in_one_error(configured):
     """vLLM has made no layer and has started no process by then."""
     connector = dict(kv_connector="ExampleConnector", kv_role="kv_both")
     with pytest.raises(ValueError, match="kvindex: 4 settings are not supported:") as caught:
-        configured({"k": 0}, block_size=320, kv_transfer_config=connector, kv_cache_dtype="fp8")
+        configured(
+            {"k": 0}, block_size=320, kv_transfer_config=connector, kv_cache_dtype="fp8_e5m2"
+        )
     for name in ("k", "block_size", "kv_transfer_config", "kv_cache_dtype"):
         assert f"\n- {name}: got " in str(caught.value)
 
@@ -111,9 +113,18 @@ def test_attention_in_both_directions(stock, configured):
         made.forward(None, None, None, None, None, metadata, None)
 
 
-def test_rows_of_another_dtype(stock, configured):
-    with pytest.raises(ValueError, match="kvindex: kv_cache_dtype: got fp8, allowed is"):
+def test_rows_in_fp8(stock, configured, monkeypatch):
+    with pytest.raises(ValueError, match="kv_cache_dtype_skip_layers: got") as found:
+        configured({"rows": "host"}, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"])
+    assert "kv_cache_dtype: got fp8 with rows='host'" in str(found.value)
+    monkeypatch.setattr(unsupported, "on_a_cpu", lambda: False)
+    with pytest.raises(ValueError, match="kv_cache_dtype: got fp8 on a GPU, allowed is auto"):
         configured(kv_cache_dtype="fp8")
+
+
+def test_rows_of_another_dtype(stock, configured):
+    with pytest.raises(ValueError, match="kvindex: kv_cache_dtype: got fp8_e5m2, allowed is"):
+        configured(kv_cache_dtype="fp8_e5m2")
 
 
 def implementations():

@@ -24,6 +24,7 @@ from kvindex.pariskv.encoding import Encoding
 from kvindex.pariskv.inputs import Queries, Tokens
 from kvindex_adapters.vllm import pages
 from kvindex_adapters.vllm.costs import Limit, limit_of
+from kvindex_adapters.vllm.fp8 import Scales
 from kvindex_adapters.vllm.options import Options
 from kvindex_adapters.vllm.reading import Prompt, attend_prompt
 from kvindex_adapters.vllm.row_budget import RowBudget
@@ -42,12 +43,18 @@ class Sequence:
         records: The pages with the codes (compressed keys) of all sequences.
         table: The block table of this sequence.
         length: Number of tokens in this sequence.
+        scales: Scales of the layer, if its keys and values are in FP8.
     """
 
     rows: Tensor
     records: Tensor
     table: Tensor
     length: int
+    scales: Scales | None = None
+
+    def read(self, start: int, stop: int, geometry: Geometry) -> Rows:
+        """Read the keys and values of the tokens at positions `start` to `stop - 1`."""
+        return pages.read_rows(self.rows, self.table, start, stop, geometry, self.scales)
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,9 @@ class PagedAttention:
         text, reading = self.options.explain(self.limit), self.options.reading
         return f"{text}, in plain torch; {reading.explain()}"
 
-    def encode(self, rows: Tensor, records: Tensor, slots: Tensor) -> None:
+    def encode(
+        self, rows: Tensor, records: Tensor, slots: Tensor, scales: Scales | None = None
+    ) -> None:
         """Encode the segments of 256 tokens that the new tokens complete.
 
         The codes of a segment depend only on its 256 keys. They overwrite the codes that the page
@@ -105,11 +114,13 @@ class PagedAttention:
             rows: Keys and values in the engine's pages.
             records: Codes in the engine's pages, written by this call.
             slots: Positions of the new tokens in the pages, int64 `[T]`.
+            scales: Scales of the layer, if its keys and values are in FP8.
         """
         segments = pages.filled(slots)
         if not len(segments):
             return
-        codes = dict(self.encoding.encode(pages.segment_keys(rows, segments, self.geometry), None))
+        keys = pages.segment_keys(rows, segments, self.geometry, scales)
+        codes = dict(self.encoding.encode(keys, None))
         packed = self.layout.pack(codes, codes.pop("centers", None))
         pages.write_records(records, segments, packed[:, 0])
 
@@ -170,8 +181,7 @@ class PagedAttention:
         count = len(queries)
         first = sequence.length - count
         if sparse is not None and sparse.has_blocks(first, sequence.length):
-            pages_of = sequence.rows, sequence.table
-            rows = pages.read_rows(*pages_of, 0, sequence.length, self.geometry)
+            rows = sequence.read(0, sequence.length, self.geometry)
             output = attend_prompt(queries, rows, sparse, self.geometry)
             self._measure(output, sequence)
             return output
@@ -197,8 +207,7 @@ class PagedAttention:
         places = self.budget.places(sequence.length, len(output))
         if not places:
             return
-        part = sequence.rows, sequence.table, places.start, places.stop
-        values = pages.read_rows(*part, self.geometry).values
+        values = sequence.read(places.start, places.stop, self.geometry).values
         outputs = output[-len(places) :].transpose(0, 1)[None]
         self.budget.measure(values, outputs, sequence.length)
 
@@ -244,8 +253,8 @@ class PagedAttention:
         self, queries: Tensor, sequence: Sequence, indexed: int, sinks: Tensor | None
     ) -> Tensor:
         g, place = self.geometry, (sequence.rows, sequence.table)
-        sink = pages.read_rows(*place, 0, self.options.sink, g)
-        newest = pages.read_rows(*place, indexed, sequence.length, g)
+        sink = sequence.read(0, self.options.sink, g)
+        newest = sequence.read(indexed, sequence.length, g)
         limit = None
         if self.budget is not None:
             lse = resident_lse(queries, (sink, newest), g, sinks)
@@ -253,7 +262,7 @@ class PagedAttention:
         hits = self.hits(queries, sequence, indexed, limit)
         if self.budget is not None:
             self.budget.count(hits)
-        found = pages.gather_rows(*place, hits.ids, g)
+        found = pages.gather_rows(*place, hits.ids, g, sequence.scales)
         parts = found, sink, newest
         keys = torch.cat([part.keys for part in parts], dim=2)
         values = torch.cat([part.values for part in parts], dim=2)
@@ -272,7 +281,7 @@ class PagedAttention:
     ) -> Tensor:
         """Return the full causal attention of queries `[T, H, D]`, `[T, H, Dv]`."""
         g, heads = self.geometry, queries.transpose(0, 1)[None]  # [1, H, T, D]
-        rows = pages.read_rows(sequence.rows, sequence.table, 0, sequence.length, g)
+        rows = sequence.read(0, sequence.length, g)
         if g.softcap is None and sinks is None:
             found = attend_causal(heads, rows.keys, rows.values, scale=g.scale)
         else:

@@ -33,6 +33,7 @@ from kvindex_adapters.vllm.engine import (
     is_chunked,
     options_of,
 )
+from kvindex_adapters.vllm.fp8 import NAMES, Scales
 from kvindex_adapters.vllm.packed import codes_layer
 from kvindex_adapters.vllm.request_hooks import install_runner, sparse_prompts
 from kvindex_adapters.vllm.unsupported import (
@@ -142,28 +143,38 @@ class TorchAttention(PluginAttention):
             self.codes.join(self, self.context)
 
     def write(
-        self, kv_cache: Tensor, slot_mapping: Tensor, keys: Tensor, values: Tensor | None
+        self,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        keys: Tensor,
+        values: Tensor | None,
+        scales: Scales | None = None,
     ) -> None:
         """Write keys and values `[T, G, D]` to the pages, and encode each segment of 256 tokens
-        that they complete. `values` is None if each value is a part of its key."""
+        that they complete. `values` is None if each value is a part of its key. `scales` are the
+        layer's scales if its keys and values are in FP8."""
         assert self.codes is not None  # layers without an index use vLLM's own method
         slots, rows = slot_mapping.long(), self.codes.rows(kv_cache)
         count = len(slots)
-        pages.write_rows(rows, slots, keys[:count], None if values is None else values[:count])
-        self.paged.encode(rows, self.codes.records, slots)
+        some = keys[:count], None if values is None else values[:count]
+        pages.write_rows(rows, slots, *some, scales)
+        self.paged.encode(rows, self.codes.records, slots, scales)
 
-    def sequences(self, kv_cache: Tensor, tables: Tensor, lengths: Tensor) -> Iterator[Sequence]:
+    def sequences(
+        self, kv_cache: Tensor, tables: Tensor, lengths: Tensor, scales: Scales | None = None
+    ) -> Iterator[Sequence]:
         """Yield the sequences of a batch.
 
         Args:
             kv_cache: The pages of the layer.
             tables: Block tables, `[R, blocks]`.
             lengths: Numbers of tokens, `[R]`.
+            scales: Scales of the layer, if its keys and values are in FP8.
         """
         assert self.codes is not None  # layers without an index use vLLM's own method
         rows, records = self.codes.rows(kv_cache), self.codes.records
         for number, length in enumerate(lengths.tolist()):
-            yield Sequence(rows, records, tables[number], length)
+            yield Sequence(rows, records, tables[number], length, scales)
 
 
 class SearchingAttention(TorchAttention, CPUAttentionBackendImpl):
@@ -181,6 +192,11 @@ class SearchingAttention(TorchAttention, CPUAttentionBackendImpl):
         super().process_weights_after_loading(act_dtype)
         self.set_backend()
 
+    def scales_of(self, layer: Any) -> Scales | None:
+        """Return the scales of a layer whose keys and values are in FP8, otherwise None."""
+        fp8 = self.kv_cache_dtype in NAMES
+        return Scales.of(layer, self.paged.geometry.dtype) if fp8 else None
+
     def do_kv_cache_update(
         self,
         layer: torch.nn.Module,
@@ -194,7 +210,7 @@ class SearchingAttention(TorchAttention, CPUAttentionBackendImpl):
         if self.codes is None:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
-        self.write(kv_cache, slot_mapping, key, value)
+        self.write(kv_cache, slot_mapping, key, value, self.scales_of(layer))
 
     def forward(
         self,
@@ -218,7 +234,12 @@ class SearchingAttention(TorchAttention, CPUAttentionBackendImpl):
         self.paged.attend_batch(
             query,
             output,
-            self.sequences(kv_cache, attn_metadata.block_table, attn_metadata.seq_lens),
+            self.sequences(
+                kv_cache,
+                attn_metadata.block_table,
+                attn_metadata.seq_lens,
+                self.scales_of(layer),
+            ),
             attn_metadata.query_start_loc.tolist(),
             prompts=vars(attn_metadata).get("prompts", []),
             sparse=vars(attn_metadata).get("sparse", []),

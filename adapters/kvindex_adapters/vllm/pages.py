@@ -10,6 +10,8 @@ The functions of this module use these terms:
   `kvindex.pariskv.block_layout`. The records of a block are `[G, tokens / 256, bytes]`.
 - A block table is int `[blocks]`: the numbers of a sequence's blocks, in order.
 - A slot is the position of a token in the pages: `block · tokens + offset`, as in PagedAttention.
+- Scales convert rows from FP8 and to FP8, in pages of uint8 (see `fp8`). They are None in pages of
+  the model's dtype.
 """
 
 from __future__ import annotations
@@ -20,13 +22,23 @@ from torch import Tensor
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Rows
 from kvindex.pariskv.block_layout import BLOCK
+from kvindex_adapters.vllm.fp8 import Scales
 
 
-def write_rows(pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor | None) -> None:
+def write_rows(
+    pages: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor | None,
+    scales: Scales | None = None,
+) -> None:
     """Write keys and values `[T, G, D]` to slots int64 `[T]` of pages `[blocks, G, tokens, 2 D]`.
 
     Tokens with slot -1 are skipped. `values` is None if each value is a part of its key.
     """
+    if scales is not None:
+        keys = scales.encode_keys(keys)
+        values = None if values is None else scales.encode_values(values)
     used = slots >= 0
     blocks, places = _places(slots[used], pages.shape[2])
     parts = [part[used] for part in (keys, values) if part is not None]
@@ -34,7 +46,12 @@ def write_rows(pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor | None
 
 
 def read_rows(
-    pages: Tensor, table: Tensor, start: int, stop: int, geometry: Geometry | None = None
+    pages: Tensor,
+    table: Tensor,
+    start: int,
+    stop: int,
+    geometry: Geometry | None = None,
+    scales: Scales | None = None,
 ) -> Rows:
     """Read keys and values `[1, G, n, D]` of the tokens at positions `start` to `stop - 1` of a
     sequence.
@@ -45,11 +62,15 @@ def read_rows(
     first = start // tokens
     blocks = table[first : -(-stop // tokens)].long()
     some = pages.transpose(0, 1).index_select(1, blocks).flatten(1, 2)
-    return _parts(some[:, start - first * tokens : stop - first * tokens], geometry)
+    return _parts(some[:, start - first * tokens : stop - first * tokens], geometry, scales)
 
 
 def gather_rows(
-    pages: Tensor, table: Tensor, ids: Tensor, geometry: Geometry | None = None
+    pages: Tensor,
+    table: Tensor,
+    ids: Tensor,
+    geometry: Geometry | None = None,
+    scales: Scales | None = None,
 ) -> Rows:
     """Read keys and values `[1, G, K, D]` of the token positions `ids`, int64 `[1, G, K]`.
 
@@ -58,7 +79,7 @@ def gather_rows(
     """
     blocks, places = _places(ids[0].clamp_min(0), pages.shape[2])
     heads = torch.arange(pages.shape[1], device=pages.device)[:, None]
-    return _parts(pages[table.long()[blocks], heads, places], geometry)
+    return _parts(pages[table.long()[blocks], heads, places], geometry, scales)
 
 
 def filled(slots: Tensor) -> Tensor:
@@ -70,7 +91,12 @@ def filled(slots: Tensor) -> Tensor:
     return torch.div(ends[ends % BLOCK == 0], BLOCK, rounding_mode="floor") - 1
 
 
-def segment_keys(pages: Tensor, segments: Tensor, geometry: Geometry | None = None) -> Tensor:
+def segment_keys(
+    pages: Tensor,
+    segments: Tensor,
+    geometry: Geometry | None = None,
+    scales: Scales | None = None,
+) -> Tensor:
     """Return the keys `[E, G, 256, D]` of the segments with numbers int64 `[E]`.
 
     Without `geometry`, keys and values have the same number of coordinates.
@@ -79,7 +105,8 @@ def segment_keys(pages: Tensor, segments: Tensor, geometry: Geometry | None = No
     parts = pages.view(*pages.shape[:2], -1, BLOCK, pages.shape[3])
     blocks, places = _places(segments, parts.shape[2])
     width = pages.shape[3] // 2 if geometry is None else geometry.head_dim
-    return parts[blocks, :, places][..., :width]
+    keys = parts[blocks, :, places][..., :width]
+    return keys if scales is None else scales.decode_keys(keys)
 
 
 def write_records(records: Tensor, segments: Tensor, codes: Tensor) -> None:
@@ -112,10 +139,14 @@ def _places(numbers: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return torch.div(numbers, size, rounding_mode="floor"), numbers % size
 
 
-def _parts(rows: Tensor, geometry: Geometry | None) -> Rows:
+def _parts(rows: Tensor, geometry: Geometry | None, scales: Scales | None) -> Rows:
     """Return the keys and values of rows `[G, n, 2 D]`."""
     if geometry is None:
-        return Rows(*rows[None].chunk(2, dim=-1))
-    start = geometry.value_start
-    values = rows[None, ..., start : start + geometry.value_dim]
-    return Rows(rows[None, ..., : geometry.head_dim], values)
+        keys, values = rows[None].chunk(2, dim=-1)
+    else:
+        start = geometry.value_start
+        keys = rows[None, ..., : geometry.head_dim]
+        values = rows[None, ..., start : start + geometry.value_dim]
+    if scales is None:
+        return Rows(keys, values)
+    return Rows(scales.decode_keys(keys), scales.decode_values(values))

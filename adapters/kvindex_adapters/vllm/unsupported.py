@@ -17,6 +17,7 @@ from kvindex.layer.arguments import check_sparse
 from kvindex.pariskv.block_layout import BLOCK
 from kvindex_adapters.vllm import reports
 from kvindex_adapters.vllm.costs import AUTO
+from kvindex_adapters.vllm.fp8 import NAMES
 from kvindex_adapters.vllm.options import BACKEND, Options
 from kvindex_adapters.vllm.reading import ROOM
 
@@ -117,6 +118,7 @@ def engine_reasons(config: Any) -> list[str]:
     assert options is not None
     reasons += _setting_reasons(config) + _model_reasons(config, options)
     reasons += _draft_reasons(config, options)
+    reasons += _fp8_reasons(config, options) if config.cache_config.cache_dtype in NAMES else []
     reasons += _graph_reasons(config, options) if options.dense_graphs else []
     return reasons + (_sparse_engine_reasons(config, options) if options.reading.sparse else [])
 
@@ -171,8 +173,8 @@ def _setting_reasons(config: Any) -> list[str]:
         (
             "kv_cache_dtype",
             cache.cache_dtype,
-            _plain(cache.cache_dtype, dtype),
-            f"{dtype}, the model's, or auto; leave out kv_cache_dtype (--kv-cache-dtype)",
+            stores(cache.cache_dtype, dtype),
+            _caches(dtype),
         ),
     )
 
@@ -207,6 +209,39 @@ def _draft_reasons(config: Any, options: Options) -> list[str]:
             pipeline,
             pipeline == 1,
             "1 with a draft model",
+        ),
+    )
+
+
+def _fp8_reasons(config: Any, options: Options) -> list[str]:
+    """Return the reasons why an engine cannot store keys and values in FP8."""
+    cache, model, name = config.cache_config, config.model_config, config.cache_config.cache_dtype
+    skipped = cache.kv_cache_dtype_skip_layers
+    plain = "auto; leave out kv_cache_dtype (--kv-cache-dtype)"
+    return _reasons(
+        (
+            "kv_cache_dtype_skip_layers",
+            skipped,
+            not skipped,
+            f"no layers with kv_cache_dtype={name}, because all layers must store the same dtype",
+        ),
+        (
+            "kv_cache_dtype",
+            f"{name} for a model with latent attention (MLA)",
+            not model.use_mla,
+            plain,
+        ),
+        (
+            "kv_cache_dtype",
+            f"{name} with rows='host'",
+            options.rows == "device",
+            f"{plain}, or rows='device'",
+        ),
+        (
+            "kv_cache_dtype",
+            f"{name} on a GPU",
+            on_a_cpu(),
+            f"{plain}, because the kernels for searches read 16-bit rows",
         ),
     )
 
@@ -406,8 +441,8 @@ def layer_reasons(
         (
             "kv_cache_dtype",
             kv_cache_dtype,
-            _plain(kv_cache_dtype, dtype),
-            f"{dtype}, the model's, or auto; leave out kv_cache_dtype (--kv-cache-dtype)",
+            stores(kv_cache_dtype, dtype),
+            _caches(dtype),
         ),
     )
 
@@ -584,9 +619,22 @@ def refuse_dense_model() -> None:
     )
 
 
-def _plain(kv_cache_dtype: str, dtype: torch.dtype) -> bool:
-    """Return True if the cache stores keys and values in the model's dtype."""
-    return kv_cache_dtype in ("auto", str(dtype).removeprefix("torch."))
+def stores(kv_cache_dtype: str, dtype: torch.dtype) -> bool:
+    """Return True if the plug-in can read keys and values that a cache stores in this dtype.
+
+    Args:
+        kv_cache_dtype: vLLM's name of the dtype of the cache.
+        dtype: Dtype of the model.
+    """
+    return kv_cache_dtype in ("auto", str(dtype).removeprefix("torch."), *NAMES)
+
+
+def _caches(dtype: torch.dtype) -> str:
+    """Describe the supported dtypes of a cache."""
+    return (
+        f"{dtype}, the model's, auto, or {' and '.join(NAMES)} (--kv-cache-dtype fp8); leave out "
+        "kv_cache_dtype to get auto"
+    )
 
 
 def _method(config: Any) -> str | None:

@@ -1,0 +1,117 @@
+"""Keys and values in FP8 (`kv_cache_dtype="fp8"`).
+
+vLLM on a CPU rounds them in the same way, and needs AVX-512 for it.
+"""
+
+import pytest
+import torch
+
+from kvindex.core.geometry import Geometry
+from kvindex_adapters.vllm import pages
+from kvindex_adapters.vllm.attention import PagedAttention, Sequence
+from kvindex_adapters.vllm.fp8 import FP8, Scales, rounded
+from kvindex_adapters.vllm.options import Options
+from tests.vllm.conftest import EVERY, prompt, tokens
+
+G, D = 2, 32
+
+needs_avx512 = pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="vLLM needs AVX-512 for FP8 on a CPU"
+)
+
+
+def test_rounding_is_towards_zero():
+    numbers = torch.tensor([1.0, 1.12, 1.125, -1.12, 1e9, -1e9, 2.0**-10, 0.0, 1.9 * 2.0**-9])
+    found = rounded(numbers).view(FP8).float().tolist()
+    assert found == [1.0, 1.0, 1.125, -1.0, 448.0, -448.0, 0.0, 0.0, 2.0**-9]
+
+
+def test_rows_are_read_as_they_were_stored():
+    scales = Scales(0.5, 2.0, torch.bfloat16)
+    memory = torch.zeros(3, G, 512, 2 * D, dtype=torch.uint8)
+    stored = torch.arange(127, dtype=torch.uint8).repeat(3 * G * D).view(127, -1)[:, : G * D]
+    keys = stored.T.reshape(G, D, 127).permute(2, 0, 1).contiguous().view(FP8).float()
+    slots = torch.arange(127) + 900
+    pages.write_rows(memory, slots, 0.5 * keys, 2.0 * keys.flip(0), scales)
+    table = torch.tensor([1])
+    rows = pages.read_rows(memory, table, 388, 515 - 3, scales=scales)
+    assert torch.equal(rows.keys[0], (0.5 * keys[:124]).bfloat16().transpose(0, 1))
+    assert torch.equal(rows.values[0], (2.0 * keys.flip(0)[:124]).bfloat16().transpose(0, 1))
+    ids = torch.tensor([[[388, 400], [390, 511]]])
+    some = pages.gather_rows(memory, table, ids, scales=scales)
+    assert torch.equal(some.keys[0, 1, 1], rows.keys[0, 1, 511 - 388])
+    assert torch.equal(some.values[0, 0, 1], rows.values[0, 0, 12])
+    segment = pages.segment_keys(memory, torch.tensor([3]), scales=scales)
+    assert torch.equal(segment[0, :, 256 - 124 :], rows.keys[0])
+
+
+def test_codes_are_those_of_stored_keys():
+    scales = Scales(0.37, 1.0, torch.float32)
+    geometry = Geometry.of(q_heads=4, kv_heads=G, head_dim=D, dtype=torch.float32)
+    paged = PagedAttention.of(Options(), geometry)
+    memory = torch.zeros(2, G, 256, 2 * D, dtype=torch.uint8)
+    records = torch.zeros(2, G, 1, paged.layout.head_bytes, dtype=torch.uint8)
+    keys, values = torch.randn(2, 256, G, D)
+    for some in (slice(0, 100), slice(100, 256)):  # in chunks, into page 1
+        slots = torch.arange(256)[some] + 256
+        pages.write_rows(memory, slots, keys[some], values[some], scales)
+        paged.encode(memory, records, slots, scales)
+    sequence = Sequence(memory, records, torch.tensor([1]), 256, scales)
+    stored = sequence.read(0, 256, geometry).keys
+    assert not torch.equal(stored[0], keys.transpose(0, 1))
+    alone, found = paged.encoding.encode(stored, None), paged.codes(sequence, 256)
+    assert all(torch.equal(alone[name], found[name]) for name in found)
+
+
+def test_scales_of_a_layer():
+    layer = torch.nn.Module()
+    layer._k_scale, layer._v_scale = torch.tensor(0.5), torch.tensor([2.0])
+    layer._k_scale_float, layer._v_scale_float = 0.5, 2.0
+    assert Scales.of(layer, torch.float16) == Scales(0.5, 2.0, torch.float16)
+    layer._v_scale = torch.ones(G)
+    with pytest.raises(ValueError, match="v_scale: got 2 scales, allowed is one scale for all"):
+        Scales.of(layer, torch.float16)
+
+
+@pytest.fixture(scope="module")
+def stock_fp8(engine, model):
+    return engine(model, kv_cache_dtype="fp8")
+
+
+@needs_avx512
+def test_tokens_are_those_of_vllm(engine, model, stock, stock_fp8):
+    searching = engine(model, EVERY, kv_cache_dtype="fp8")
+    prompts = [prompt(length, seed) for seed, length in enumerate((700, 300, 20, 1000))]
+    expected = tokens(stock_fp8, prompts)
+    assert tokens(searching, prompts) == expected
+    assert tokens(searching, prompts) == expected  # with cached prefixes
+    assert tokens(stock, prompts) != expected  # rounding to FP8 changes tokens
+
+
+@needs_avx512
+def test_few_rows_of_fp8(engine, model, stock_fp8):
+    few = engine(
+        model, {"k": 1, "dense_below": 0, "sink": 0, "local_window": 0}, kv_cache_dtype="fp8_e4m3"
+    )
+    prompts = [prompt(length, seed) for seed, length in enumerate((700, 300, 20, 1000))]
+    found, exact = tokens(few, prompts), tokens(stock_fp8, prompts)
+    assert found[2] == exact[2]  # the sequence is shorter than a block
+    assert found != exact
+
+
+@needs_avx512
+def test_sparse_prompts_of_fp8(engine, model, stock_fp8):
+    options = EVERY | {"prefill": "sparse", "prefill_mass": 1.0}
+    searching = engine(model, options, kv_cache_dtype="fp8", max_num_batched_tokens=1024)
+    prompts = [prompt(length, seed) for seed, length in enumerate((700, 1000))]
+    assert tokens(searching, prompts) == tokens(stock_fp8, prompts)
+
+
+@needs_avx512
+def test_one_page_for_rows_and_codes_in_fp8(engine, saved):
+    types = ["sliding_attention", "full_attention"]
+    folder = saved("Gemma2", sliding_window=256, layer_types=types, query_pre_attn_scalar=32)
+    prompts = [prompt(length, seed) for seed, length in enumerate((700, 300, 1000))]
+    options = dict(kv_cache_dtype="fp8", num_gpu_blocks_override=24)
+    expected = tokens(engine(folder, **options), prompts)
+    assert tokens(engine(folder, EVERY, **options), prompts) == expected
