@@ -6,6 +6,7 @@ weights in the shape of a model. Each runs in a process of its own:
 - `stock` uses the attention that vLLM selects.
 - `stock-fp8` does so too, with keys and values in FP8 (`kv_cache_dtype="fp8"`).
 - `kvindex` uses the plug-in.
+- `kvindex-fp8` does so too, with keys and values in FP8. It is measured only if `--plans` names it.
 
     python -m benchmarks.serving [--shape SHAPE] [--layers L]
         [--context N --batch B … | --cases NxB …] [--shared]
@@ -70,8 +71,11 @@ from benchmarks.common.timing import spread
 from kvindex_adapters.evaluate.machine import describe
 from kvindex_adapters.evaluate.output_files import output, write_json
 
-PLANS = "stock", "stock-fp8", "kvindex"
-"""Names of the engines that are compared."""
+PLANS = "stock", "stock-fp8", "kvindex", "kvindex-fp8"
+"""Names of the engines that can be compared."""
+
+USUAL_PLANS = PLANS[:3]
+"""Engines that are measured by default."""
 
 CHECKED_PLANS = "stock", "kvindex"
 """Engines that must generate the same tokens. Rounding to FP8 changes tokens."""
@@ -218,9 +222,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "--plans",
         nargs="+",
         choices=PLANS,
-        default=[*PLANS],
-        help="Engines to measure: stock (without the plug-in), stock-fp8 (the same with keys and "
-        "values in FP8) and kvindex (with the plug-in)",
+        default=[*USUAL_PLANS],
+        help="Engines to measure: stock (without the plug-in), kvindex (with the plug-in), and "
+        "the same with keys and values in FP8 (stock-fp8, kvindex-fp8)",
     )
     parser.add_argument(
         "--resume",
@@ -332,17 +336,16 @@ def opened(given: argparse.Namespace, plan: str, folder: str, **options: Any) ->
     if given.plain:
         compilation |= dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY")
     extra: dict[str, Any] = {}
-    if plan == "kvindex":
+    if plan.endswith("-fp8"):
+        extra |= dict(kv_cache_dtype="fp8")
+    if plan.startswith("kvindex"):
         if given.rows == "host":
             cached = max(4096, 1 << (2048 * rows - 1).bit_length())
             options |= dict(rows="host", cached_rows=cached)
-            extra = dict(num_gpu_blocks_override=rows * (-(-tokens // BLOCK) + 1) + 1)
+            extra |= dict(num_gpu_blocks_override=rows * (-(-tokens // BLOCK) + 1) + 1)
         extra |= dict(attention_backend="KVINDEX", additional_config={"kvindex": options})
-    else:
-        if given.stock_block:
-            extra |= dict(block_size=given.stock_block)
-        if plan == "stock-fp8":
-            extra |= dict(kv_cache_dtype="fp8")
+    elif given.stock_block:
+        extra |= dict(block_size=given.stock_block)
     if "disable_cascade_attn" in vars(EngineArgs):  # not in vLLM 0.33
         extra |= dict(disable_cascade_attn=True)
     made = LLM(

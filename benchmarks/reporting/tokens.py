@@ -269,13 +269,14 @@ def serving(result: Result) -> str:
             "stock": "FlashAttention",
             "stock-fp8": "FlashAttention, keys and values in FP8",
             "kvindex": f"`{about['index']}`",
+            "kvindex-fp8": f"`{about['index']}`, keys and values in FP8",
         }
         for batch, (plan, words) in product(one["serving"]["batches"], names.items()):
             if plan not in batch["plans"]:
                 continue
             plans = batch["plans"][plan]
             ms, low, high = (plans[f"token_ms{part}"] for part in ("", "_low", "_high"))
-            where = about.get("rows", "device") if plan == "kvindex" else "device"
+            where = about.get("rows", "device") if "kvindex" in plan else "device"
             times = f"{ms:.2f} ({low:.2f} to {high:.2f})"
             ratio = f"{plans['ratio']:.3f}" if "ratio" in plans else ""
             lengths = f"{batch.get('context', about['context']):,}" + (

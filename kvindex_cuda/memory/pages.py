@@ -38,6 +38,9 @@ class Pages:
             be contiguous; other strides are arbitrary.
         places: Addresses by which kernels access the rows of each layer, if rows are in pinned host
             memory.
+        scales: If rows are uint8, for numbers in FP8 (e4m3): scale of the keys and scale of the
+            values of each layer, float32 of one element on the device. Kernels read them in each
+            step.
 
     Raises:
         ValueError: Layers differ, or shapes do not fit.
@@ -46,6 +49,7 @@ class Pages:
     codes: Sequence[Tensor]
     rows: Sequence[Tensor]
     places: Sequence[int] | None = None
+    scales: Sequence[tuple[Tensor, Tensor]] | None = None
 
     def __post_init__(self) -> None:
         for name, parts in (("codes", self.codes), ("rows", self.rows)):
@@ -67,6 +71,17 @@ class Pages:
                 f"pages: got rows with strides {rows.stride()} and codes with strides "
                 f"{codes.stride()}; the last dimension must be contiguous (stride 1)"
             )
+        if (rows.dtype == torch.uint8) is not (self.scales is not None):
+            raise ValueError(
+                f"scales: got {'none' if self.scales is None else 'scales'} for rows of "
+                f"{rows.dtype}; rows in FP8 are uint8 and have scales"
+            )
+        for scale in (one for pair in self.scales or () for one in pair):
+            if scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != rows.device:
+                raise ValueError(
+                    f"scales: got {scale.numel()} numbers of {scale.dtype} on {scale.device}, "
+                    f"allowed is one of torch.float32 on {rows.device}"
+                )
         if self.places is None and rows.device != codes.device:
             raise ValueError(f"rows: got rows on {rows.device}, but codes are on {codes.device}")
         size = rows.element_size()
@@ -94,6 +109,15 @@ class Pages:
         device."""
         pairs = zip(self.codes, self.row_places, strict=True)
         places = [[codes.data_ptr(), rows] for codes, rows in pairs]
+        return torch.tensor(places, dtype=torch.int64, device=self.codes[0].device)
+
+    @cached_property
+    def key_scales(self) -> Tensor | None:
+        """Addresses of the scales of each layer's keys, int64 `[layers]` on the device. None if
+        rows are not in FP8."""
+        if self.scales is None:
+            return None
+        places = [key.data_ptr() for key, _ in self.scales]
         return torch.tensor(places, dtype=torch.int64, device=self.codes[0].device)
 
     @cached_property

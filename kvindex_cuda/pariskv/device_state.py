@@ -63,6 +63,9 @@ class State:
             blocks of `rows`. Those of the window come after the `length` tokens that are searched.
         page_head_bytes: Only if rows are in an engine's pages: bytes from one KV head's rows to the
             next head's.
+        key_scale: Only if rows are in an engine's pages in FP8: scale of all keys, float32 of one
+            element on the device. `codec` is then "fp8", and rows have no scales of their own.
+        value_scale: The same for values.
         segments: Only if rows are in an engine's pages in host memory: numbers of the blocks of
             `rows` among all pages, int32 `[B, S]`. Then `cache` has one group per KV head, for the
             rows of all sequences.
@@ -98,6 +101,8 @@ class State:
     sink: int | None = None
     page_head_bytes: int | None = None
     segments: Tensor | None = None
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
 
     # The following properties have the names of kernel parameters, because `runtime.resolve` finds
     # the arguments of a kernel by name.

@@ -52,7 +52,7 @@ def test_serving_is_timed_where_answers_are_the_engines_own(engines, monkeypatch
     assert told["serving"]["check"] == dict(equal=1, tokens=3)
     (batch,) = told["serving"]["batches"]
     assert (batch["context"], batch["batch"]) == (131_072, 2)
-    ratios = [batch["plans"][plan].get("ratio") for plan in serving.PLANS]
+    ratios = [batch["plans"][plan].get("ratio") for plan in serving.USUAL_PLANS]
     assert ratios == [None, 1, 0.5]
     assert batch["plans"]["stock"]["token_ms_rounds"] == [8, 8]
     page = report.TABLES["serving"](told)

@@ -78,7 +78,8 @@ class Attention(SearchingFlashAttention):
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
         slots = slot_mapping.long()
-        pages.write_rows(self._rows(kv_cache), slots, key[: len(slots)], value[: len(slots)])
+        given = slots, key[: len(slots)], value[: len(slots)], self.scales(layer)
+        pages.write_rows(self._rows(kv_cache), *given)
 
     def forward(self, layer, query, key, value, kv_cache, metadata, output, **more):
         Attention.searched += metadata is not None and metadata.searching is not None
@@ -93,6 +94,7 @@ class Attention(SearchingFlashAttention):
             if own.start == own.stop:
                 continue
             Attention.copied += self.host is not None
-            sequence = Sequence(kv_cache, None, metadata.block_table[number], length)
+            table, scales = metadata.block_table[number], self.scales(layer)
+            sequence = Sequence(kv_cache, None, table, length, scales)
             output[own] = self.plain.attend_dense(query[own], sequence, self.sinks)
         return output

@@ -93,6 +93,16 @@ def test_decisions_follow_length_batch_and_shape():
     assert limit_of("auto", wide, "NVIDIA H200", batches=True).searches([24_576])
 
 
+def test_full_attention_in_fp8_reads_half_of_the_bytes():
+    geometry = Geometry.of(q_heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    fp8 = limit_of("auto", geometry, "NVIDIA H200", batches=True, fp8=True)
+    plain = on("H200")
+    assert fp8.dense_below == plain.dense_below
+    assert plain.searches([40_000])
+    assert not fp8.searches([40_000])
+    assert fp8.searches([131_072])
+
+
 def test_several_tokens_of_a_sequence_read_its_rows_once():
     limit = on("H200")
     assert limit.searches([16_384] * 3, [16_384] * 3)

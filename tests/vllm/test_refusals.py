@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvindex_adapters.vllm import unsupported
+from kvindex_adapters.vllm.options import Options
 from kvindex_adapters.vllm.unsupported import can_pack
 from tests.vllm.conftest import EVERY, settings
 
@@ -113,13 +114,21 @@ def test_attention_in_both_directions(stock, configured):
         made.forward(None, None, None, None, None, metadata, None)
 
 
-def test_rows_in_fp8(stock, configured, monkeypatch):
+def test_rows_in_fp8(stock, configured):
     with pytest.raises(ValueError, match="kv_cache_dtype_skip_layers: got") as found:
         configured({"rows": "host"}, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"])
     assert "kv_cache_dtype: got fp8 with rows='host'" in str(found.value)
-    monkeypatch.setattr(unsupported, "on_a_cpu", lambda: False)
-    with pytest.raises(ValueError, match="kv_cache_dtype: got fp8 on a GPU, allowed is auto"):
-        configured(kv_cache_dtype="fp8")
+
+
+def test_latents_in_fp8(configured):
+    from vllm.config import get_current_vllm_config
+
+    with configured():
+        config = get_current_vllm_config()
+        model = SimpleNamespace(use_mla=True)
+        given = SimpleNamespace(cache_config=config.cache_config, model_config=model)
+        (reason,) = unsupported._fp8_reasons(given, Options())
+    assert reason.startswith("kv_cache_dtype: got auto for a model with latent attention (MLA)")
 
 
 def test_rows_of_another_dtype(stock, configured):

@@ -70,7 +70,8 @@ class Costs:
         key_us: What a search adds for each key.
         pages_bytes: Bytes of keys and values that a step reads in a microsecond for sequences with
             full attention.
-        row_bytes: Bytes of a token's keys and values, in all KV heads of the layer.
+        row_bytes: Bytes of a token's keys and values in the model's dtype, in all KV heads of the
+            layer.
         heads: Number of query heads of the layer.
         keys: Number of keys of a token.
     """
@@ -85,12 +86,19 @@ class Costs:
     heads: int = 0
     keys: int = 0
 
-    def of_layer(self, geometry: Geometry) -> Costs:
-        """Return the times for layers of this geometry."""
+    def of_layer(self, geometry: Geometry, *, fp8: bool = False) -> Costs:
+        """Return the times for layers of this geometry.
+
+        Args:
+            geometry: Geometry of the layers.
+            fp8: Whether keys and values are in FP8. Full attention then reads one byte per number.
+                The kernel `attend` is limited by its instructions, so it is no faster.
+        """
         g = geometry
         width = g.head_dim if g.value_in_key else g.head_dim + g.value_dim
         return replace(
             self,
+            full_bytes=self.full_bytes * (g.dtype.itemsize if fp8 else 1),
             key_us=self.key_us * g.head_dim / DIM,
             row_bytes=g.kv_heads * width * g.dtype.itemsize,
             heads=g.q_heads,
@@ -158,7 +166,9 @@ class Limit:
         return f"{text}, unless FlashAttention is estimated to be faster for the whole batch"
 
 
-def limit_of(given: int | str, geometry: Geometry, gpu: str | None, *, batches: bool) -> Limit:
+def limit_of(
+    given: int | str, geometry: Geometry, gpu: str | None, *, batches: bool, fp8: bool = False
+) -> Limit:
     """Return the `Limit` of an engine's layers.
 
     Args:
@@ -166,12 +176,13 @@ def limit_of(given: int | str, geometry: Geometry, gpu: str | None, *, batches: 
         geometry: Geometry of the layers.
         gpu: Name of the GPU, or None on a CPU.
         batches: Whether FlashAttention can compute a whole batch instead.
+        fp8: Whether keys and values are in FP8.
     """
     if given != AUTO:
         return Limit(int(given))
     if gpu is None:
         return Limit(LEAST)
-    costs = kind_of(gpu).of_layer(geometry)
+    costs = kind_of(gpu).of_layer(geometry, fp8=fp8)
     return Limit(costs.dense_below(), costs if batches else None)
 
 

@@ -42,13 +42,14 @@ class Scales:
         Raises:
             ValueError: The layer has a scale for each head.
         """
-        for name, scale in (("k_scale", layer._k_scale), ("v_scale", layer._v_scale)):
+        for name, scale in zip(("k_scale", "v_scale"), device_scales(layer), strict=True):
             if scale.numel() != 1:
                 raise ValueError(
                     f"kvindex: {name}: got {scale.numel()} scales, allowed is one scale for all "
                     "heads of a layer"
                 )
-        return Scales(layer._k_scale_float, layer._v_scale_float, dtype)
+        numbers = vars(layer)
+        return Scales(numbers["_k_scale_float"], numbers["_v_scale_float"], dtype)
 
     def decode_keys(self, codes: Tensor) -> Tensor:
         """Convert stored keys, uint8, to numbers of the model's dtype."""
@@ -68,6 +69,17 @@ class Scales:
 
     def _decode(self, codes: Tensor, scale: float) -> Tensor:
         return (codes.view(FP8).float() * scale).to(self.dtype)
+
+
+def device_scales(layer: Any) -> tuple[Tensor, Tensor]:
+    """Return the scales of the keys and of the values of vLLM's attention layer, on the device."""
+    return layer.get_buffer("_k_scale"), layer.get_buffer("_v_scale")
+
+
+def query_scale(layer: Any) -> Tensor:
+    """Return the scale of the queries of vLLM's attention layer, on the device."""
+    scale: Tensor = layer.get_buffer("_q_scale")
+    return scale
 
 
 def rounded(numbers: Tensor) -> Tensor:

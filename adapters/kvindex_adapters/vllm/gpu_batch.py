@@ -26,6 +26,7 @@ from kvindex_adapters.vllm.engine import (
     reads,
     spec_of_rows,
 )
+from kvindex_adapters.vllm.fp8 import device_scales
 from kvindex_adapters.vllm.gpu_layer import SearchingFlashAttention
 from kvindex_adapters.vllm.host import Part, single, split
 from kvindex_adapters.vllm.pages import read_rows
@@ -145,7 +146,8 @@ class ReadingSparsely:
         g = impl.geometry
         assert g is not None  # true for every layer with an index
         for chunk in self._chunks:
-            read = read_rows(rows, self._tables[chunk.number], 0, chunk.length, g)
+            table, scales = self._tables[chunk.number], impl.scales(layer)
+            read = read_rows(rows, table, 0, chunk.length, g, scales)
             output[chunk.tokens] = attend_prompt(queries[chunk.tokens], read, chunk.prompt, g)
 
 
@@ -334,7 +336,7 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         if self._host is None:
             shared |= dict(tokens=config.model_config.max_model_len)
             rows = [layer.impl.codes.rows(layer.kv_cache) for layer in self._layers]
-            pages = Pages(codes, rows)
+            pages = Pages(codes, rows, scales=self._scales())
             self._steps = PagedSteps(self._layers[0].impl.geometry, options.config, pages, **shared)
         else:
             try:
@@ -345,6 +347,12 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         self._caches = caches
         assert self._steps is not None
         return self._steps
+
+    def _scales(self) -> list[tuple[Tensor, Tensor]] | None:
+        """Return the scales of keys and values of each layer, if they are in FP8."""
+        if not self._layers[0].impl.fp8:
+            return None
+        return [device_scales(layer) for layer in self._layers]
 
 
 def one_by_one(common: CommonAttentionMetadata) -> tuple[Tensor, Tensor]:

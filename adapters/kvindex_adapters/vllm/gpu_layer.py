@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
 
 import kvindex_cuda
@@ -24,6 +26,7 @@ from kvindex_adapters.vllm.engine import (
     keep_no_rows,
     options_of,
 )
+from kvindex_adapters.vllm.fp8 import NAMES, Scales, query_scale
 from kvindex_adapters.vllm.options import Options
 from kvindex_adapters.vllm.packed import codes_layer
 from kvindex_adapters.vllm.request_hooks import install_runner
@@ -55,10 +58,14 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
     """vLLM's FlashAttention layer, in which decode steps search an index if the layer has full
     attention."""
 
+    supports_quant_query_input: bool
+
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         config = get_current_vllm_config()
         self.host: HostRows | None = None
+        self.fp8 = False
+        self._quantizer: QuantFP8 | None = None
         self.geometry: Geometry | None = None
         options = options_of(config)
         if options is None:
@@ -86,6 +93,12 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         self.geometry = geometry_of(config, device, more, *given, **named)
         if self.geometry is None:
             return
+        self.fp8 = self.kv_cache_dtype in NAMES
+        if self.fp8 and self.supports_quant_query_input:
+            # vLLM would pass queries in FP8, but searches need those of the model. vLLM asks for
+            # this while it constructs the layer.
+            self._quantizer = QuantFP8(static=True, group_shape=GroupShape.PER_TENSOR)
+            self.supports_quant_query_input = False
         record_bytes = options.layout(self.geometry.head_dim).head_bytes
         target = self.kv_sharing_target_layer_name
         self.codes = codes_layer(config, self.geometry, record_bytes, target)
@@ -93,7 +106,7 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         self.codes.mixed = options.rows == "host"
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else FALLBACK
         given = options.dense_below, self.geometry, name
-        self.codes.limit = limit_of(*given, batches=options.rows == "device")
+        self.codes.limit = limit_of(*given, batches=options.rows == "device", fp8=self.fp8)
         if options.rows == "host":
             self.host = self.codes.host = host_of(config, self.geometry, options)
             self.number = self.host.add_layer()
@@ -153,9 +166,18 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
             return kv_cache
         return self.codes.rows(kv_cache)
 
-    def attend_whole(self, *given: Any) -> Tensor:
-        """Compute full causal attention with vLLM's own `forward`."""
-        return super().forward(*given)
+    def attend_whole(self, layer: Any, queries: Tensor, *given: Any) -> Tensor:
+        """Compute full causal attention with vLLM's own `forward`. If it needs queries `[T, H, D]`
+        in FP8, they are converted as vLLM converts them."""
+        if self._quantizer is not None:
+            queries, _ = self._quantizer.forward_cuda(queries.flatten(1), query_scale(layer))
+            queries = queries.view(-1, self.num_heads, self.head_size)
+        return super().forward(layer, queries, *given)
+
+    def scales(self, layer: Any) -> Scales | None:
+        """Return the scales of a layer whose keys and values are in FP8, otherwise None."""
+        assert self.geometry is not None  # true for every layer with an index
+        return Scales.of(layer, self.geometry.dtype) if self.fp8 else None
 
     def do_kv_cache_update(
         self,
@@ -182,6 +204,8 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         vLLM calls this before it asks for the size of a page.
         """
         super().process_weights_after_loading(act_dtype)
+        if self._quantizer is not None:
+            self.supports_quant_query_input = True  # from here on, only `forward` asks for it
         if self.codes is not None:
             self.codes.join(self, self.context)
         if self.host is not None:

@@ -237,12 +237,6 @@ def _fp8_reasons(config: Any, options: Options) -> list[str]:
             options.rows == "device",
             f"{plain}, or rows='device'",
         ),
-        (
-            "kv_cache_dtype",
-            f"{name} on a GPU",
-            on_a_cpu(),
-            f"{plain}, because the kernels for searches read 16-bit rows",
-        ),
     )
 
 

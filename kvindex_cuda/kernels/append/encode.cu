@@ -32,12 +32,17 @@
 //   WIDE (1: each key begins at a multiple of 16 bytes), RESIDENT (thread blocks per multiprocessor)
 //   CENTERED (1: blocks of codes have centers)
 //   PAGED (1: encode whole segments of an inference engine's pages, those that `due` lists)
+//   FP8_KEYS (1: keys are e4m3 numbers, and each layer has a scale for them. They are converted to DTYPE when they
+//     are loaded. Only if PAGED)
+#include "common/fp8.cuh"
 #include "common/rotated.cuh"
 
+static_assert(!FP8_KEYS || PAGED, "scales are those of the layers of an engine");
+constexpr int STORED = FP8_KEYS ? 1 : BYTES;          // bytes of a coordinate in memory
 constexpr int CHUNKS = BYTES / 2;                     // loads of 16 bytes per 8 coordinates
 constexpr int ROW = (D * BYTES + 127) / 128 * 128;    // bytes from one key to the next in shared memory
 // true if keys are copied to shared memory
-constexpr bool STAGED = WIDE && ROW <= 256 && TOKENS * ROW * RESIDENT <= 200 << 10;
+constexpr bool STAGED = !FP8_KEYS && WIDE && ROW <= 256 && TOKENS * ROW * RESIDENT <= 200 << 10;
 constexpr bool AHEAD = !STAGED && C * BYTE_WORDS <= 16;     // true if registers hold the next keys
 constexpr int LOADS = STAGED ? 4 : 8;                 // loads of four keys in flight while keys are added up
 constexpr int HALF = 8, GROUP = 32;                   // keys encoded together; keys whose weights are stored together
@@ -45,10 +50,30 @@ constexpr int TILES = (M + 7) / 8;                    // tiles of 8 · 8 coordin
 constexpr int STEPS = 65536 / OCTAVES;                // steps of a log weight per octave
 
 // Load 8 coordinates of a key from global memory. If LAST is true, no later load needs these coordinates, so
-// they are loaded with the evict-first policy.
+// they are loaded with the evict-first policy. Keys in FP8 are multiplied by `scale`.
 template <bool LAST>
-__device__ __forceinline__ void load(u32 (&words)[BYTE_WORDS], const char* at) {
-#if WIDE
+__device__ __forceinline__ void load(u32 (&words)[BYTE_WORDS], const char* at, float scale) {
+#if FP8_KEYS
+    const uint2* codes = reinterpret_cast<const uint2*>(at);
+    uint2 all = LAST ? __ldcs(codes) : __ldg(codes);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float x[4];
+        from_fp8(x, half ? all.y : all.x);
+#pragma unroll
+        for (int i = 0; i < 4; i++) x[i] *= FP8_UNIT * scale;
+#pragma unroll
+        for (int i = 0; i < BYTE_WORDS / 2; i++) {
+#if DTYPE == 0
+            words[4 * half + i] = __float_as_uint(x[i]);
+#elif DTYPE == 1
+            words[2 * half + i] = to_float16(x[2 * i]) | u32(to_float16(x[2 * i + 1])) << 16;
+#else
+            words[2 * half + i] = to_bfloat16(x[2 * i]) | u32(to_bfloat16(x[2 * i + 1])) << 16;
+#endif
+        }
+    }
+#elif WIDE
     const uint4* wide = reinterpret_cast<const uint4*>(at);
 #pragma unroll
     for (int r = 0; r < BYTE_WORDS / 4; r++) {
@@ -88,6 +113,7 @@ struct Segment {
     u32 to;            // number of tokens in the segment
     u32 unit;          // number of the segment among all segments
     u32 after;         // position of the next segment in `segments`
+    float scale;       // scale of keys in FP8
     u8 state;          // NONE: there is no such segment; WHOLE: it has all 256 keys and no valid flags; else SOME
 };
 
@@ -173,6 +199,7 @@ struct Arguments {
     const i64* bases;     // PAGED: [layers, 2]: addresses of the codes and of the rows of each layer
     i64 layers, parts;    // PAGED: parts: segments per page
     i64 codes_page, codes_part, rows_page, rows_part;  // PAGED: bytes from one page, or one segment, to the next
+    const i64* key_scales;  // [layers]: address of the scale of each layer's keys, float32; only if FP8_KEYS
     float size_scale;     // 1 divided by the largest |u| that has a cell of its own
     float root;           // 1 / √D
 };
@@ -191,7 +218,7 @@ encode(const __grid_constant__ Arguments args) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, t = lane % 4;
     Shared stage = shared_place(memory);
 
-    i64 step = args.keys_token * BYTES;
+    i64 step = args.keys_token * STORED;
 #if PAGED
     u32 units = u32(*args.due * args.layers * args.kv_heads);
 #else
@@ -208,7 +235,8 @@ encode(const __grid_constant__ Arguments args) {
         found.block = reinterpret_cast<char*>(args.bases[2 * layer]) + page * args.codes_page + part * args.codes_part;
         found.head = g * args.head_bytes;
         found.keys = reinterpret_cast<const char*>(args.bases[2 * layer + 1]) + page * args.rows_page +
-                     part * args.rows_part + g * args.keys_head * BYTES;
+                     part * args.rows_part + g * args.keys_head * STORED;
+        if (FP8_KEYS) found.scale = *reinterpret_cast<const float*>(args.key_scales[layer]);
         found.flags = nullptr, found.to = TOKENS, found.state = WHOLE;
 #else
         i64 s = unit % u32(args.blocks), bg = unit / u32(args.blocks), token = s * TOKENS;
@@ -288,9 +316,9 @@ encode(const __grid_constant__ Arguments args) {
                                            placed(lane / 4 * CHUNKS + r, t) * 16);
             });
         } else if (CENTERED) {
-            const char* keys = own.keys + (warp * GROUP + t) * step + lane / 4 * 8 * BYTES;
+            const char* keys = own.keys + (warp * GROUP + t) * step + lane / 4 * 8 * STORED;
             auto read = [&](u32 (&words)[BYTE_WORDS], int i, int tile) {
-                load<false>(words, keys + i * step + tile * 64 * BYTES);
+                load<false>(words, keys + i * step + tile * 64 * STORED, own.scale);
             };
             if (own.state == WHOLE)
                 add_up(sums[warp], read);
@@ -336,7 +364,7 @@ encode(const __grid_constant__ Arguments args) {
         u32 raw[C][BYTE_WORDS];
         // `__shfl_sync` returns each lane its own value here. It only keeps the compiler from computing `first` again
         // at every use.
-        const char* first = own.keys + t * 8 * BYTES;
+        const char* first = own.keys + t * 8 * STORED;
         first = reinterpret_cast<const char*>(__shfl_sync(ALL, reinterpret_cast<u64>(first), lane));
         if (!STAGED) to = __shfl_sync(ALL, to, lane);
         auto fetch = [&](u32 half) {
@@ -351,7 +379,7 @@ encode(const __grid_constant__ Arguments args) {
 #pragma unroll
             for (int c = 0; c < C; c++)
                 if (M % 4 == 0 || c * 4 + t < M) {
-                    if (!STAGED) load<true>(raw[c], key + c * 32 * BYTES);
+                    if (!STAGED) load<true>(raw[c], key + c * 32 * STORED, own.scale);
                     constexpr int OVER = 2 / CHUNKS;  // values of c whose coordinates are in the same 128 bytes of a
                                                       // key
 #pragma unroll
@@ -399,7 +427,7 @@ encode(const __grid_constant__ Arguments args) {
             if (!STAGED && half % 4 == 2 && warp * GROUP + lane < next.to) {
                 const char* key = next.keys + (warp * GROUP + lane) * step;
 #pragma unroll
-                for (int i = 0; i < D * BYTES; i += 128) to_l2(key + i);
+                for (int i = 0; i < D * STORED; i += 128) to_l2(key + i);
             }
             finish(y, hartley);
 

@@ -38,6 +38,8 @@
 //     host. Then resident rows are cached too, all sequences share one cache per KV head, and the cache
 //     identifies a row by its slot number. Two sequences that request one slot at the same moment may both
 //     fetch the row and store it twice.)
+//   FP8_PAGES (1: the pages contain e4m3 numbers, in rows without scales. One scale multiplies all keys of the
+//     layer, and another one all values. Only with PAGED = 1 and CODEC_FP8)
 //   RAGGED (1: each sequence has its own count of resident rows; always so if PAGED)
 //   ONE_SEQUENCE (1: each `consecutive` "sequences" of the batch are consecutive tokens of one sequence. They share
 //     its resident rows and its row cache, where two of them may store a row twice, as with PAGED = 2. Always with
@@ -59,6 +61,7 @@ constexpr int DEPTH = (KEYS + VALUES) * PIECES > 6 ? 2 : AHEAD;
 constexpr bool SLOTS = PAGED == 2;
 constexpr bool ONE_CACHE = SLOTS || ONE_SEQUENCE;  // several "sequences" of the batch share one cache per KV head
 static_assert(!SLOTS || GIVEN != 1, "ids are those of tokens");
+static_assert(!FP8_PAGES || PAGED == 1 && CODEC == CODEC_FP8, "pages of an engine on the device");
 static_assert(!SLOTS || PARTS == 1, "their clock is not told how many parts have read it");
 static_assert(!ONE_SEQUENCE || !PAGED && RAGGED, "tokens of one sequence have a buffer of resident rows");
 constexpr int AT_ONCE = GROUP < HEADS_AT_ONCE ? GROUP : HEADS_AT_ONCE;  // heads whose results are merged in one round
@@ -115,7 +118,7 @@ __device__ __forceinline__ void copy_row(Shared to, const char* row, bool coded)
         Shared place = to + j * PIECES * 512;
         if (coded) {
             copy_async<8>(place, row + chunk * 8);
-            copy_async<4>(place + 8, row + D + DV + value * 4);
+            if (!FP8_PAGES) copy_async<4>(place + 8, row + D + DV + value * 4);
         } else {
 #pragma unroll
             for (int i = 0; i < PIECES; i++) copy_async<16>(place + i * 512, row + (chunk * PIECES + i) * 16);
@@ -125,7 +128,7 @@ __device__ __forceinline__ void copy_row(Shared to, const char* row, bool coded)
 __device__ __forceinline__ void unpack(float (&x)[8], const uint4 (&words)[PIECES], bool coded) {
     const u32* word = &words[0].x;
     if (coded) {
-        float scale = __uint_as_float(word[2]) * CODED;
+        float scale = FP8_PAGES ? CODED : __uint_as_float(word[2]) * CODED;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float four[4];
@@ -297,6 +300,8 @@ struct Arguments {
     const u8* on_device;        // [B, row]: 1 where a block is on the device; only if MIXED_ROWS
     const float* center;        // [BG, D]: center that coded rows are relative to, or null for zeros; only if rows are
                                 // coded
+    const float* key_scale;     // [1]: scale of the keys in pages; only if FP8_PAGES
+    const float* value_scale;   // [1]: scale of the values; only if FP8_PAGES
 };
 
 extern "C" __global__ void __launch_bounds__(256, GROUP * VALUES <= 8 ? 2 : 1)
@@ -321,6 +326,8 @@ attend(const __grid_constant__ Arguments args) {
     int member = lane % LANES;  // lane number in its team. The first teams of all warps take the first rows.
     int own = (lane / LANES * splits + split) * 8 + warp, step = splits * WORKERS, now = 0;
     i64 k = args.k;
+    float scale = FP8_PAGES ? args.scale * *args.key_scale : args.scale;
+    float value_scale = FP8_PAGES ? *args.value_scale : 1.0f;
     int sequence = ONE_SEQUENCE ? u32(batch) / u32(args.consecutive) : batch;  // whose resident rows it reads
     int shown = ONE_SEQUENCE ? sequence * int(args.kv_heads) + head : bg;
     int held = SLOTS ? head : shown;          // whose cache it uses
@@ -433,7 +440,7 @@ attend(const __grid_constant__ Arguments args) {
                     if (part % PARTS == 0 && kept(id)) row.slot = MISSING;
                 }
             }
-            copy_row(place_of(n), from, ROWS_CODED && phase);
+            copy_row(place_of(n), from, ROWS_CODED && (phase || FP8_PAGES));
         };
         auto begin = [&](Pending& row, int i, int n, int id, int tag) {
             int slot = caches ? slot_of<LANES>(name_of(id), tag, args.cached) : NOWHERE;
@@ -492,8 +499,8 @@ attend(const __grid_constant__ Arguments args) {
             begin(after, i + ahead * step, n + ahead, third, third_tag);
             third = fourth, third_tag = tag_of(third);
             fourth = selected(i + 4 * step);
-            add_row(run, words, one, in && visible >> n % LANES & 1, ROWS_CODED && phase, queries,
-                    ROWS_CODED ? centered + phase * GROUP : nullptr, args.scale, args.softcap);
+            add_row(run, words, one, in && visible >> n % LANES & 1, ROWS_CODED && (phase || FP8_PAGES), queries,
+                    ROWS_CODED ? centered + phase * GROUP : nullptr, scale, args.softcap);
         }
         // A thread block reads the rows of sink and window in phase 0, and the selected rows in phase 1. The result
         // of the merge in phase 0 is not used. The merge runs there only to load its instructions into the
@@ -542,6 +549,7 @@ attend(const __grid_constant__ Arguments args) {
             float weight = s < splits ? weights[s * GROUP + i / (DV / 2)] : 0.0f;
             if (s < splits) sum.x += weight * parts[s].x, sum.y += weight * parts[s].y;
         }
+        if (FP8_PAGES) sum.x *= value_scale, sum.y *= value_scale;
         store(args.output, part * GROUP * DV + 2 * i, sum.x);
         store(args.output, part * GROUP * DV + 2 * i + 1, sum.y);
     }

@@ -37,6 +37,7 @@ NO_PAGES = dict(
     codes_part=0,
     rows_page=0,
     rows_part=0,
+    key_scales=None,
 )
 """Values of the kernel's arguments for an engine's pages, if keys are a tensor."""
 
@@ -176,6 +177,7 @@ class Encoder:
             WIDE=int(begins),
             RESIDENT=resident,
             PAGED=0,
+            FP8_KEYS=0,
             **self._defines,
         )
 
@@ -191,6 +193,7 @@ class Encoder:
         codes_part: int,
         rows_page: int,
         rows_part: int,
+        fp8: tuple[torch.dtype, Tensor] | None = None,
     ) -> None:
         """Encode full segments (256 tokens) in the pages of an inference engine, for all layers.
 
@@ -206,11 +209,15 @@ class Encoder:
             codes_part: Bytes from a segment's codes to the next one's.
             rows_page: Bytes from a page of rows to the next one.
             rows_part: Bytes from a segment's rows to the next one's.
+            fp8: If rows are uint8, for numbers in FP8: the dtype to which keys are converted before
+                they are encoded, and the address of the scale of each layer's keys, int64
+                `[layers]`.
         """
         D, device = self.layout.head_dim, due.device
-        keys = of_type("rows", rows, *CODES)[..., :D]
+        keys = of_type("rows", rows, *(CODES if fp8 is None else [torch.uint8]))[..., :D]
+        dtype, scales = (keys.dtype, None) if fp8 is None else fp8
         begins = wide(keys)
-        resident = _resident(D, keys.element_size(), begins)
+        resident = _resident(D, dtype.itemsize, begins)
         if self._taken is None:
             self._taken = torch.zeros(1, dtype=torch.int32, device=device)
         launch(
@@ -241,12 +248,14 @@ class Encoder:
                 codes_part=codes_part,
                 rows_page=rows_page,
                 rows_part=rows_part,
+                key_scales=scales,
             ),
-            shared_bytes=_staged(D, keys.element_size(), begins, resident),
-            DTYPE=CODES[keys.dtype],
+            shared_bytes=0 if fp8 else _staged(D, keys.element_size(), begins, resident),
+            DTYPE=CODES[dtype],
             WIDE=int(begins),
             RESIDENT=resident,
             PAGED=1,
+            FP8_KEYS=int(fp8 is not None),
             **self._defines,
         )
 

@@ -119,6 +119,10 @@ class PagedSteps:
     ) -> None:
         if why := unserved(config, geometry):
             raise ValueError(f"index: {why}")
+        if pages.scales is not None and caches is not None:
+            raise ValueError(
+                "pages: got rows in FP8 with row caches, allowed are rows on the device"
+            )
         if local_window < 1:
             raise ValueError(f"local_window: got {local_window}, allowed is at least 1")
         self._geometry, self._config, self._pages, self._k = geometry, config, pages, k
@@ -248,12 +252,14 @@ class PagedSteps:
             output.copy_(with_sink_logits(output, step.lse, sinks))
 
     def _encode_due(self) -> None:
+        scales = self._pages.key_scales
         self._encoder.of_pages(
             self._pages.rows[0],
             due=self._due,
             bases=self._pages.bases,
             layers=len(self._pages.rows),
             parts=self._pages.codes[0].shape[2],
+            fp8=None if scales is None else (self._geometry.dtype, scales),
             **self._pages.strides,
         )
 
@@ -294,10 +300,16 @@ class PagedSteps:
             sink=self._limits["sink"],
             segments=self._segments,
         )
-        places = zip(self._codes, self._rows, self._scales, self._caches, strict=True)
+        fp8: Sequence[dict[str, Any]] = [{} for _ in self._pages.rows]
+        if self._pages.scales is not None:
+            fp8 = [
+                dict(codec="fp8", key_scale=key, value_scale=value)
+                for key, value in self._pages.scales
+            ]
+        places = zip(self._codes, self._rows, self._scales, self._caches, fp8, strict=True)
         return [
-            State(codes=codes, rows=pages, weight_scale=scale, cache=cache, **common)
-            for codes, pages, scale, cache in places
+            State(codes=codes, rows=pages, weight_scale=scale, cache=cache, **common, **more)
+            for codes, pages, scale, cache, more in places
         ]
 
 

@@ -8,6 +8,7 @@ import torch
 from kvindex.core.geometry import Geometry
 from kvindex_adapters.vllm import pages
 from kvindex_adapters.vllm.attention import PagedAttention, Sequence
+from kvindex_adapters.vllm.fp8 import Scales
 from kvindex_adapters.vllm.options import Options
 from kvindex_cuda.memory.layout import BLOCK
 from kvindex_cuda.memory.pages import Pages
@@ -27,7 +28,10 @@ class Engine:
     sinks = None
     """Logits of learned sinks, float32 `[H]`, or None."""
 
-    def __init__(self, device, *, tokens=BLOCK, order="HND", dtype=torch.float32, **options):
+    def __init__(
+        self, device, *, tokens=BLOCK, order="HND", dtype=torch.float32, scales=None, **options
+    ):
+        """`scales`: scales of keys and values in FP8, a pair of numbers for each layer."""
         given = {"index": "pariskv:preset=fast", "k": 4096, "sink": 4, "local_window": 20}
         self.options = Options(**{**given, "dense_below": 400, **options})
         self.geometry = Geometry.of(
@@ -35,22 +39,30 @@ class Engine:
         )
         self.paged = PagedAttention.of(self.options, self.geometry)
         self.tokens, self.device, self.generator = tokens, device, torch.Generator().manual_seed(0)
+        self.scales, kept, fill = [None] * LAYERS, dtype, 7
+        places = None
+        if scales is not None:
+            self.scales, kept = [Scales(*pair, dtype) for pair in scales], torch.uint8
+            fill = 0x7E  # 448, the largest number
+            places = [
+                tuple(torch.tensor([scale], device=device) for scale in pair) for pair in scales
+            ]
         # a page of records has whole bytes per token, as the vLLM plug-in's cache has
         record = -(-self.paged.layout.head_bytes // BLOCK) * BLOCK
         shape = PAGES, G, tokens // BLOCK, record
         self.codes = [self.filled(shape, 0xA5, torch.uint8) for _ in range(LAYERS)]
         if order == "HND":
-            rows = [self.filled((PAGES, G, tokens, 2 * D), 7, dtype) for _ in range(LAYERS)]
+            rows = [self.filled((PAGES, G, tokens, 2 * D), fill, kept) for _ in range(LAYERS)]
         elif order == "packed":  # the records of a head are behind its rows, in the same page
-            size = tokens * 2 * D * torch.empty((), dtype=dtype).element_size()
+            size = tokens * 2 * D * kept.itemsize
             shape = PAGES, G, size + tokens // BLOCK * record
-            places = [self.filled(shape, 0xA5, torch.uint8) for _ in range(LAYERS)]
-            parts = [place[..., :size].view(dtype) for place in places]
-            rows = [part.view(PAGES, G, tokens, 2 * D).fill_(7) for part in parts]
+            memory = [self.filled(shape, 0xA5, torch.uint8) for _ in range(LAYERS)]
+            parts = [page[..., :size].view(kept) for page in memory]
+            rows = [part.view(PAGES, G, tokens, 2 * D).fill_(fill) for part in parts]
             shape = PAGES, G, tokens // BLOCK, record
-            self.codes = [place[..., size:].view(shape) for place in places]
+            self.codes = [page[..., size:].view(shape) for page in memory]
         else:
-            rows = [self.filled((PAGES, tokens, G, 2 * D), 7, dtype) for _ in range(LAYERS)]
+            rows = [self.filled((PAGES, tokens, G, 2 * D), fill, kept) for _ in range(LAYERS)]
             rows = [part.transpose(1, 2) for part in rows]
         self.rows = rows
         width = -(-max(LENGTHS) // tokens)
@@ -62,7 +74,7 @@ class Engine:
         self.steps = PagedSteps(
             self.geometry,
             self.options.config,
-            Pages(self.codes, self.rows),
+            Pages(self.codes, self.rows, scales=places),
             k=self.options.k,
             sink=self.options.sink,
             local_window=self.options.local_window,
@@ -80,9 +92,9 @@ class Engine:
         places = torch.arange(start, stop, device=self.device)
         table = self.tables[sequence].long()
         slots = table[places // self.tokens] * self.tokens + places % self.tokens
-        for rows in self.rows:
+        for rows, scales in zip(self.rows, self.scales, strict=True):
             keys, values = (self.normal(stop - start, G, D) for _ in range(2))
-            pages.write_rows(rows, slots, keys, values)
+            pages.write_rows(rows, slots, keys, values, scales)
         return slots
 
     def normal(self, *shape):
@@ -128,7 +140,8 @@ class Engine:
         records = self.codes[layer][..., : self.paged.layout.head_bytes]
         for b, length in enumerate(lengths):
             if length:
-                sequence = Sequence(self.rows[layer], records, self.tables[b], length)
+                rows, scales = self.rows[layer], self.scales[layer]
+                sequence = Sequence(rows, records, self.tables[b], length, scales)
                 full = b < len(whole) and whole[b]
                 found[b] = self.paged.attend(queries[b, None], sequence, self.sinks, prompt=full)[0]
         return found
@@ -259,6 +272,69 @@ def test_full_blocks_have_the_codes_of_their_keys_and_others_none(tokens, device
             torch.testing.assert_close(found["centers"].float(), alone["centers"].float(), **close)
         parts = codes.transpose(1, 2).flatten(0, 1)
         assert int((parts != 0xA5).flatten(1).any(1).sum()) == written
+
+
+FP8 = [(0.5, 0.37), (1.0, 1.0)]
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", mostly_slow([torch.float32, torch.bfloat16], torch.float32))
+@pytest.mark.parametrize("order", mostly_slow(["HND", "NHD", "packed"], "packed"))
+def test_rows_in_fp8(order, dtype, device):
+    """Both the codes and the attention are those of converted rows."""
+    bounds = dict(rtol=1e-4, atol=1e-5) if dtype == torch.float32 else dict(rtol=0.02, atol=0.02)
+    few = Engine(device, tokens=512, order=order, dtype=dtype, scales=FP8, k=6)
+    few.prefill()
+    assert_close(few.decode(), **bounds)
+    every = Engine(device, tokens=512, order=order, dtype=dtype, scales=FP8)
+    every.prefill()
+    assert_close(every.decode(), **bounds)
+    few.begin(torch.tensor([-1], device=device), rows=0)
+    assert_codes(few)
+
+
+def assert_codes(engine):
+    """Check that full blocks have the codes of their converted keys."""
+    parts = zip(engine.rows, engine.codes, engine.scales, strict=True)
+    for rows, codes, scales in parts:
+        for b, length in enumerate(LENGTHS):
+            if not (full := length // BLOCK * BLOCK):
+                continue
+            records = codes[..., : engine.paged.layout.head_bytes]
+            sequence = Sequence(rows, records, engine.tables[b], full, scales)
+            found = engine.paged.codes(sequence, full)
+            keys = sequence.read(0, full, engine.geometry).keys
+            alone = dict(engine.paged.encoding.encode(keys, None))
+            for name in ("signs", "magnitudes", "weights"):  # sums of a center are rounded
+                assert (found[name] == alone[name]).float().mean() > 0.99
+            close = dict(rtol=0.01, atol=1e-3)
+            torch.testing.assert_close(found["centers"].float(), alone["centers"].float(), **close)
+
+
+@on_devices
+def test_scales_that_change_are_read_in_the_next_step(device):
+    """Kernels read them from the device, as in a CUDA graph."""
+    engine = Engine(device, scales=FP8, k=4096)
+    engine.prefill()
+    plain = [found.clone() for found, _ in engine.decode()]
+    value = engine.steps._pages.scales[0][1]
+    value *= 2
+    engine.scales[0] = Scales(0.5, 0.74, torch.float32)
+    pairs = list(engine.decode())
+    assert_close(pairs)
+    assert not torch.allclose(pairs[0][0], plain[0])
+
+
+def test_scales_must_fit_the_rows():
+    codes, rows = torch.zeros(2, 1, 1, 256, dtype=torch.uint8), torch.zeros(2, 1, 256, 32)
+    scale = torch.ones(1)
+    with pytest.raises(ValueError, match=r"scales: got scales for rows of torch\.float32"):
+        Pages([codes], [rows], scales=[(scale, scale)])
+    rows = rows.to(torch.uint8)
+    with pytest.raises(ValueError, match=r"scales: got none for rows of torch\.uint8"):
+        Pages([codes], [rows])
+    with pytest.raises(ValueError, match=r"scales: got 2 numbers of torch\.float32 on cpu"):
+        Pages([codes], [rows], scales=[(scale, torch.ones(2))])
 
 
 def test_what_is_not_served_is_said():
