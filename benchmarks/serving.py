@@ -514,8 +514,8 @@ def arriving(core: Any, due: list[tuple[float, list[int]]], count: int) -> dict[
 
 
 def settings_of(given: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that determine the results."""
-    others = "json", "worker", "resume", "seconds"
+    """Return the settings that determine the results of an engine."""
+    others = "json", "worker", "resume", "seconds", "plans", "without_check"
     found = {name: value for name, value in vars(given).items() if name not in others}
     return found | dict(cases=[str(case) for case in given.cases])
 
@@ -704,7 +704,8 @@ def measured(given: argparse.Namespace, path: Path) -> dict[str, Any]:
     """
     engines = Engines(given, path)
     check = None if given.without_check else engines.check()
-    part: dict[str, Any] = dict(settings=settings_of(given), check=check)
+    settings = settings_of(given) | dict(plans=given.plans, without_check=given.without_check)
+    part: dict[str, Any] = dict(settings=settings, check=check)
     if given.arrivals is None:
         part["batches"] = engines.times()
         for row in part["batches"]:

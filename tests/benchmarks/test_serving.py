@@ -79,6 +79,8 @@ def test_a_later_run_measures_what_is_missing(engines, monkeypatch, tmp_path):
     first, second = told["serving"]["batches"]
     assert (first["context"], second["context"], second["batch"]) == (131_072, 32_768, 4)
     assert [batch["plans"]["kvindex"]["ratio"] for batch in (first, second)] == [0.5, 0.5]
+    with pytest.raises(SystemExit, match=r"^kvindex-fp8: it failed"):
+        run(engines, monkeypatch, *options, "--plans", "kvindex-fp8", "--without-check")
     with pytest.raises(SystemExit, match="written: got 64, allowed is 128, with which the results"):
         run(engines, monkeypatch, *options, "--written", "64")
 
