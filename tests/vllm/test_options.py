@@ -50,6 +50,7 @@ def engine(additional=None, backend="KVINDEX", **other):
         "backend_per_kind": {},
         "block_size": 256,
         "cache_dtype": "auto",
+        "kv_cache_dtype_skip_layers": [],
         "dtype": torch.bfloat16,
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
@@ -121,7 +122,11 @@ REFUSED = [
     ({"is_hybrid": True}, "model: got state of linear attention"),
     ({"kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill: got True, allowed is False"),
     ({"use_mla": True}, "model: got multi-head latent attention on a GPU, allowed is a CPU"),
-    ({"cache_dtype": "fp8"}, "kv_cache_dtype: got fp8, allowed is torch.bfloat16"),
+    (
+        {"cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]},
+        "kv_cache_dtype_skip_layers: got ['0'], allowed is no layers with kv_cache_dtype=fp8",
+    ),
+    ({"cache_dtype": "fp8_e5m2"}, "kv_cache_dtype: got fp8_e5m2, allowed is torch.bfloat16"),
     (
         {"backend_per_kind": {"full_attention": SimpleNamespace(name="KVINDEX")}},
         "backend_per_kind: got {'full_attention': 'KVINDEX'}, allowed is None",
@@ -142,8 +147,8 @@ def separate(monkeypatch):
 @pytest.mark.parametrize(("setting", "said"), REFUSED)
 def test_engines_that_are_not_supported(setting, said):
     ngram = SimpleNamespace(method="ngram")
-    others = engine(cache_dtype="bfloat16"), engine(speculative_config=ngram)
-    for fine in (engine(), engine(block_size=512), *others):
+    others = engine(block_size=512), engine(cache_dtype="bfloat16"), engine(cache_dtype="fp8")
+    for fine in (engine(), engine(speculative_config=ngram), *others):
         assert unsupported.engine_reasons(fine) == []
     (reason,) = unsupported.engine_reasons(engine(**setting))
     assert said in reason
@@ -250,7 +255,7 @@ def test_sliding_layers_need_one_block_table_or_packed_codes(monkeypatch):
     [
         ("attn_type", "encoder_only", "attention: got encoder_only"),
         ("alibi_slopes", [0.5], "alibi_slopes: got "),
-        ("kv_cache_dtype", "fp8", "kv_cache_dtype: got fp8, allowed is torch.bfloat16"),
+        ("kv_cache_dtype", "int8", "kv_cache_dtype: got int8, allowed is torch.bfloat16"),
     ],
 )
 def test_layers_that_need_more_are_refused(option, value, said):

@@ -1,6 +1,7 @@
 """Speculative decoding does not change tokens."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -74,7 +75,7 @@ def test_a_step_of_several_tokens_is_several_steps():
     asked = queries(1 + DRAFTS)
     found = several.attend(asked, sequence)
     for place in range(1 + DRAFTS):  # the index ends one block earlier for the first tokens
-        known = SimpleNamespace(**vars(sequence) | {"length": 1100 - DRAFTS + place})
+        known = replace(sequence, length=1100 - DRAFTS + place)
         expected = paged.attend(asked[place, None], known)
         torch.testing.assert_close(found[place, None], expected)
     assert (several.attend(asked, sequence) - paged.attend(asked, sequence)).abs().max() > 0.01

@@ -1,0 +1,126 @@
+"""Engines with keys and values in FP8 (`kv_cache_dtype="fp8"`).
+
+vLLM on a CPU rounds them as the plug-in does, and needs AVX-512 for it.
+"""
+
+import pytest
+import torch
+
+from kvindex_adapters.vllm.fp8 import FP8
+from tests.cuda import emulator
+from tests.vllm.conftest import EVERY, prompt, tokens
+from tests.vllm.gpu_layers import D, G, H, entered
+from tests.vllm.test_host_rows import on_a_cpu
+
+__all__ = ["entered", "on_a_cpu"]  # fixtures
+
+needs_avx512 = pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="vLLM needs AVX-512 for FP8 on a CPU"
+)
+
+
+@pytest.fixture(scope="module")
+def stock_fp8(engine, model):
+    return engine(model, kv_cache_dtype="fp8")
+
+
+@needs_avx512
+def test_tokens_are_those_of_vllm(engine, model, stock, stock_fp8):
+    searching = engine(model, EVERY, kv_cache_dtype="fp8")
+    prompts = [prompt(length, seed) for seed, length in enumerate((700, 300, 20, 1000))]
+    expected = tokens(stock_fp8, prompts)
+    assert tokens(searching, prompts) == expected
+    assert tokens(searching, prompts) == expected  # with cached prefixes
+    assert tokens(stock, prompts) != expected  # rounding to FP8 changes tokens
+
+
+@needs_avx512
+def test_few_rows_of_fp8(engine, model, stock_fp8):
+    few = engine(
+        model, {"k": 1, "dense_below": 0, "sink": 0, "local_window": 0}, kv_cache_dtype="fp8_e4m3"
+    )
+    prompts = [prompt(length, seed) for seed, length in enumerate((700, 300, 20, 1000))]
+    found, exact = tokens(few, prompts), tokens(stock_fp8, prompts)
+    assert found[2] == exact[2]  # the sequence is shorter than a block
+    assert found != exact
+
+
+@needs_avx512
+def test_sparse_prompts_of_fp8(engine, model, stock_fp8):
+    options = EVERY | {"prefill": "sparse", "prefill_mass": 1.0}
+    searching = engine(model, options, kv_cache_dtype="fp8", max_num_batched_tokens=1024)
+    prompts = [prompt(length, seed) for seed, length in enumerate((700, 1000))]
+    assert tokens(searching, prompts) == tokens(stock_fp8, prompts)
+
+
+@needs_avx512
+def test_one_page_for_rows_and_codes_in_fp8(engine, saved):
+    types = ["sliding_attention", "full_attention"]
+    folder = saved("Gemma2", sliding_window=256, layer_types=types, query_pre_attn_scalar=32)
+    prompts = [prompt(length, seed) for seed, length in enumerate((700, 300, 1000))]
+    options = dict(kv_cache_dtype="fp8", num_gpu_blocks_override=24)
+    expected = tokens(engine(folder, **options), prompts)
+    assert tokens(engine(folder, EVERY, **options), prompts) == expected
+
+
+@pytest.fixture
+def flash_fp8(monkeypatch):
+    """Let vLLM construct FlashAttention layers for FP8 without a GPU."""
+    from vllm.v1.attention.backends import flash_attn
+
+    for name in ("flash_attn_supports_kv_cache_dtype", "flash_attn_supports_quant_query_input"):
+        monkeypatch.setattr(flash_attn, name, lambda *given, **named: True, raising=False)
+    return flash_attn.FlashAttentionImpl
+
+
+def scaled(llm, key, value):
+    """Set the scales of all layers of an engine, and return the engine."""
+    context = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    for layer in context.values():
+        if "_k_scale_float" in vars(layer):
+            layer._k_scale_float, layer._v_scale_float = key, value
+            layer._k_scale.fill_(key)
+            layer._v_scale.fill_(value)
+    llm.reset_prefix_cache()
+    return llm
+
+
+@needs_avx512
+@pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
+def test_kernels_for_gpus_read_fp8(flash_fp8, on_a_cpu, engine, model, stock_fp8):
+    from tests.vllm.on_a_cpu import Attention
+
+    options = EVERY | {"index": "pariskv:preset=fast", "dense_below": 350, "local_window": 40}
+    searching = engine(model, options, kv_cache_dtype="fp8")
+    prompts = [prompt(length, seed) for seed, length in enumerate((700, 300, 20, 508))]
+    found = []
+    for scales in ((1.0, 1.0), (0.37, 0.02)):
+        searched = Attention.searched
+        found.append(tokens(scaled(searching, *scales), prompts, 8))
+        assert found[-1] == tokens(scaled(stock_fp8, *scales), prompts, 8)
+        assert Attention.searched >= searched + 2 * 4
+    scaled(stock_fp8, 1.0, 1.0)
+    assert found[0] != found[1]  # other numbers are rounded
+
+
+def test_queries_of_full_attention_are_converted(flash_fp8, entered, monkeypatch):
+    """vLLM's kernel needs queries in FP8 too, and searches do not."""
+    from kvindex_adapters.vllm import gpu_layer
+
+    seen = []
+    monkeypatch.setattr(flash_fp8, "forward", lambda self, layer, *given: seen.append(given[0]))
+
+    convert = gpu_layer.QuantFP8
+    monkeypatch.setattr(convert, "forward_cuda", convert.forward_native)
+    entered(kv_cache_dtype="fp8")
+    impl = gpu_layer.SearchingFlashAttention(H, D, D**-0.5, G, None, None, "fp8")
+    assert not impl.supports_quant_query_input  # vLLM leaves queries as they are
+    impl.process_weights_after_loading(torch.float32)
+    assert impl.supports_quant_query_input  # vLLM passes their scale to the kernel
+    layer = torch.nn.Module()
+    layer.register_buffer("_q_scale", torch.tensor(2.0))
+    queries = torch.full((3, H, D), 6.0)
+    impl.forward(layer, queries, None, None, torch.empty(0), None, torch.empty(0))
+    (found,) = seen
+    assert found.dtype == FP8
+    assert torch.equal(found.float(), torch.full((3, H, D), 3.0))
