@@ -324,7 +324,7 @@ def test_the_definitions_are_those_that_the_file_leaves_open(file):
     header = launching.source(file).split("#include")[0].replace("\n//", "")
     _, found, line = header.partition("Compile-time constants:")
     assert found
-    wanted = set(re.findall(r"\b[A-Z][A-Z_]+\b|\bD\b", re.sub(r"\(.*?\)", "", line)))
+    wanted = set(re.findall(r"\b[A-Z][A-Z_0-9]+\b|\bD\b", re.sub(r"\(.*?\)", "", line)))
     for defines in DEFINES[file]:
         assert set(defines) == wanted
 
