@@ -74,7 +74,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     add_model(parser)
-    return parser.parse_args(given)
+    found = parser.parse_args(given)
+    found.ways = list(dict.fromkeys(found.ways))
+    return found
 
 
 def prompts(given: argparse.Namespace) -> list[Key]:
@@ -90,7 +92,7 @@ def prompts(given: argparse.Namespace) -> list[Key]:
         for task in given.tasks
     ]
     (number, count), each = given.part, len(given.tokens) * len(given.tasks)
-    return [key for i, key in enumerate(keys) if (i + i // each) % count == number]
+    return [key for i, key in enumerate(keys) if (i % each + i // each) % count == number]
 
 
 def answers(decoder: Decoder, tokenizer: Any, key: Key, ways: list[Way], index: str) -> Cell:
@@ -100,10 +102,7 @@ def answers(decoder: Decoder, tokenizer: Any, key: Key, ways: list[Way], index: 
     question = instance.questions[0]
     prompt = torch.cat([instance.context, question.ids])
     cell: Cell = dict(task=task, tokens=tokens, seed=seed, **{name: {} for name in paired.BY_WAY})
-    groups: dict[tuple[str | None, bool], list[Way]] = {}
-    for one_way in ways:
-        groups.setdefault((index_of(one_way, index), one_way.sparse), []).append(one_way)
-    for (name, sparse), group in groups.items():
+    for (name, sparse), group in grouped(ways, index).items():
         session = opened(decoder, name, group, sparse=sparse)
         decoder.read(prompt[:-LAST], session)
         for one_way in group:
@@ -120,17 +119,24 @@ def answers(decoder: Decoder, tokenizer: Any, key: Key, ways: list[Way], index: 
     return cell
 
 
-def index_of(one_way: Way, index: str) -> str | None:
+def grouped(ways: list[Way], index: str) -> dict[tuple[str, bool], list[Way]]:
+    """Divide ways into groups that share a session: by index and by kind of prompt."""
+    groups: dict[tuple[str, bool], list[Way]] = {}
+    for one_way in ways:
+        groups.setdefault((index_of(one_way, index), one_way.sparse), []).append(one_way)
+    return groups
+
+
+def index_of(one_way: Way, index: str) -> str:
     """Return the index of the session that answers in a way.
 
     Full attention reads the rows of the index, unless a row codec has changed them.
     """
-    if one_way.attention == "exact":
-        return "exact"
-    return None if one_way.attention == "full" and "row_codec" in index else index
+    changed = one_way.attention == "full" and "row_codec" in index
+    return "exact" if one_way.attention == "exact" or changed else index
 
 
-def opened(decoder: Decoder, index: str | None, ways: list[Way], *, sparse: bool) -> OpenSession:
+def opened(decoder: Decoder, index: str, ways: list[Way], *, sparse: bool) -> OpenSession:
     """Open a session for a prompt that is answered in several ways.
 
     With `k="auto"`, it measures sizes while it reads, which a fork with another error needs.
@@ -194,6 +200,8 @@ def main(given: list[str] | None = None) -> None:
     if missing and options.seconds > 0:
         model, tokenizer = loaded(options, dtype=getattr(torch, options.dtype))
         decoder = Decoder.of(model, tokenizer)
+        for (name, sparse), group in grouped(options.ways, options.index).items():
+            opened(decoder, name, group, sparse=sparse)  # raises an error if the index cannot
         for key, ways in missing:
             if (start := time.monotonic()) > end:
                 break

@@ -88,7 +88,7 @@ def get(name: str) -> type[BaseIndex]:
         return _imported(name)
     module = _module_of(indexes, name)
     # an index is created for each layer of a model, and reading the folder takes half a millisecond
-    if module in sys.modules or name in _in_folder():
+    if ("_" not in name and module in sys.modules) or name in _in_folder():
         found: type[BaseIndex] = _only(module, BaseIndex)
         return found
     known, left_out = installed(), refused()

@@ -6,6 +6,7 @@ A *way* is how a prompt is read and how its answer is generated, for example wit
 from __future__ import annotations
 
 import json
+import math
 from argparse import ArgumentTypeError
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ class Way:
     def __str__(self) -> str:
         """Return the name, from which `way` makes an equal object."""
         names = {"full": "full", "index": f"k={self.k}", "exact": f"exact:{self.k}"}
-        name = names[self.attention] if self.error is None else f"auto:{self.error:g}"
+        name = names[self.attention] if self.error is None else f"auto:{self.error!r}"
         return SPARSE * self.sparse + name
 
     @property
@@ -82,7 +83,7 @@ def way(text: str) -> Way:
     try:
         if kind == "full" and not number:
             return Way("full", sparse=sparse)
-        if kind == "auto" and float(number or AUTO_ERROR) > 0:
+        if kind == "auto" and 0 < float(number or AUTO_ERROR) < math.inf:
             return Way("index", "auto", float(number or AUTO_ERROR), sparse)
         if kind == "exact" and int(number or ROWS) > 0:
             return Way("exact", int(number or ROWS), sparse=sparse)

@@ -63,7 +63,7 @@ CHANGES = frozenset(
         *("append", "start_append", "_finish_append", "truncate", "reorder", "reset"),
         "load_state_dict",
         *("end_prompt", "observe_queries", "mark_boundary", "observe_tokens", "step", "settle"),
-        *("read_chunk", "expect_prompt", "_update_replayed", "_catch_up"),
+        *("read_chunk", "expect_prompt", "set_rows", "_update_replayed", "_catch_up"),
     }
 )
 """Calls that are undone if they fail."""

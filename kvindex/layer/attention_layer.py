@@ -279,7 +279,8 @@ class AttentionLayer(Transactional):
         return self.error is not None and not self._scale.known
 
     def set_rows(self, k: int | str, *, error: float | None = None) -> None:
-        """Change how many rows later queries retrieve. The tokens of the layer stay.
+        """Change how many rows later queries retrieve. The tokens of the layer stay, and `traffic`
+        counts from 0.
 
         With "auto" or `error`, sizes of values and outputs must have been measured. A layer that
         was created with a fixed number has not measured any, so its decode steps attend to all
@@ -293,8 +294,7 @@ class AttentionLayer(Transactional):
             ValueError: An argument is out of range, or the index or `coverage` does not allow it.
         """
         self.k, self.error = checked_rows(k, self.coverage, error, self.index)
-        if self.error is not None:
-            self._tally.count_found()
+        self._tally.restart(histogram=self.error is not None)
 
     def expect_prompt(self, length: int) -> None:
         """Announce the length of the sequence at the end of the prompt.
@@ -1023,7 +1023,8 @@ class AttentionLayer(Transactional):
     def checkpoint(self) -> Any:
         """Return the layer's present state for `rollback`, without waiting for the GPU."""
         parts = self._contents, self._updates, self._tally, self._sparse, self._scale
-        return tuple(part.checkpoint() for part in parts), self._searched
+        own = self._searched, self.k, self.error
+        return tuple(part.checkpoint() for part in parts), own
 
     def rollback(self, checkpoint: Any) -> None:
         """Restore the state that `checkpoint` returned.
@@ -1031,7 +1032,8 @@ class AttentionLayer(Transactional):
         An index that is not `Restorable` has no checkpoints, so it is only truncated to its former
         length. If it has learned from queries since the checkpoint, this is not undone.
         """
-        (contents, updates, tally, sparse, scale), self._searched = checkpoint
+        (contents, updates, tally, sparse, scale), own = checkpoint
+        self._searched, self.k, self.error = own
         self._sparse.rollback(sparse)
         self._scale.rollback(scale)
         self._captured.forget()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
@@ -165,13 +165,15 @@ class Tally(Restorable):
         found = torch.zeros(MOST_FOUND + 1, dtype=torch.int64) if self._histogram else None
         self._state = State(Traffic(found=found), [], [])
 
-    def count_found(self) -> None:
-        """From now on, count how often each number of rows is found (`Traffic.found`)."""
-        self._histogram = True
-        total, new, watched = _added_up(self._state)
-        if total.found is None:
-            found = torch.zeros(MOST_FOUND + 1, dtype=torch.int64)
-            self._state = State(replace(total, found=found), new, watched)
+    def restart(self, *, histogram: bool) -> None:
+        """Set all counts to 0. Counters on the device, to which graphs add, stay registered.
+
+        histogram: Whether to count from now on how often each number of rows was found.
+        """
+        self._histogram = histogram
+        watched = [one.counting() for one in self._state.watched]
+        found = torch.zeros(MOST_FOUND + 1, dtype=torch.int64) if histogram else None
+        self._state = State(Traffic(found=found), [], watched)
 
     def watch(self, found: Tensor, histogram: Tensor | None = None, *, tokens: int = 1) -> None:
         """Register counters on the device, for decode steps that run as a CUDA graph.
@@ -246,6 +248,7 @@ class Tally(Restorable):
             for one in (*lost, *now)  # `lost` is not empty if `reset` was called in between
         ]
         self._state = State(before.total, before.new, watched)
+        self._histogram = before.total.found is not None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a copy that does not share the counters on the device."""

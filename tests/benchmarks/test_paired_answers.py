@@ -109,7 +109,7 @@ def test_answers_are_those_of_separate_calls(tiny, monkeypatch):
 def test_rows_of_a_codec_do_not_serve_full_attention():
     full, fixed = paired.way("full"), paired.way("k=100")
     assert paired_answers.index_of(full, "pariskv") == "pariskv"
-    assert paired_answers.index_of(full, "pariskv:row_codec=int8") is None
+    assert paired_answers.index_of(full, "pariskv:row_codec=int8") == "exact"
     assert paired_answers.index_of(fixed, "pariskv:row_codec=int8") == "pariskv:row_codec=int8"
     assert paired_answers.index_of(paired.way("exact"), "pariskv") == "exact"
 
@@ -139,14 +139,26 @@ def test_parts_are_joined_and_each_answer_counts_once(asked, tmp_path):
     assert (tasks["copy"], tasks["needle"]) == (0, -1)
 
 
-def test_each_part_gets_all_tasks_and_lengths():
-    given = ["--tokens", "400", "800", "--tasks", "needle", "copy", "--tries", "4"]
+@pytest.mark.parametrize("tasks", [1, 2, 3, 6])
+@pytest.mark.parametrize("lengths", [1, 2])
+@pytest.mark.parametrize("count", [1, 2, 4, 13])
+def test_each_part_gets_all_tasks_and_lengths(tasks, lengths, count):
+    names, each = paired_answers.TASKS[:tasks], tasks * lengths
+    given = ["--tasks", *names, "--tokens", *["400", "500"][:lengths], "--tries", "52"]
     parts = [
-        paired_answers.prompts(paired_answers.arguments([*given, "--part", f"{number}/4"]))
-        for number in range(4)
+        paired_answers.prompts(paired_answers.arguments([*given, "--part", f"{number}/{count}"]))
+        for number in range(count)
     ]
-    assert all(len({key[:2] for key in part}) == len(part) == 4 for part in parts)
-    assert len({key for part in parts for key in part}) == 16
+    assert all(len({key[:2] for key in part}) == each for part in parts)
+    assert sum(map(len, parts)) == len({key for part in parts for key in part}) == 52 * each
+
+
+def test_ways_are_finite_and_measured_once():
+    given = paired_answers.arguments(["--ways", "k=100", "auto", "auto:0.1", "k=100"])
+    assert [*map(str, given.ways)] == ["k=100", "auto:0.1"]
+    assert paired.way(str(paired.way("auto:0.12345678"))) == paired.way("auto:0.12345678")
+    with pytest.raises(ArgumentTypeError, match="got 'auto:inf'"):
+        paired.way("auto:inf")
 
 
 def test_a_run_continues_its_own_file_and_measures_only_missing_ways(asked, tmp_path):

@@ -16,6 +16,12 @@ from kvindex.wrappers import MeasureRecall, Sample
 GEOMETRY = dict(q_heads=4, kv_heads=2, head_dim=16)
 
 
+def test_a_name_with_an_underscore_is_unknown_also_after_its_use():
+    kvindex.create("faiss-flat", q_heads=2, kv_heads=1, head_dim=8)
+    with pytest.raises(ValueError, match="got 'faiss_flat'"):
+        kvindex.get("faiss_flat")
+
+
 def test_spec_reads_numbers_and_words():
     assert parse_spec("a-b:x=1:y=.5:z=true:w=None:v=host") == (
         "a-b",

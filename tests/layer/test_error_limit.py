@@ -89,19 +89,35 @@ def test_the_number_of_rows_may_change():
     assert (made.k, made.error, made.measuring) == (1024, 0.5, True)
     for step in range(FEWEST + 3):
         made.step(*some(1, seed=10 + step))
-    assert made.traffic.steps == 1 + 3
+    assert made.traffic.steps == 3
     assert made.traffic.found.sum() == 2 * 3
     made.set_rows(20)
     assert (made.k, made.error) == (20, None)
-    before = float(made.traffic.bytes_fetched)
     made.step(*some(1, seed=3))
-    assert float(made.traffic.bytes_fetched) - before == 20 * 2 * (2 * D * 4)
+    assert made.traffic.found is None
+    assert float(made.traffic.bytes_fetched) == 20 * 2 * (2 * D * 4)
     for k, error, words in ((0, None, "k: got 0"), (5, -1.0, "error: got -1.0"), ("all", 1, "k:")):
         with pytest.raises(ValueError, match=words):
             made.set_rows(k, error=error)
     assert (made.k, made.error) == (20, None)
     with pytest.raises(ValueError, match="k: got 'auto' together with coverage"):
         layer(k=10, coverage=0.9).set_rows("auto")
+
+
+def test_the_number_of_rows_can_be_rolled_back():
+    made = layer(k=10)
+    before = made.checkpoint()
+    made.set_rows("auto", error=0.5)
+    made.rollback(before)
+    assert (made.k, made.error) == (10, None)
+    made.step(*some(1, seed=2))
+    assert rows_of(made) == 10
+    made = layer()
+    before = made.checkpoint()
+    made.set_rows(10)
+    made.rollback(before)
+    made.step(*some(1, seed=2))
+    assert made.traffic.found.sum() == 2
 
 
 def test_steps_attend_to_all_tokens_until_enough_outputs_are_measured():

@@ -82,15 +82,21 @@ class OpenSession(Session):
             k: Number of rows that the new session retrieves per KV head and decode step, or
                 "auto"; None for the same as this session. "auto" needs sizes that are measured
                 while a prompt is read, so open this session with `k="auto"`. Layers without an
-                index ignore it.
+                index ignore it. The reports of a session with another number count from the fork
+                on.
             error: Allowed error of a layer's output, as for `kvhf.attach`; with `k` alone, none.
 
         Returns:
             The new session.
 
         Raises:
-            ValueError: `k` or `error` is out of range, or the session's index does not support it.
+            ValueError: `k` or `error` is out of range, or the session has no index, or one that
+                does not support it.
         """
+        if (k is not None or error is not None) and not self._indexed():
+            raise ValueError(
+                f"k, error: got {k!r} and {error!r} for a session without an index, allowed is None"
+            )
         with self.exclusive():
             self.forget_prepared()  # copying a layer finishes its pending append
             other = copy(self)

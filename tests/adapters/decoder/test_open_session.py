@@ -89,6 +89,8 @@ def test_forks_retrieve_other_numbers_of_rows(decoder):
     assert [fork.report().k for fork in forks] == [5, 20, 1024, 1024]
     few, more, loose, strict = (fork.report() for fork in forks)
     assert few.rows_read + 15 == pytest.approx(more.rows_read)
+    assert few.rows_found is more.rows_found is None
+    assert forks[0].fork(k=7).report().steps == 0
     assert loose.rows_found.mean < strict.rows_found.mean
     session = decoder.session(**FEW)
     decoder.read(ids_of(200), session)
@@ -115,6 +117,8 @@ def test_a_fork_with_a_wrong_number_of_rows_raises(decoder, rows, words):
     session = decoder.session(**EVERYTHING)
     with pytest.raises(ValueError, match="k: got 'auto', but"):
         session.fork(k="auto")
+    with pytest.raises(ValueError, match="without an index"):
+        decoder.session(index=None).fork(**rows)
 
 
 def test_a_stop_token_ends_what_a_session_holds(decoder):

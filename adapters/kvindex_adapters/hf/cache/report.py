@@ -256,20 +256,22 @@ def sum_up(layers: Sequence[AttentionLayer], indexed: int, other: int | None = N
 def rows_found(traffic: Iterable[Traffic], most: int) -> RowsFound | None:
     """Sum up how many rows searches have returned, or return None if this was not counted.
 
+    Numbers above 1,024 are counted as 1,024, so the result is also None if `most` is above.
+
     Args:
         traffic: The counts of each layer.
         most: Largest number of rows that a search may return.
     """
     counted = [part.found.cpu() for part in traffic if part.found is not None]
     counted = [found for found in counted if found.any()]
-    if not counted:
+    if not counted or most > MOST_FOUND:
         return None
     rows = torch.arange(len(counted[0]))
     total = torch.stack(counted).sum(0)
     reached = (total.cumsum(0) >= 0.99 * total.sum()).int().argmax()
     means = tuple(float(found @ rows) / int(found.sum()) for found in counted)
     searches = int(total.sum())
-    ceiling = int(total[min(most, MOST_FOUND) :].sum()) / searches
+    ceiling = int(total[most:].sum()) / searches
     return RowsFound(float(total @ rows) / searches, int(reached), means, ceiling)
 
 
