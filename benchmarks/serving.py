@@ -38,7 +38,9 @@ two tokens of a request (`between_ms`).
 
 **--resume.** To start an engine takes about a minute. With this option, each result is written to a
 file as soon as it is measured. If the benchmark ends early, because an engine fails or after
-`--seconds`, the same command measures what is missing. Without the option, all results are lost.
+`--seconds`, the same command measures what is missing, on the same kind of GPU and with the same
+versions of torch and vLLM. Use another file after a change of kvindex. Without the option, all
+results are lost.
 
 `--cases 131072x1 131072x4 32768x16` measures several lengths with one start of each engine.
 
@@ -59,6 +61,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,8 +81,8 @@ PLANS = "stock", "stock-fp8", "kvindex", "kvindex-fp8"
 USUAL_PLANS = PLANS[:3]
 """Engines that are measured by default."""
 
-CHECKED_PLANS = "stock", "kvindex"
-"""Engines that must generate the same tokens. Rounding to FP8 changes tokens."""
+CHECKED_PLANS = {"kvindex": "stock", "kvindex-fp8": "stock-fp8"}
+"""Engine with the plug-in -> the engine that must generate the same tokens."""
 
 BLOCK, TAIL = 256, 256
 """`BLOCK`: number of tokens in a page of the KV cache with the plug-in. `TAIL`: number of tokens at
@@ -88,9 +92,10 @@ CHECKED, CHECK_LAYERS, CHECK_TOKENS = (700, 20, 1500, 3000), 4, 24
 """Sizes in the check: lengths of the prompts in tokens, number of layers, and number of generated
 tokens."""
 
-CLOSE = 0.1
-"""Difference between the log probabilities of the two best tokens. If it is not larger, rounding
-may decide which of them is generated."""
+CLOSE = {"kvindex": 0.1, "kvindex-fp8": 0.4}
+"""Difference between the log probabilities of the two best tokens, by the engine with the plug-in.
+If it is not larger, rounding may decide which of them is generated. With FP8, FlashAttention also
+rounds queries, which the plug-in does not."""
 
 
 class Case(NamedTuple):
@@ -251,6 +256,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         parser.error("cases: allowed is --context and --batch with --arrivals")
     found.context = max(case.context for case in found.cases)
     found.batch = [case.batch for case in found.cases]
+    if found.resume is not None and found.resume == found.json:
+        parser.error(f"resume: got {found.resume}, which is the file of --json, too")
     if found.seconds is not None and found.resume is None:
         parser.error("seconds: got no --resume, without which the results would be lost")
     low_context = min(case.context for case in found.cases)
@@ -322,12 +329,14 @@ def opened(given: argparse.Namespace, plan: str, folder: str, **options: Any) ->
         plan: One of `PLANS`.
         folder: Folder for the file config.json.
         options: `layers` (number of layers; None for as many as the model has), `tokens` (maximum
-            length of a sequence), `rows` (maximum number of sequences), and options of the plug-in.
+            length of a sequence), `rows` (maximum number of sequences), `pages` (pages of the KV
+            cache with rows on the host), and options of the plug-in.
     """
     from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
 
     layers, tokens, rows = (options.pop(name) for name in ("layers", "tokens", "rows"))
+    pages = options.pop("pages")
     shape = SHAPES[given.shape]
     config = configuration(shape, layers or shape.layers, tokens)
     (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -342,7 +351,7 @@ def opened(given: argparse.Namespace, plan: str, folder: str, **options: Any) ->
         if given.rows == "host":
             cached = max(4096, 1 << (2048 * rows - 1).bit_length())
             options |= dict(rows="host", cached_rows=cached)
-            extra |= dict(num_gpu_blocks_override=rows * (-(-tokens // BLOCK) + 1) + 1)
+            extra |= dict(num_gpu_blocks_override=pages + 1)
         extra |= dict(attention_backend="KVINDEX", additional_config={"kvindex": options})
     elif given.stock_block:
         extra |= dict(block_size=given.stock_block)
@@ -375,11 +384,12 @@ def text(shape: Shape, count: int, seed: int) -> list[int]:
 def prompts(given: argparse.Namespace, case: Case) -> list[list[int]]:
     """Return the prompts of a batch as token ids."""
     (context, batch), shape = case, SHAPES[given.shape]
-    common = context - TAIL
+    # other tokens for each case, because the engine finds the beginnings of earlier prompts again
+    seeds = [(context * 1000 + batch) * 1000 + row for row in range(batch)]
     if not given.shared:
-        return [text(shape, context, 10 + row) for row in range(batch)]
-    start = text(shape, common, 10)
-    return [start + text(shape, TAIL, 100 + row) for row in range(batch)]
+        return [text(shape, context, seed) for seed in seeds]
+    start = text(shape, context - TAIL, seeds[0])
+    return [start + text(shape, TAIL, -seed) for seed in seeds]
 
 
 def answered(engine: Any, ids: list[list[int]], count: int) -> list[dict[str, Any]]:
@@ -410,6 +420,7 @@ def checked(given: argparse.Namespace, plan: str, folder: str) -> Any:
     tokens = max(CHECKED) + CHECK_TOKENS + BLOCK
     options = dict(index=given.index, k=tokens, dense_below=0, sink=4, local_window=16)
     sizes = dict(layers=CHECK_LAYERS, tokens=tokens, rows=len(CHECKED))
+    sizes |= dict(pages=pages_of(tokens, len(CHECKED)))
     engine = opened(given, plan, folder, **options, **sizes)
     shape = SHAPES[given.shape]
     ids = [text(shape, count, seed) for seed, count in enumerate(CHECKED)]
@@ -418,10 +429,17 @@ def checked(given: argparse.Namespace, plan: str, folder: str) -> Any:
     )
 
 
+def pages_of(tokens: int, batch: int) -> int:
+    """Return the number of pages for `batch` sequences of `tokens` tokens, one more for each."""
+    return batch * (-(-tokens // BLOCK) + 1)
+
+
 def large(given: argparse.Namespace, plan: str, folder: str) -> Any:
     """Start the engine that is timed."""
     tokens = given.context + given.written + BLOCK
     sizes = dict(layers=given.layers, tokens=tokens, rows=max(given.batch))
+    more = given.written + BLOCK
+    sizes |= dict(pages=max(pages_of(context + more, batch) for context, batch in given.cases))
     options = dict(index=given.index, k=given.k, dense_below=given.dense_below)
     options |= dict(dense_graphs=given.dense_graphs)
     return opened(given, plan, folder, **options, **sizes)
@@ -517,7 +535,16 @@ def settings_of(given: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that determine the results of an engine."""
     others = "json", "worker", "resume", "seconds", "plans", "without_check"
     found = {name: value for name, value in vars(given).items() if name not in others}
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    found |= dict(gpu=gpu, torch=torch.__version__, vllm=find_version("vllm"))
     return found | dict(cases=[str(case) for case in given.cases])
+
+
+def find_version(package: str) -> str | None:
+    """Return the version of a package, or None if it is not installed."""
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return None
 
 
 def worker(given: argparse.Namespace) -> None:
@@ -572,17 +599,27 @@ class Engines:
         self._missing: list[str] = []
 
     def check(self) -> dict[str, int] | None:
-        """Compare the tokens of two engines, and print how many are equal. Return None if results
-        are missing.
+        """Compare the tokens of each engine that has the plug-in with those of vLLM, and print how
+        many are equal. Return None if results are missing.
 
         Raises:
-            SystemExit: The tokens differ.
+            SystemExit: The tokens differ. They are then measured again by the next run.
         """
-        found = [self._one("check", plan) for plan in CHECKED_PLANS]
-        if None in found:
-            return None
-        equal = compared(*found)
-        print(f"check: {equal['equal']} of {equal['tokens']} tokens are equal", flush=True)
+        equal = dict(equal=0, tokens=0)
+        for plan in self._given.plans:
+            if plan not in CHECKED_PLANS:
+                continue
+            names = CHECKED_PLANS[plan], plan
+            found = [self._one("check", name) for name in names]
+            if None in found:
+                return None
+            try:
+                mine = compared(*found, close=CLOSE[plan])
+            except SystemExit:
+                self._results.discard(*(f"check {name}" for name in names))
+                raise
+            print(f"check: {mine['equal']} of {mine['tokens']} tokens are equal", flush=True)
+            equal = {name: equal[name] + mine[name] for name in equal}
         return equal
 
     def arrivals(self) -> dict[str, Any]:
@@ -634,10 +671,13 @@ class Engines:
                 self.end()
 
 
-def compared(stock: list[dict[str, Any]], mine: list[dict[str, Any]]) -> dict[str, int]:
+def compared(
+    stock: list[dict[str, Any]], mine: list[dict[str, Any]], *, close: float
+) -> dict[str, int]:
     """Compare the tokens that vLLM generated without the plug-in (`stock`) and with it (`mine`).
 
-    Return the number of equal tokens and the number of all tokens. If two tokens differ because
+    Return the number of equal tokens and the number of all tokens. Log probabilities that differ by
+    at most `close` are almost equal. If two tokens differ because
     their probabilities are almost equal, rounding explains the difference. Raise SystemExit if
     vLLM's token was clearly more probable than any other.
     """
@@ -645,13 +685,13 @@ def compared(stock: list[dict[str, Any]], mine: list[dict[str, Any]]) -> dict[st
     for number, (one, other) in enumerate(zip(stock, mine, strict=True)):
         for place, (token, gap) in enumerate(zip(one["tokens"], one["gaps"], strict=True)):
             if token != other["tokens"][place]:
-                if gap > CLOSE:
+                if gap > close:
                     raise SystemExit(
                         f"check: the engines generate different tokens; nothing is timed. In "
                         f"answer {number}, token {place} is {token} without the plug-in and "
                         f"{other['tokens'][place]} with it. Without the plug-in, the log "
                         f"probability of the second best token was lower by {gap:.3f}, which is "
-                        f"more than rounding can explain (at most {CLOSE})."
+                        f"more than rounding can explain (at most {close})."
                     )
                 break  # the texts differ from here on
             equal += 1
@@ -703,7 +743,9 @@ def measured(given: argparse.Namespace, path: Path) -> dict[str, Any]:
         SystemExit: Tokens differ, or results are missing.
     """
     engines = Engines(given, path)
-    check = None if given.without_check else engines.check()
+    check = None
+    if not given.without_check and (check := engines.check()) is None:
+        engines.end()  # nothing is timed without the check
     settings = settings_of(given) | dict(plans=given.plans, without_check=given.without_check)
     part: dict[str, Any] = dict(settings=settings, check=check)
     if given.arrivals is None:

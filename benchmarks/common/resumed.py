@@ -17,7 +17,8 @@ class Results:
         settings: Settings of the benchmark that can be written as JSON.
 
     Raises:
-        SystemExit: The results in the file were measured with other settings.
+        SystemExit: The results in the file were measured with other settings, or the file has
+            other contents.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
@@ -27,6 +28,11 @@ class Results:
         if not path.exists():
             return
         stored = json.loads(path.read_text(encoding="utf-8"))
+        if not {"settings", "results"} <= stored.keys():
+            raise SystemExit(
+                f"{path}: got a file that no earlier run has written as its --resume; pass another "
+                "file, which need not exist"
+            )
         for name, value in self._settings.items():
             if (other := stored["settings"].get(name)) != value:
                 raise SystemExit(
@@ -42,7 +48,16 @@ class Results:
         """Return a result, or None if it is missing."""
         return self._found.get(name)
 
+    def discard(self, *names: str) -> None:
+        """Remove results from the file."""
+        for name in names:
+            self._found.pop(name, None)
+        self._write()
+
     def add(self, name: str, result: Any) -> None:
         """Store a result, and write all results to the file."""
         self._found[name] = result
+        self._write()
+
+    def _write(self) -> None:
         write_json(self._path, dict(settings=self._settings, results=self._found))

@@ -85,6 +85,52 @@ def test_a_later_run_measures_what_is_missing(engines, monkeypatch, tmp_path):
         run(engines, monkeypatch, *options, "--written", "64")
 
 
+def test_tokens_that_differ_are_checked_again_and_nothing_is_timed(engines, monkeypatch, tmp_path):
+    options = "--resume", str(tmp_path / "results.json")
+    right = engines.found["check kvindex"]
+    engines.found["check kvindex"] = [dict(tokens=[8, 6, 7], gaps=[1.0, 1.0, 1.0])]
+    with pytest.raises(SystemExit, match="different tokens"):
+        run(engines, monkeypatch, *options)
+    assert engines.started == ["check stock", "check kvindex"]
+    del engines.found["check kvindex"]
+    with pytest.raises(SystemExit, match="kvindex: it failed"):
+        run(engines, monkeypatch, *options)
+    assert engines.started[2:] == ["check stock", "check kvindex"]
+    engines.found["check kvindex"] = right
+    assert run(engines, monkeypatch, *options)["serving"]["check"]["equal"] == 1
+
+
+def test_an_engine_is_checked_against_that_of_its_dtype(engines, monkeypatch):
+    engines.found |= {"check stock-fp8": [ANSWER], "check kvindex-fp8": [ANSWER]}
+    engines.found["time kvindex-fp8 131072x2"] = FAST
+    told = run(engines, monkeypatch, "--plans", "stock-fp8", "kvindex-fp8")
+    assert engines.started[:2] == ["check stock-fp8", "check kvindex-fp8"]
+    assert told["serving"]["check"] == dict(equal=3, tokens=3)
+
+
+def test_results_of_another_machine_or_file_are_refused(engines, monkeypatch, tmp_path):
+    file = tmp_path / "results.json"
+    run(engines, monkeypatch, "--resume", str(file))
+    monkeypatch.setattr(serving, "find_version", lambda package: "0.1")
+    with pytest.raises(SystemExit, match=r"vllm: got '0.1', allowed is "):
+        run(engines, monkeypatch, "--resume", str(file))
+    file.write_text("{}")
+    with pytest.raises(SystemExit, match="got a file that no earlier run"):
+        run(engines, monkeypatch, "--resume", str(file))
+
+
+def test_no_prompt_begins_with_one_of_another_case():
+    given = serving.arguments(["--cases", "1024x3", "2048x2", "2048x4", "--json", "x"])
+    made = [one for case in given.cases for one in serving.prompts(given, case)]
+    assert len({tuple(one[:256]) for one in made}) == len(made) == 9
+
+
+def test_pages_are_those_of_the_largest_case(monkeypatch):
+    monkeypatch.setattr(serving, "opened", lambda *given, **options: options)
+    given = serving.arguments(["--cases", "131072x1", "1024x16", "--json", "x"])
+    assert serving.large(given, "kvindex", "")["pages"] < 600
+
+
 def test_without_a_file_of_results_the_first_failure_ends_the_run(engines, monkeypatch):
     del engines.found["time stock 131072x2"]
     with pytest.raises(SystemExit, match=r"stock: it failed; nothing is written$"):
@@ -94,9 +140,7 @@ def test_without_a_file_of_results_the_first_failure_ends_the_run(engines, monke
 
 def test_no_engine_starts_after_the_given_time(engines, monkeypatch, tmp_path):
     options = "--seconds", "1e-9", "--resume", str(tmp_path / "results.json")
-    with pytest.raises(
-        SystemExit, match="kvindex: the time was over before the process for 'time'"
-    ):
+    with pytest.raises(SystemExit, match="stock: the time was over before the process for 'check'"):
         run(engines, monkeypatch, *options)
     assert not engines.started
 
@@ -107,13 +151,14 @@ def test_no_engine_starts_after_the_given_time(engines, monkeypatch, tmp_path):
         (["--cases", "400x1"], "context: got 400, allowed is at least 512"),
         (["--cases", "1024x0"], "batch: got 0, allowed is at least 1"),
         (["--seconds", "5"], "seconds: got no --resume"),
+        (["--resume", "x.json"], "resume: got x.json, which is the file of --json, too"),
         (["--cases", "1024x1", "--arrivals", "1"], "cases: allowed is --context and --batch"),
         (["--cases", "1024"], "argument --cases: invalid"),
     ],
 )
 def test_wrong_options(options, reason, capsys):
     with pytest.raises(SystemExit):
-        serving.arguments([*options, "--json", "x"])
+        serving.arguments([*options, "--json", "x.json"])
     assert reason in capsys.readouterr().err
 
 
@@ -167,7 +212,7 @@ def test_options_of_the_plug_in(monkeypatch):
     for more in ([], ["--dense-graphs", "--dense-below", "auto"]):
         serving.large(serving.arguments(options + more), "kvindex", "folder")
     asked = dict(index="pariskv:sign_decoder=mean", k=50)
-    sizes = dict(layers=None, tokens=131_072 + 128 + 256, rows=1)
+    sizes = dict(layers=None, tokens=131_072 + 128 + 256, rows=1, pages=515)
     assert opened == [
         asked | sizes | dict(dense_below=8192, dense_graphs=False),
         asked | sizes | dict(dense_below="auto", dense_graphs=True),
