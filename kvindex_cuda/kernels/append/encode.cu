@@ -113,7 +113,11 @@ struct Segment {
     u32 to;            // number of tokens in the segment
     u32 unit;          // number of the segment among all segments
     u32 after;         // position of the next segment in `segments`
+#if FP8_KEYS
     float scale;       // scale of keys in FP8
+#else
+    static constexpr float scale = 1;
+#endif
     u8 state;          // NONE: there is no such segment; WHOLE: it has all 256 keys and no valid flags; else SOME
 };
 
@@ -199,9 +203,9 @@ struct Arguments {
     const i64* bases;     // PAGED: [layers, 2]: addresses of the codes and of the rows of each layer
     i64 layers, parts;    // PAGED: parts: segments per page
     i64 codes_page, codes_part, rows_page, rows_part;  // PAGED: bytes from one page, or one segment, to the next
-    const i64* key_scales;  // [layers]: address of the scale of each layer's keys, float32; only if FP8_KEYS
     float size_scale;     // 1 divided by the largest |u| that has a cell of its own
     float root;           // 1 / √D
+    const i64* key_scales;  // [layers]: address of the scale of each layer's keys, float32; only if FP8_KEYS
 };
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
@@ -236,7 +240,9 @@ encode(const __grid_constant__ Arguments args) {
         found.head = g * args.head_bytes;
         found.keys = reinterpret_cast<const char*>(args.bases[2 * layer + 1]) + page * args.rows_page +
                      part * args.rows_part + g * args.keys_head * STORED;
-        if (FP8_KEYS) found.scale = *reinterpret_cast<const float*>(args.key_scales[layer]);
+#if FP8_KEYS
+        found.scale = *reinterpret_cast<const float*>(args.key_scales[layer]);
+#endif
         found.flags = nullptr, found.to = TOKENS, found.state = WHOLE;
 #else
         i64 s = unit % u32(args.blocks), bg = unit / u32(args.blocks), token = s * TOKENS;
