@@ -6,7 +6,7 @@ import torch
 from kvindex.core.geometry import Geometry
 from kvindex_adapters.vllm import pages
 from kvindex_adapters.vllm.attention import PagedAttention, Sequence
-from kvindex_adapters.vllm.fp8 import FP8, Scales, rounded
+from kvindex_adapters.vllm.fp8 import FP8, Scales, device_scales, query_scale, rounded
 from kvindex_adapters.vllm.options import Options
 
 G, D = 2, 32
@@ -61,6 +61,13 @@ def test_scales_of_a_layer():
     layer.register_buffer("_v_scale", torch.tensor([2.0]))
     layer._k_scale_float, layer._v_scale_float = 0.5, 2.0
     assert Scales.of(layer, torch.float16) == Scales(0.5, 2.0, torch.float16)
+    del layer._k_scale
+    layer._k_scale = torch.nn.Parameter(torch.tensor([0.5]))  # as vLLM 0.26 loads it
+    layer._q_scale = torch.nn.Parameter(torch.tensor([3.0]))
+    assert Scales.of(layer, torch.float16) == Scales(0.5, 2.0, torch.float16)
+    found = [*device_scales(layer), query_scale(layer)]
+    assert [one.item() for one in found] == [0.5, 2.0, 3.0]
+    assert not any(one.requires_grad for one in found)
     layer._v_scale = torch.ones(G)
     with pytest.raises(ValueError, match="v_scale: got 2 scales, allowed is one scale for all"):
         Scales.of(layer, torch.float16)

@@ -72,13 +72,16 @@ class Scales:
 
 
 def device_scales(layer: Any) -> tuple[Tensor, Tensor]:
-    """Return the scales of the keys and of the values of vLLM's attention layer, on the device."""
-    return layer.get_buffer("_k_scale"), layer.get_buffer("_v_scale")
+    """Return the scales of the keys and of the values of vLLM's attention layer, on the device.
+
+    vLLM 0.26 stores them as parameters if it loads them from a checkpoint, otherwise as buffers.
+    """
+    return layer._k_scale.detach(), layer._v_scale.detach()
 
 
 def query_scale(layer: Any) -> Tensor:
     """Return the scale of the queries of vLLM's attention layer, on the device."""
-    scale: Tensor = layer.get_buffer("_q_scale")
+    scale: Tensor = layer._q_scale.detach()
     return scale
 
 
