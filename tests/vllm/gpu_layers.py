@@ -38,18 +38,34 @@ def entered(model):
         one.__exit__(None, None, None)
 
 
-def layers_of(config, kind=None):
-    """Make layers with caches in vLLM's layout: tokens of a page before heads."""
+@pytest.fixture
+def flash_fp8(monkeypatch):
+    """Let vLLM construct FlashAttention layers for FP8 without a GPU."""
+    from vllm.v1.attention.backends import flash_attn
+
+    for name in ("flash_attn_supports_kv_cache_dtype", "flash_attn_supports_quant_query_input"):
+        monkeypatch.setattr(flash_attn, name, lambda *given, **named: True, raising=False)
+    return flash_attn.FlashAttentionImpl
+
+
+def layers_of(config, kind=None, scales=None):
+    """Make layers with caches in vLLM's layout: tokens of a page before heads.
+
+    With scales of keys and of values, keys and values are in FP8.
+    """
     from kvindex_adapters.vllm.gpu import SearchingFlashAttention
 
     made, kind = {}, kind or SearchingFlashAttention
     for number in range(LAYERS):
-        impl = kind(H, D, D**-0.5, G, None, None, "auto")
+        impl = kind(H, D, D**-0.5, G, None, None, "fp8" if scales else "auto")
         impl.codes.kv_cache = torch.zeros(
             impl.codes.get_kv_cache_spec(config).page_size_bytes * BLOCKS, dtype=torch.uint8
         ).view(BLOCKS, G, 256, -1)
-        rows = torch.zeros(BLOCKS, 256, G, 2 * D).transpose(1, 2)
-        made[f"layers.{number}"] = SimpleNamespace(impl=impl, kv_cache=rows)
+        dtype, more = torch.uint8 if scales else torch.float32, {}
+        for name, scale in zip("kv", scales or (), strict=False):
+            more |= {f"_{name}_scale": torch.tensor(scale), f"_{name}_scale_float": scale}
+        rows = torch.zeros(BLOCKS, 256, G, 2 * D, dtype=dtype).transpose(1, 2)
+        made[f"layers.{number}"] = SimpleNamespace(impl=impl, kv_cache=rows, **more)
     config.compilation_config.static_forward_context.update(made)
     return made
 

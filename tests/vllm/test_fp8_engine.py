@@ -3,16 +3,24 @@
 vLLM on a CPU rounds them as the plug-in does, and needs AVX-512 for it.
 """
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 
 from kvindex_adapters.vllm.fp8 import FP8
 from tests.cuda import emulator
 from tests.vllm.conftest import EVERY, prompt, tokens
-from tests.vllm.gpu_layers import D, G, H, entered
+from tests.vllm.gpu_layers import D, G, H, entered, flash_fp8
 from tests.vllm.test_host_rows import on_a_cpu
 
-__all__ = ["entered", "on_a_cpu"]  # fixtures
+__all__ = ["entered", "flash_fp8", "on_a_cpu"]  # fixtures
+
+KERNELS = EVERY | {"index": "pariskv:preset=fast", "dense_below": 350, "local_window": 40}
+
+SCHEME = dict(num_bits=8, type="float", strategy="tensor", dynamic=False, symmetric=True)
 
 needs_avx512 = pytest.mark.skipif(
     not torch.cpu._is_avx512_supported(), reason="vLLM needs AVX-512 for FP8 on a CPU"
@@ -54,23 +62,15 @@ def test_sparse_prompts_of_fp8(engine, model, stock_fp8):
 
 
 @needs_avx512
-def test_one_page_for_rows_and_codes_in_fp8(engine, saved):
+@pytest.mark.parametrize("skipped", [[], ["sliding_window"]])
+def test_one_page_for_rows_and_codes_in_fp8(engine, saved, skipped):
     types = ["sliding_attention", "full_attention"]
     folder = saved("Gemma2", sliding_window=256, layer_types=types, query_pre_attn_scalar=32)
     prompts = [prompt(length, seed) for seed, length in enumerate((700, 300, 1000))]
     options = dict(kv_cache_dtype="fp8", num_gpu_blocks_override=24)
+    options |= dict(kv_cache_dtype_skip_layers=skipped)
     expected = tokens(engine(folder, **options), prompts)
     assert tokens(engine(folder, EVERY, **options), prompts) == expected
-
-
-@pytest.fixture
-def flash_fp8(monkeypatch):
-    """Let vLLM construct FlashAttention layers for FP8 without a GPU."""
-    from vllm.v1.attention.backends import flash_attn
-
-    for name in ("flash_attn_supports_kv_cache_dtype", "flash_attn_supports_quant_query_input"):
-        monkeypatch.setattr(flash_attn, name, lambda *given, **named: True, raising=False)
-    return flash_attn.FlashAttentionImpl
 
 
 def scaled(llm, key, value):
@@ -90,8 +90,7 @@ def scaled(llm, key, value):
 def test_kernels_for_gpus_read_fp8(flash_fp8, on_a_cpu, engine, model, stock_fp8):
     from tests.vllm.on_a_cpu import Attention
 
-    options = EVERY | {"index": "pariskv:preset=fast", "dense_below": 350, "local_window": 40}
-    searching = engine(model, options, kv_cache_dtype="fp8")
+    searching = engine(model, KERNELS, kv_cache_dtype="fp8")
     prompts = [prompt(length, seed) for seed, length in enumerate((700, 300, 20, 508))]
     found = []
     for scales in ((1.0, 1.0), (0.37, 0.02)):
@@ -124,3 +123,89 @@ def test_queries_of_full_attention_are_converted(flash_fp8, entered, monkeypatch
     (found,) = seen
     assert found.dtype == FP8
     assert torch.equal(found.float(), torch.full((3, H, D), 3.0))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model, tmp_path_factory):
+    """Make a checkpoint that chooses FP8 for its keys and values, and has their scales."""
+    safetensors = pytest.importorskip("safetensors.torch")
+
+    def make(strategy="tensor"):
+        folder = tmp_path_factory.mktemp("fp8") / "model"
+        shutil.copytree(model, folder)
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] = dict(
+            quant_method="compressed-tensors",
+            format="float-quantized",
+            config_groups={},
+            ignore=[],
+            kv_cache_scheme=SCHEME | {"strategy": strategy},
+            quantization_status="compressed",
+        )
+        (folder / "config.json").write_text(json.dumps(config))
+        (weights,) = Path(folder).glob("*.safetensors")
+        tensors = safetensors.load_file(weights)
+        for number in range(config["num_hidden_layers"]):
+            for kind, scale in (("k", 0.05), ("v", 0.02)):
+                size = (1,) if strategy == "tensor" else (G, 1, 1)
+                name = f"model.layers.{number}.self_attn.{kind}_scale"
+                tensors[name] = torch.full(size, scale)
+        safetensors.save_file(tensors, weights, metadata={"format": "pt"})
+        return str(folder)
+
+    return make
+
+
+@needs_avx512
+@pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
+def test_a_checkpoint_chooses_fp8_for_one_of_two_layers(engine, checkpoint, flash_fp8, on_a_cpu):
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends import registry
+
+    from tests.vllm.on_a_cpu import Attention
+
+    folder, skipped = checkpoint(), dict(kv_cache_dtype_skip_layers=["0"])
+    prompts = [prompt(length, seed) for seed, length in enumerate((700, 300, 20, 508))]
+    searching = engine(folder, KERNELS, **skipped)
+    before = Attention.searched
+    found = tokens(searching, prompts, 8)
+    assert Attention.searched > before
+    own = registry.AttentionBackendEnum.CPU_ATTN
+    path = own.get_path()
+    registry.register_backend(own, "kvindex_adapters.vllm.backend.SearchingBackend")
+    selector._cached_get_attn_backend.cache_clear()
+    try:
+        expected = tokens(engine(folder, **skipped), prompts, 8)
+        on_cpu = engine(folder, EVERY, **skipped)
+        everywhere = tokens(engine(folder), prompts, 8)
+    finally:
+        registry.register_backend(own, path)
+        selector._cached_get_attn_backend.cache_clear()
+    context = on_cpu.llm_engine.vllm_config.compilation_config.static_forward_context
+    kinds = [layer.kv_cache_dtype for layer in context.values() if hasattr(layer, "impl")]
+    assert sorted(kinds) == ["auto", "fp8"]
+    assert found == expected
+    assert tokens(on_cpu, prompts, 8) == expected
+    assert everywhere != expected
+
+
+@pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
+@pytest.mark.parametrize(
+    ("strategy", "options", "said"),
+    [
+        ("tensor", {"rows": "host", "cached_rows": 1024}, "fp8 with rows='host', allowed is auto"),
+        ("attn_head", {}, "fp8 with a scale for each head, allowed is auto"),
+    ],
+)
+def test_what_a_checkpoint_chooses_is_checked(
+    flash_fp8, on_a_cpu, engine, checkpoint, strategy, options, said
+):
+    """vLLM changes the dtype of the cache only while it makes layers."""
+    with pytest.raises(ValueError, match=f"kv_cache_dtype: got {said}"):
+        engine(checkpoint(strategy), KERNELS | options)
+
+
+@needs_avx512
+def test_a_scale_for_each_head_on_a_cpu(engine, checkpoint):
+    with pytest.raises(ValueError, match="kv_cache_dtype: got fp8 with a scale for each head"):
+        engine(checkpoint("attn_head"), EVERY)

@@ -51,6 +51,7 @@ def engine(additional=None, backend="KVINDEX", **other):
         "block_size": 256,
         "cache_dtype": "auto",
         "kv_cache_dtype_skip_layers": [],
+        "quant_config": None,
         "dtype": torch.bfloat16,
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
@@ -102,6 +103,8 @@ def test_options_without_the_backend(backend):
         Options.of_engine(engine({"kvindex": {}}, backend))
 
 
+PER_HEAD = {"strategy": "attn_head"}
+
 REFUSED = [
     ({"block_size": 128}, "block_size: got 128, allowed is a multiple of 256; leave out"),
     ({"block_size": 384}, "block_size: got 384"),
@@ -123,8 +126,13 @@ REFUSED = [
     ({"kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill: got True, allowed is False"),
     ({"use_mla": True}, "model: got multi-head latent attention on a GPU, allowed is a CPU"),
     (
-        {"cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]},
-        "kv_cache_dtype_skip_layers: got ['0'], allowed is no layers with kv_cache_dtype=fp8",
+        {"cache_dtype": "fp8", "additional": {"kvindex": {"rows": "host"}}},
+        "kv_cache_dtype: got fp8 with rows='host', allowed is bfloat16, the model's "
+        "(--kv-cache-dtype bfloat16), or rows='device'",
+    ),
+    (
+        {"cache_dtype": "fp8", "quant_config": SimpleNamespace(kv_cache_scheme=PER_HEAD)},
+        "kv_cache_dtype: got fp8 with a scale for each head, allowed is bfloat16",
     ),
     ({"cache_dtype": "fp8_e5m2"}, "kv_cache_dtype: got fp8_e5m2, allowed is torch.bfloat16"),
     (

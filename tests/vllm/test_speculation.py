@@ -239,7 +239,7 @@ def test_steps_of_several_tokens_are_counted(monkeypatch):
     counted = []
     counter = counter_of(Options(**EVERY), counted)
     limit = counter._limit
-    monkeypatch.setattr(module, "batch_searches", lambda config, common: True)
+    monkeypatch.setattr(module, "batch_searches", lambda *given: True)
     common = SimpleNamespace(
         query_start_loc_cpu=torch.tensor([0, 4, 5, 5]),
         seq_lens_cpu_upper_bound=torch.tensor([900, 40, 0]),
@@ -274,7 +274,7 @@ def test_rows_that_searches_chose_are_counted_as_a_mean_over_layers(monkeypatch)
     impls += [SimpleNamespace(paged=SimpleNamespace(budget=None)), SimpleNamespace()]
     layers = {str(number): SimpleNamespace(impl=impl) for number, impl in enumerate(impls)}
     monkeypatch.setattr(module, "attention_layers", lambda layers_: layers)
-    monkeypatch.setattr(module, "batch_searches", lambda config, common: True)
+    monkeypatch.setattr(module, "batch_searches", lambda *given: True)
     common = SimpleNamespace(
         query_start_loc_cpu=torch.tensor([0, 1]),
         seq_lens_cpu_upper_bound=torch.tensor([900]),

@@ -35,7 +35,12 @@ from kvindex_adapters.vllm.costs import LEAST, Limit
 from kvindex_adapters.vllm.metrics import Counters, Steps
 from kvindex_adapters.vllm.options import CODES, Options
 from kvindex_adapters.vllm.row_budget import RowBudget
-from kvindex_adapters.vllm.unsupported import layer_reasons, refuse, sliding_reasons
+from kvindex_adapters.vllm.unsupported import (
+    fp8_reasons,
+    layer_reasons,
+    refuse,
+    sliding_reasons,
+)
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows only loggers whose names begin with "vllm"
 
@@ -111,7 +116,9 @@ def geometry_of(
         dtype=dtype,
         device=device,
     )
-    refuse(*reasons, *more(geometry))
+    options = options_of(config)
+    assert options is not None  # an engine with an index has options
+    refuse(*reasons, *fp8_reasons(config, options, kv_cache_dtype), *more(geometry))
     return geometry
 
 
@@ -425,20 +432,24 @@ def reads(common: CommonAttentionMetadata) -> bool:
     return common.is_prefilling is not None and bool(common.is_prefilling[: common.num_reqs].any())
 
 
-def batch_searches(config: VllmConfig, common: CommonAttentionMetadata) -> bool:
+def batch_searches(config: VllmConfig, common: CommonAttentionMetadata, limit: Limit) -> bool:
     """Return False for a batch of decode steps that FlashAttention computes faster on a GPU.
 
     Unless there are two graphs for each batch size (`two_graphs`), a full CUDA graph searches in
-    any case. vLLM decides before this call whether it replays one.
+    any case. vLLM decides before this call whether it replays one. Two graphs contain all layers,
+    so the limit of the first layer with an index then decides for all.
 
     Args:
         config: The configuration of an engine with an index in at least one layer.
         common: vLLM's metadata of the batch. The lengths of its sequences may be upper bounds.
+        limit: The sequences that search in the layers of the batch. It differs between layers with
+            and without FP8.
     """
     mode, known = config.compilation_config.cudagraph_mode, common.seq_lens_cpu_upper_bound
-    options, limit = options_of(config), first_codes(config).limit
+    options = options_of(config)
     graphs = mode is None or mode.has_full_cudagraphs()
-    graphs = graphs and not (options is not None and options.dense_graphs)
+    if options is not None and options.dense_graphs:
+        graphs, limit = False, first_codes(config).limit
     if limit.costs is None or graphs or known is None:
         return True
     lengths = known[: common.num_reqs].numpy()
@@ -517,7 +528,7 @@ class StepCounter:
         few = common.max_query_len <= 1 + self._drafted
         search = self._mixed or common.max_query_len == 1 or (few and not reads(common))
         if not self._mixed:
-            search = search and batch_searches(self._config, common)
+            search = search and batch_searches(self._config, common, self._limit)
         found = None
         if budgets := self._budgets():
             search = search and all(budget.known for budget in budgets)

@@ -267,7 +267,7 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         """Return False for a batch of decode steps that FlashAttention computes faster."""
         if not self._layers or common.max_query_len > 1 + self._drafted:
             return True
-        return batch_searches(self.vllm_config, common)
+        return batch_searches(self.vllm_config, common, self._layers[0].impl.codes.limit)
 
     def _build_sparse(
         self, common: CommonAttentionMetadata, chunks: list[SparseChunk]

@@ -118,7 +118,7 @@ def engine_reasons(config: Any) -> list[str]:
     assert options is not None
     reasons += _setting_reasons(config) + _model_reasons(config, options)
     reasons += _draft_reasons(config, options)
-    reasons += _fp8_reasons(config, options) if config.cache_config.cache_dtype in NAMES else []
+    reasons += fp8_reasons(config, options, config.cache_config.cache_dtype)
     reasons += _graph_reasons(config, options) if options.dense_graphs else []
     return reasons + (_sparse_engine_reasons(config, options) if options.reading.sparse else [])
 
@@ -213,29 +213,44 @@ def _draft_reasons(config: Any, options: Options) -> list[str]:
     )
 
 
-def _fp8_reasons(config: Any, options: Options) -> list[str]:
-    """Return the reasons why an engine cannot store keys and values in FP8."""
-    cache, model, name = config.cache_config, config.model_config, config.cache_config.cache_dtype
-    skipped = cache.kv_cache_dtype_skip_layers
-    plain = "auto; leave out kv_cache_dtype (--kv-cache-dtype)"
+def fp8_reasons(config: Any, options: Options, kv_cache_dtype: str) -> list[str]:
+    """Return the reasons why an engine or a layer cannot store keys and values in FP8.
+
+    A checkpoint may choose FP8 itself. vLLM then changes the dtype of the cache before it
+    constructs layers (ModelOpt), or while it constructs them (compressed-tensors).
+
+    Args:
+        config: The engine's `VllmConfig`.
+        options: Options of the plug-in.
+        kv_cache_dtype: vLLM's name of the dtype of the cache. Other dtypes have no reasons.
+    """
+    if kv_cache_dtype not in NAMES:
+        return []
+    model = config.model_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    if dtype in ("float16", "bfloat16"):
+        plain = f"{dtype}, the model's (--kv-cache-dtype {dtype})"
+    else:  # vLLM has no name for this dtype of a cache
+        plain = "auto; leave out --kv-cache-dtype, with a checkpoint that does not choose FP8"
+    scheme = getattr(config.quant_config, "kv_cache_scheme", None) or {}
     return _reasons(
         (
-            "kv_cache_dtype_skip_layers",
-            skipped,
-            not skipped,
-            f"no layers with kv_cache_dtype={name}, because all layers must store the same dtype",
-        ),
-        (
             "kv_cache_dtype",
-            f"{name} for a model with latent attention (MLA)",
+            f"{kv_cache_dtype} for a model with latent attention (MLA)",
             not model.use_mla,
             plain,
         ),
         (
             "kv_cache_dtype",
-            f"{name} with rows='host'",
+            f"{kv_cache_dtype} with rows='host'",
             options.rows == "device",
             f"{plain}, or rows='device'",
+        ),
+        (
+            "kv_cache_dtype",
+            f"{kv_cache_dtype} with a scale for each head",
+            scheme.get("strategy") != "attn_head",
+            f"{plain}, or a checkpoint with one scale for all heads of a layer",
         ),
     )
 
