@@ -8,6 +8,7 @@ import torch
 
 from kvindex.ops.attention import attend
 from kvindex_adapters.vllm import pages
+from kvindex_adapters.vllm.fp8 import Scales
 from tests.cuda import emulator
 from tests.vllm.conftest import answers, prompt, tokens
 from tests.vllm.gpu_layers import (
@@ -20,6 +21,7 @@ from tests.vllm.gpu_layers import (
     builder_of,
     common,
     entered,
+    flash_fp8,
     layers_of,
     slots_of,
 )
@@ -27,7 +29,7 @@ from tests.vllm.gpu_layers import (
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
 
-__all__ = ["entered"]  # a fixture
+__all__ = ["entered", "flash_fp8"]  # fixtures
 
 
 def test_prompts_are_flash_attentions_and_decoded_tokens_search(entered):
@@ -110,7 +112,30 @@ def test_flash_attention_computes_batches_in_which_a_search_does_not_pay(entered
     assert searches({}, CUDAGraphMode.NONE, **long)
 
 
-def test_a_batch_of_sparse_prompts_and_others(entered, monkeypatch):
+@pytest.mark.parametrize("dense_graphs", [False, True])
+def test_layers_with_other_limits_decide_for_themselves(entered, dense_graphs):
+    """Full attention of layers with FP8 is faster. But a graph contains all layers."""
+    from vllm.config import CUDAGraphMode
+
+    config = entered({"index": "pariskv:preset=fast", "k": 6, "dense_graphs": dense_graphs})
+    config.compilation_config.cudagraph_mode = (
+        CUDAGraphMode.FULL_DECODE_ONLY if dense_graphs else CUDAGraphMode.NONE
+    )
+    layers = layers_of(config)
+    costs = [layer.impl.codes.limit.costs for layer in layers.values()]
+    second = layers["layers.1"].impl.codes
+    second.limit = replace(second.limit, costs=replace(costs[1], full_bytes=1e12))
+    known = dict(seq_lens_cpu_upper_bound=torch.tensor([300_000, 300]).int())
+    tables, slots = torch.tensor([[3, 7, 1], [4, 2, 0]]).int(), torch.tensor([300, 301])
+    given, found = common(tables, [700, 300], [1, 1], slots, **known), []
+    for name in layers:
+        builder = builder_of(config, {name: layers[name]})
+        found.append(builder._may_search(given))
+    assert found == [True, dense_graphs]
+
+
+@pytest.mark.parametrize("scales", [None, (0.37, 0.02)])
+def test_a_batch_of_sparse_prompts_and_others(entered, flash_fp8, monkeypatch, scales):
     """FlashAttention computes a decode step, a prompt without whole blocks, and padding."""
     from kvindex_adapters.vllm import gpu_batch
     from kvindex_adapters.vllm.attention import PagedAttention, Sequence
@@ -119,7 +144,8 @@ def test_a_batch_of_sparse_prompts_and_others(entered, monkeypatch):
     from tests.vllm.on_a_cpu import Attention
 
     config = entered({**EVERY, **SPARSE})
-    layers = layers_of(config, Attention)
+    layers = layers_of(config, Attention, scales)
+    convert = Scales(*scales, torch.float32) if scales else None
     builder = builder_of(config, layers)
     tables = torch.tensor([[3, 7, 1], [4, 2, 0], [9, 0, 0], [5, 6, 8], [0, 0, 0]]).int()
     lengths, counts = (640, 300, 20, 600, 0), (384, 1, 20, 88, 0)
@@ -128,7 +154,7 @@ def test_a_batch_of_sparse_prompts_and_others(entered, monkeypatch):
     monkeypatch.setattr(gpu_batch, "sparse_prompts", lambda: plans)
     slots = slots_of(tables[:4], [(0, length) for length in lengths[:4]])
     for layer in layers.values():
-        pages.write_rows(layer.kv_cache, slots, *torch.randn(2, len(slots), G, D))
+        pages.write_rows(layer.kv_cache, slots, *torch.randn(2, len(slots), G, D), convert)
     news = [(length - count, length) for length, count in zip(lengths, counts, strict=True)]
     metadata = builder.build(0, common(tables, lengths, counts, slots_of(tables[:4], news[:4])))
     queries = torch.randn(sum(counts), H, D)
@@ -140,9 +166,9 @@ def test_a_batch_of_sparse_prompts_and_others(entered, monkeypatch):
         start = 0
         for b, (length, count) in enumerate(zip(lengths, counts, strict=True)):
             own = slice(start, start := start + count)
-            sequence = Sequence(layer.kv_cache, None, tables[b], length)
+            sequence = Sequence(layer.kv_cache, None, tables[b], length, convert)
             if b == 0:
-                rows = pages.read_rows(layer.kv_cache, tables[b], 0, length)
+                rows = pages.read_rows(layer.kv_cache, tables[b], 0, length, scales=convert)
                 expected = attend_prompt(queries[own], rows, plans[0], layer.impl.geometry)
                 dense = plain.attend_dense(queries[own], sequence)
                 assert (dense - expected).abs().max() > 0.01
