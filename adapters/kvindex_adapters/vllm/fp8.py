@@ -76,13 +76,12 @@ def device_scales(layer: Any) -> tuple[Tensor, Tensor]:
 
     vLLM 0.26 stores them as parameters if it loads them from a checkpoint, otherwise as buffers.
     """
-    return layer._k_scale.detach(), layer._v_scale.detach()
+    return _scale(layer, "_k_scale"), _scale(layer, "_v_scale")
 
 
 def query_scale(layer: Any) -> Tensor:
     """Return the scale of the queries of vLLM's attention layer, on the device."""
-    scale: Tensor = layer._q_scale.detach()
-    return scale
+    return _scale(layer, "_q_scale")
 
 
 def rounded(numbers: Tensor) -> Tensor:
@@ -92,3 +91,13 @@ def rounded(numbers: Tensor) -> Tensor:
     nearest = inside.to(FP8)
     above = nearest.float().abs() > inside.abs()
     return nearest.view(torch.uint8) - above.to(torch.uint8)  # the next number towards zero
+
+
+def _scale(layer: Any, name: str) -> Tensor:
+    """Return a scale of an attention layer. With some checkpoints, vLLM 0.26 replaces the buffer by
+    a parameter of the same name."""
+    try:
+        found: Tensor = layer.get_buffer(name)
+    except AttributeError:
+        found = layer.get_parameter(name).detach()
+    return found

@@ -232,7 +232,8 @@ def fp8_reasons(config: Any, options: Options, kv_cache_dtype: str) -> list[str]
         plain = f"{dtype}, the model's (--kv-cache-dtype {dtype})"
     else:  # vLLM has no name for this dtype of a cache
         plain = "auto; leave out --kv-cache-dtype, with a checkpoint that does not choose FP8"
-    scheme = getattr(config.quant_config, "kv_cache_scheme", None) or {}
+    quantized = config.quant_config
+    scheme = (None if quantized is None else vars(quantized).get("kv_cache_scheme")) or {}
     return _reasons(
         (
             "kv_cache_dtype",
