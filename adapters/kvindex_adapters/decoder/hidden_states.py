@@ -2,9 +2,9 @@
 
 A layer computes one chunk of the prompt at a time. On a GPU, the hidden states of a long prompt can
 be in pinned host memory, with only two chunks of them on the device. While a layer computes a
-chunk, the chunk before it is copied to the host, and then the chunk after it to the device. Such a
-copy takes less than a tenth of the time in which a layer computes a chunk (34 MB of Qwen3-8B: 0.7
-ms).
+chunk, the chunk before it is copied to the host, and then the chunk after it to the device. By
+calculation, such a copy takes less than a tenth of the time in which a layer computes a chunk: 0.7
+ms for 34 MB, a chunk of Qwen3-8B, at 50 GB per second.
 """
 
 from __future__ import annotations

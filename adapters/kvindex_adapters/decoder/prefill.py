@@ -1,10 +1,10 @@
 """Layer-by-layer prefill of a new sequence: only one layer's keys and values are on the device.
 
 Each layer updates the hidden states of the prompt in place, one chunk at a time, so temporary
-tensors have the size of a chunk. The hidden states of a long prompt are in host memory
-(`hidden_states.py`). All layers use the same buffer for
-the keys and values of the prompt. Before the next layer overwrites the buffer, the layer's index
-copies its contents, concurrently with the computation where possible.
+tensors have the size of a chunk. The hidden states of a long prompt can be in host memory
+(`hidden_states.py`). All layers use the same buffer for the keys and values of the prompt. Before
+the next layer overwrites the buffer, the layer's index copies its contents, concurrently with the
+computation where possible.
 """
 
 from __future__ import annotations
