@@ -857,7 +857,8 @@ class AttentionLayer(Transactional):
             True if tokens were moved into the index, or began to move.
 
         Raises:
-            ValueError: `kept` is below 1 or above `of`, or has not one number per sequence.
+            ValueError: `kept` is below 1 or above `of`, or does not have one number for each
+                sequence.
         """
         given: Sequence[object] = kept if isinstance(kept, (list, tuple)) else (kept,)
         each = [check.at_least("kept", one, 0) for one in given]
