@@ -9,12 +9,12 @@ The decoder reads a prompt of a task, and answers its first question greedily in
     full            full attention
     k=N             the index, with N rows (keys and values of tokens) per KV head and step
     auto:ERROR      the index, with as many rows as the error asks for; auto means auto:0.1
-    exact:N         exact search for N rows; exact means exact:100
+    INDEX@N         another index with N rows, for example exact@100 or h2o:budget={k}@512
     sparse:WAY      one of these after sparse attention in the prompt; sparse means sparse:k=100
 
 Ways with the same kind of prompt and the same index share one session, which reads the prompt once;
-each way continues a fork of it. Only `exact` reads the prompt again, because it has its own index.
-On a GPU, `--index pariskv:store=device` stores rows there, which makes `full` faster.
+each way continues a fork of it. Each other index reads the prompt again; `{k}` in its options is
+the number of rows. On a GPU, `--index pariskv:store=device` stores rows there, so `full` is faster.
 
 The result has, for each prompt, the score of every way, the mean number of rows that a step has
 retrieved per KV head, and with `auto` how often this was the largest number, 1,024. The summary has
@@ -31,6 +31,7 @@ the other parts; an answer that is in several files counts once.
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ from kvindex_adapters.evaluate import tasks
 
 TASKS = ("needle", "needle-multikey", "needle-multivalue", "chain", "lookup", "copy")
 
-WAYS = ("full", "k=100", "auto:0.1", "auto:0.05", "exact:100")
+WAYS = ("full", "k=100", "auto:0.1", "auto:0.05", "exact@100")
 
 LAST = 2
 """Number of tokens at the end of a prompt that each way reads itself.
@@ -107,7 +108,7 @@ def answers(decoder: Decoder, tokenizer: Any, key: Key, ways: list[Way], index: 
         decoder.read(prompt[:-LAST], session)
         for one_way in group:
             fork = session.fork(k=one_way.k, error=one_way.error)
-            with fork.fully(one_way.attention == "full"):
+            with fork.fully(one_way.k is None):
                 made = decoder.generate(
                     prompt[-LAST:], session=fork, max_new_tokens=question.max_new_tokens
                 )
@@ -132,8 +133,9 @@ def index_of(one_way: Way, index: str) -> str:
 
     Full attention reads the rows of the index, unless a row codec has changed them.
     """
-    changed = one_way.attention == "full" and "row_codec" in index
-    return "exact" if one_way.attention == "exact" or changed else index
+    if one_way.k is None and "row_codec" in index:
+        return "exact"
+    return index if one_way.index is None else one_way.index.replace("{k}", str(one_way.k))
 
 
 def opened(decoder: Decoder, index: str, ways: list[Way], *, sparse: bool) -> OpenSession:
@@ -166,7 +168,7 @@ def earlier(files: list[Path], result: dict[str, Any]) -> tuple[list[Cell], list
     """
     cells, machines = list[Cell](), list[dict[str, Any]]()
     for file in files:
-        before = paired.read(file)
+        before = json.loads(file.read_text(encoding="utf-8"))
         for name in SAME:
             if before[name] != result[name]:
                 raise SystemExit(

@@ -5,19 +5,17 @@ A *way* is how a prompt is read and how its answer is generated, for example wit
 
 from __future__ import annotations
 
-import json
 import math
 from argparse import ArgumentTypeError
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvindex.layer.arguments import AUTO_ERROR
 from kvindex_adapters.evaluate.compare.statistics import bootstrap
 
 ROWS = 100
-"""Number of rows of the ways `sparse` and `exact`, if their names do not have one."""
+"""Number of rows of the way `sparse`."""
 
 SPARSE = "sparse:"
 """Beginning of the names of ways that read the prompt with sparse attention."""
@@ -41,58 +39,66 @@ class Way:
     """How a prompt is read and answered.
 
     Args:
-        attention: Attention of decode steps: "full", "index" (of the command line), or "exact"
-            search.
         k: Number of rows per KV head that a search retrieves, or "auto"; None for full attention.
         error: Allowed error with `k="auto"`, otherwise None.
+        index: Name and options of the index; `{k}` in it stands for `k`. None for the index of the
+            command line.
         sparse: Whether the prompt is read with sparse attention.
     """
 
-    attention: str
     k: int | str | None = None
     error: float | None = None
+    index: str | None = None
     sparse: bool = False
 
     def __str__(self) -> str:
         """Return the name, from which `way` makes an equal object."""
-        names = {"full": "full", "index": f"k={self.k}", "exact": f"exact:{self.k}"}
-        name = names[self.attention] if self.error is None else f"auto:{self.error!r}"
+        if self.k is None:
+            name = "full"
+        elif self.error is not None:
+            name = f"auto:{self.error!r}"
+        else:
+            name = f"k={self.k}" if self.index is None else f"{self.index}@{self.k}"
         return SPARSE * self.sparse + name
 
     @property
     def described(self) -> str:
         """Description for tables."""
-        rows = f"`k={self.k}`" if self.error is None else f'`k="auto"`, `error={self.error:g}`'
-        named = {"full": "full attention", "index": rows, "exact": f"`exact`, {rows}"}
-        return named[self.attention] + ", after a sparse prompt" * self.sparse
+        name = "full attention" if self.k is None else f"`k={self.k}`"
+        if self.error is not None:
+            name = f'`k="auto"`, `error={self.error:g}`'
+        if self.index is not None:
+            name = f"`{self.index}`, {name}"
+        return name + ", after a sparse prompt" * self.sparse
 
 
 def way(text: str) -> Way:
     """Parse the name of a way.
 
     Args:
-        text: `full`, `k=N`, `auto` or `auto:ERROR`, `exact` or `exact:N`, or `sparse:` and one of
-            these. `sparse` means `sparse:k=100`.
+        text: `full`, `k=N`, `auto` or `auto:ERROR`, `INDEX@N`, or `sparse:` and one of these.
+            `sparse` means `sparse:k=100`.
 
     Raises:
         ArgumentTypeError: There is no such way.
     """
     sparse = f"{text}:".startswith(SPARSE)
     name = text.removeprefix(SPARSE) if text != SPARSE[:-1] else f"k={ROWS}"
+    index, at, rows = name.rpartition("@")
     kind, _, number = name.replace("k=", "k:", 1).partition(":")
     try:
+        if at and index and int(rows) > 0:
+            return Way(int(rows), index=index, sparse=sparse)
         if kind == "full" and not number:
-            return Way("full", sparse=sparse)
+            return Way(sparse=sparse)
         if kind == "auto" and 0 < float(number or AUTO_ERROR) < math.inf:
-            return Way("index", "auto", float(number or AUTO_ERROR), sparse)
-        if kind == "exact" and int(number or ROWS) > 0:
-            return Way("exact", int(number or ROWS), sparse=sparse)
+            return Way("auto", float(number or AUTO_ERROR), sparse=sparse)
         if kind == "k" and int(number) > 0:
-            return Way("index", int(number), sparse=sparse)
+            return Way(int(number), sparse=sparse)
     except ValueError:
         pass  # a number is no number
     raise ArgumentTypeError(
-        f"ways: got {text!r}, allowed is full, k=N, auto, auto:ERROR, exact, exact:N, and sparse: "
+        f"ways: got {text!r}, allowed is full, k=N, auto, auto:ERROR, INDEX@N, and sparse: "
         "followed by one of these"
     )
 
@@ -111,41 +117,6 @@ def part(text: str) -> tuple[int, int]:
 def key(cell: Cell) -> Key:
     """Return the prompt of a cell."""
     return cell["task"], cell["tokens"], cell["seed"]
-
-
-def read(file: Path) -> Result:
-    """Read a file of results, in the present or in the earlier format."""
-    return converted(json.loads(file.read_text(encoding="utf-8")))
-
-
-def converted(result: Result) -> Result:
-    """Return results in the present format.
-
-    In the earlier format, prompts were answered with one `k`, after a `dense` and after a `sparse`
-    prompt. Results in the present format are returned unchanged.
-    """
-    if "k" not in result:
-        return result
-    ways = {"dense": f"k={result['k']}", "sparse": f"{SPARSE}k={result['k']}"}
-    cells = [
-        {
-            **{name: cell[name] for name in ("task", "tokens", "seed")},
-            **{name: {} for name in BY_WAY},
-            "scores": {new: cell[old] for old, new in ways.items()},
-        }
-        for cell in result["cells"]
-    ]
-    lines = []
-    for line in result["summary"]:
-        for old, new in ways.items():
-            same = {name: line[name] for name in ("tokens", "prompts")}
-            made = {"task": None, **same, "way": new, "score": line[old]}
-            made |= {"rows": None, "ceiling": None}
-            if old == "sparse":
-                made |= {name: line[name] for name in ("difference", "low", "high")}
-            lines.append(made)
-    kept = {name: value for name, value in result.items() if name not in ("k", "summary", "cells")}
-    return {**kept, "ways": [*ways.values()], "summary": lines, "cells": cells}
 
 
 def merged(cells: Iterable[Cell]) -> dict[Key, Cell]:
@@ -199,6 +170,9 @@ def summary(cells: Sequence[Cell], ways: Sequence[str]) -> Iterator[Result]:
             if off := [scores[name] - scores[ways[0]] for scores in pairs]:
                 low, high = bootstrap(off)
                 line |= dict(difference=sum(off) / len(off), low=low, high=high, pairs=len(off))
+                if len(ways) > 2:
+                    low, high = bootstrap(off, comparisons=len(ways) - 1)
+                    line |= dict(low_all=low, high_all=high)
             yield line
 
 

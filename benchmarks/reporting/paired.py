@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.common.paired import converted, way
+from benchmarks.common.paired import way
 from benchmarks.reporting.answers import points
 from benchmarks.reporting.parts import (
     Result,
@@ -22,11 +22,11 @@ def paired_answers(result: Result) -> str:
 
 
 def one(result: Result) -> str:
-    """Make the table of one file of results, in the present or in the earlier format."""
-    result = converted(result)
+    """Make the table of one file of results."""
     base = way(result["ways"][0]).described
     lines = some(result["summary"], task=None)
     lengths = {line["tokens"] for line in lines} - {None}
+    several = any("low_all" in line for line in lines)
     rows = [
         (
             "all" if line["tokens"] is None else f"{line['tokens']:,}",
@@ -36,26 +36,41 @@ def one(result: Result) -> str:
             "" if line["ceiling"] is None else f"{line['ceiling']:.1%}",
             f"{100 * line['score']:.1f}",
             points(line) if "difference" in line else "",
+            *([_corrected(line)] if several else []),
         )
         for line in lines
         if line["tokens"] is not None or len(lengths) > 1
     ]
     tasks = sorted({cell["task"] for cell in result["cells"]})
+    last = "The column before the last" if several else "The last column"
     about = (
         f"{named(result['model'], result['lora'])}, in {result['dtype']}, answered the same "
-        f"questions in several ways, with the index `{result['index']}`. The tasks are "
-        f"{', '.join(f'`{task}`' for task in tasks)}. *Rows* is the mean number of rows that a "
-        "decode step retrieves per KV head, over layers, steps and prompts. *Ceiling* is the "
-        f"fraction of KV heads and steps that retrieve {AUTO_ROWS:,} rows, the largest number with "
-        '`k="auto"`. *Correct* is the mean '
-        f"score in percent. The last column is the difference from {base} in percentage points, "
-        "over prompts that were answered in both ways, with its 95% interval (a bootstrap over "
-        "prompts)."
+        f"questions in several ways, with the index `{result['index']}` if no other is named. The "
+        f"tasks are {', '.join(f'`{task}`' for task in tasks)}. *Rows* is the mean number of rows "
+        "that a decode step retrieves per KV head, over layers, steps and prompts. *Ceiling* is "
+        f"the fraction of KV heads and steps that retrieve {AUTO_ROWS:,} rows, the largest number "
+        f'with `k="auto"`. *Correct* is the mean score in percent. {last} is the difference from '
+        f"{base} in percentage points, over prompts that were answered in both ways, with its 95% "
+        "interval (a bootstrap over prompts)."
     )
+    if several:
+        about += (
+            f" The last column is that interval corrected for {len(result['ways']) - 1} "
+            "comparisons (Bonferroni): at each length, all of these intervals are right with a "
+            "probability of 95%."
+        )
     head = ("tokens", "decode steps with", "prompts", "rows", "ceiling", "correct", f"minus {base}")
+    head += ("corrected interval",) if several else ()
     machines = result.get("machines", [result["machine"]])
     where = dict.fromkeys(machine({"machine": each}) for each in machines)
     return "\n\n".join([about, table(head, rows), *_by_task(result, base), " ".join(where)])
+
+
+def _corrected(line: Result) -> str:
+    """Return the corrected interval of a difference in percentage points."""
+    if "low_all" not in line:
+        return ""
+    return "{:+.1f} to {:+.1f}".format(*(100 * line[name] for name in ("low_all", "high_all")))
 
 
 def _by_task(result: Result, base: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from benchmarks.common.paired import converted, way
+from benchmarks.common.paired import way
 from benchmarks.reporting.answers import points
 from benchmarks.reporting.parts import Result, machine, some, stored_like, table, values
 from benchmarks.reporting.tokens import gpu
@@ -208,7 +208,6 @@ def all_selectors(result: Result) -> str:
 
 def answers(result: Result) -> str:
     """Make the table of answers after a sparse prompt, compared with a dense prompt."""
-    result = converted(result)
     dense, sparse = result["ways"]
     lines = some(result["summary"], task=None)
     means = {(one["tokens"], one["way"]): f"{one['score']:.1%}" for one in lines}

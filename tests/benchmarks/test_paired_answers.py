@@ -8,20 +8,13 @@ import torch
 
 from benchmarks import paired_answers, report
 from benchmarks.common import paired, reading
+from benchmarks.reporting.paired import one
 from kvindex_adapters.decoder import Decoder
 from tests.adapters.tiny import build, byte_pairs
 from tests.benchmarks.running import MACHINE
 
 TINY = ["--model", "tiny", "--device", "cpu", "--dtype", "float32"]
-ALL = ["full", "k=100", "auto:0.3", "exact:100", "sparse:k=100"]
-EARLIER = {
-    **dict(model="tiny", lora=None, index="pariskv", k=100, dtype="float32", machine=MACHINE),
-    "summary": [
-        dict(tokens=n, prompts=1, dense=1.0, sparse=0.5, difference=-0.5, low=-0.5, high=-0.5)
-        for n in (400, None)
-    ],
-    "cells": [dict(task="copy", tokens=400, seed=0, dense=1.0, sparse=0.5)],
-}
+ALL = ["full", "k=100", "auto:0.3", "exact@100", "sparse:k=100"]
 
 
 @pytest.fixture
@@ -66,11 +59,11 @@ def test_each_prompt_is_read_once_and_answered_in_each_way(tiny, tmp_path, monke
     found = run(tmp_path / "out.json", *some)
     assert len(reads) == 3  # dense, sparse, and for exact search
     [cell] = found["cells"]
-    assert [*cell["scores"]] == ["full", "k=100", "auto:0.3", "exact:100", "sparse:k=100"]
+    assert [*cell["scores"]] == ["full", "k=100", "auto:0.3", "exact@100", "sparse:k=100"]
     assert all(0 <= score <= 1 for score in cell["scores"].values())
     rows = cell["rows"]
     assert "full" not in rows
-    assert [rows[name] for name in ("k=100", "exact:100", "sparse:k=100")] == [100, 100, 100]
+    assert [rows[name] for name in ("k=100", "exact@100", "sparse:k=100")] == [100, 100, 100]
     assert 16 <= rows["auto:0.3"] <= 1024
     assert rows["auto:0.3"] != 100
     assert [*cell["ceiling"]] == ["auto:0.3"]
@@ -101,9 +94,9 @@ def test_answers_are_those_of_separate_calls(tiny, monkeypatch):
         dict(k="auto", attach_options={"error": 0.3}),
         dict(index="exact", k=100),
     ]
-    for one, options in zip(made, given, strict=False):
+    for mine, options in zip(made, given, strict=False):
         want = generate(decoder, prompt, max_new_tokens=most, **options)
-        assert one.answer_ids.tolist() == want.answer_ids.tolist()
+        assert mine.answer_ids.tolist() == want.answer_ids.tolist()
 
 
 def test_rows_of_a_codec_do_not_serve_full_attention():
@@ -111,7 +104,13 @@ def test_rows_of_a_codec_do_not_serve_full_attention():
     assert paired_answers.index_of(full, "pariskv") == "pariskv"
     assert paired_answers.index_of(full, "pariskv:row_codec=int8") == "exact"
     assert paired_answers.index_of(fixed, "pariskv:row_codec=int8") == "pariskv:row_codec=int8"
-    assert paired_answers.index_of(paired.way("exact"), "pariskv") == "exact"
+    assert paired_answers.index_of(paired.way("exact@100"), "pariskv") == "exact"
+
+
+def test_an_index_may_have_options_by_the_number_of_rows():
+    policy = paired.way("h2o:budget={k}@512")
+    assert paired_answers.index_of(policy, "pariskv") == "h2o:budget=512"
+    assert policy.described == "`h2o:budget={k}`, `k=512`"
 
 
 def test_parts_are_joined_and_each_answer_counts_once(asked, tmp_path):
@@ -216,19 +215,6 @@ def test_results_of_other_settings_raise(asked, tmp_path, given, words):
         run(tmp_path / "two.json", *one, "--from", str(tmp_path / "one.json"), *given)
 
 
-def test_results_of_the_earlier_format_are_taken_over(asked, tmp_path):
-    (tmp_path / "earlier.json").write_text(json.dumps(EARLIER))
-    given = "--tasks", "copy", "--tries", "1", "--ways", "k=100", "full", "--from"
-    found = run(tmp_path / "out.json", *given, str(tmp_path / "earlier.json"))
-    assert asked == [("copy", 400, 0, "full")]
-    [cell] = found["cells"]
-    assert cell["scores"] == {"k=100": 1.0, "sparse:k=100": 0.5, "full": 1.0}
-    assert found["ways"] == ["k=100", "full", "sparse:k=100"]
-    assert [one["difference"] for one in found["summary"][1:3]] == [0, -0.5]
-    assert len(found["machines"]) == 2
-    assert found["machine"] == MACHINE
-
-
 @pytest.mark.parametrize(
     ("text", "name"),
     [
@@ -236,8 +222,9 @@ def test_results_of_the_earlier_format_are_taken_over(asked, tmp_path):
         ("k=64", "k=64"),
         ("auto", "auto:0.1"),
         ("auto:.05", "auto:0.05"),
-        ("exact", "exact:100"),
-        ("exact:16", "exact:16"),
+        ("exact@16", "exact@16"),
+        ("h2o:budget={k}@16", "h2o:budget={k}@16"),
+        ("sparse:exact@16", "sparse:exact@16"),
         ("sparse", "sparse:k=100"),
         ("sparse:auto", "sparse:auto:0.1"),
         ("sparse:full", "sparse:full"),
@@ -250,7 +237,21 @@ def test_names_of_ways(text, name):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "k", "k=0", "k=x", "auto:0", "auto:x", "exact:-1", "full:2", "dense", "sparse:"]
+    "text",
+    [
+        "",
+        "k",
+        "k=0",
+        "k=x",
+        "auto:0",
+        "auto:x",
+        "exact@-1",
+        "@16",
+        "exact@",
+        "full:2",
+        "dense",
+        "sparse:",
+    ],
 )
 def test_a_way_that_does_not_exist(text):
     with pytest.raises(ArgumentTypeError, match=f"ways: got '{text}', allowed is full, k=N"):
@@ -291,9 +292,18 @@ def test_the_table_compares_ways_with_the_first(monkeypatch):
     assert page.endswith("with torch 2 and transformers 5.")
 
 
-def test_the_tables_read_the_earlier_format():
-    page = report.TABLES["sparse_answers"](EARLIER)
-    assert "| 400 | 1 | 100.0% | 50.0% | -50.0 (-50.0 to -50.0) |" in page
-    assert "with k = 100." in page
-    page = report.TABLES["sparse_answers"](paired.converted(EARLIER))
-    assert "| all | 1 | 100.0% | 50.0% | -50.0 (-50.0 to -50.0) |" in page
+def test_intervals_of_several_comparisons_are_wider():
+    scores = [{"full": 1.0, "k=100": i % 2, "h2o@9": 1.0} for i in range(40)]
+    cells = [
+        dict(task="copy", tokens=400, seed=seed, scores=some, rows={}, ceiling={})
+        for seed, some in enumerate(scores)
+    ]
+    ways = ["full", "k=100", "h2o@9"]
+    lines = [*paired.summary(cells, ways)]
+    found = next(line for line in lines if line["way"] == "k=100")
+    assert found["low_all"] < found["low"] < -0.5 < found["high"] < found["high_all"]
+    about = dict(model="tiny", lora=None, index="pariskv", dtype="float32", ways=ways)
+    page = one(about | dict(machine=MACHINE, summary=lines, cells=cells))
+    assert "corrected for 2 comparisons" in page
+    assert "minus full attention | corrected interval |" in page
+    assert "| `h2o`, `k=9` | 40 |  |  | 100.0 | +0.0 (+0.0 to +0.0) | +0.0 to +0.0 |" in page

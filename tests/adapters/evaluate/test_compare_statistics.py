@@ -43,6 +43,8 @@ def test_the_bootstrap_covers_the_mean_and_is_the_same_each_time():
     assert np.mean([covers(bootstrap(row), 0) for row in samples]) > 0.9
     assert bootstrap(samples[0]) == bootstrap(samples[0])
     assert bootstrap([0.25] * 9) == (0.25, 0.25)
+    (low, high), (lower, higher) = bootstrap(samples[0]), bootstrap(samples[0], comparisons=9)
+    assert lower < low < high < higher
 
 
 def test_a_ratio_of_paired_values_knows_that_they_are_paired():

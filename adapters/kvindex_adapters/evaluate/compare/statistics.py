@@ -30,9 +30,13 @@ def wilson(scores: Sequence[float]) -> Interval:
     return max((middle - half) / scale, 0.0), min((middle + half) / scale, 1.0)
 
 
-def bootstrap(values: Sequence[float]) -> Interval:
-    """Return the 95% confidence interval of the mean by the percentile bootstrap (Efron, 1979)."""
-    return _percentiles(_means(values))
+def bootstrap(values: Sequence[float], *, comparisons: int = 1) -> Interval:
+    """Return the 95% confidence interval of the mean by the percentile bootstrap (Efron, 1979).
+
+    With several comparisons, each interval is so wide that all of them together are right with a
+    probability of 95% (Bonferroni).
+    """
+    return _percentiles(_means(values), 2.5 / comparisons)
 
 
 def bootstrap_ratio(above: Sequence[float], below: Sequence[float]) -> Interval:
@@ -97,6 +101,6 @@ def _counts(n: int) -> NDArray[np.float64]:
     return np.random.default_rng(SEED).multinomial(n, [1 / n] * n, RESAMPLES).astype(float)
 
 
-def _percentiles(means: NDArray[np.float64]) -> Interval:
-    low, high = np.percentile(means, [2.5, 97.5])
+def _percentiles(means: NDArray[np.float64], tail: float = 2.5) -> Interval:
+    low, high = np.percentile(means, [tail, 100 - tail])
     return float(low), float(high)
