@@ -179,7 +179,9 @@ class DenseAttention:
         """Return None, because `prepare_replay` takes little time."""
         return None
 
-    def count_replay(self, kept: int | Sequence[int] = 1, of: int = 1) -> bool:
+    def count_replay(
+        self, kept: int | Sequence[int] = 1, of: int = 1, *, full: bool | None = None
+    ) -> bool:
         """Add 1 to the number of tokens that the host knows.
 
         Call this after each replay of a CUDA graph that contains `captured_step`. The arguments are

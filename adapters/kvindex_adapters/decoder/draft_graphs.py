@@ -109,17 +109,24 @@ class DraftGraphs:
             The logits, or None if no graph can run this step. The session is then unchanged.
         """
         with self._session.fully(self._full):
-            return self._score(inputs)
+            step = self._launched(inputs)
+        if step is None or step.logits is None:
+            return None
+        size = step.ids.shape[1]
+        # while the device computes; after full attention, the index writes the next draft
+        self._session.prepare_ahead(1 if self._full else size, size)
+        chosen = None if step.chosen is None else step.chosen.tolist()
+        return Scores(step.logits, chosen, size)
 
     def count(self, kept: int | Sequence[int], scores: Scores) -> None:
         """Keep the first `kept` tokens of the last step, whose results are `scores`.
 
         `kept` may have a number for each sequence (`Session.count_replay`).
         """
-        with self._session.fully(self._full):
-            self._session.count_replay(kept, scores.count)
+        self._session.count_replay(kept, scores.count, full=self._full)
 
-    def _score(self, inputs: Tensor) -> Scores | None:
+    def _launched(self, inputs: Tensor) -> _Step | None:
+        """Launch a step without waiting for it. Return None if no graph can run it."""
         n = inputs.shape[1]
         size = next((size for size in self._sizes if size >= n), None)
         if not self._serves or size is None:
@@ -142,11 +149,7 @@ class DraftGraphs:
             step.graph.replay()
         else:
             return None
-        if not self._full:  # otherwise the index writes drafts next
-            self._session.prepare_ahead(size)  # while the device computes
-        assert step.logits is not None
-        chosen = None if step.chosen is None else step.chosen.tolist()
-        return Scores(step.logits, chosen, size)
+        return step
 
     def _run(self, step: _Step) -> None:
         step.logits = logits = self._session.captured_score(step.ids)

@@ -76,7 +76,9 @@ class Attention(layers.Attention, Protocol):
         """Keep the first `length` tokens, and remove the rest."""
         ...
 
-    def count_replay(self, kept: int | Sequence[int] = 1, of: int = 1) -> bool:
+    def count_replay(
+        self, kept: int | Sequence[int] = 1, of: int = 1, *, full: bool | None = None
+    ) -> bool:
         """After a replay of the graph, which has appended `of` tokens, keep the first `kept`.
 
         See `AttentionLayer.count_replay`.
@@ -265,15 +267,22 @@ class Session:
             tokens: Largest number of tokens that one call of `score` appends.
         """
         with self.exclusive():
-            start = self.length
-            with ExitStack() as stack:
+            start, begun = self.length, list[AttentionLayer]()
+            try:
                 for layer in self._indexed():
-                    stack.enter_context(layer.speculating(tokens))
+                    layer.begin_speculating(tokens)
+                    begun.append(layer)
                 try:
                     yield
                 except BaseException:
                     self.keep(start)
                     raise
+                while begun:
+                    if begun.pop().end_speculating():
+                        self.forget_prepared()
+            finally:
+                for layer in begun:  # after an exception
+                    layer.end_speculating(failed=True)
 
     @in_plain_torch
     @torch.no_grad()
@@ -430,10 +439,10 @@ class Session:
         return reads
 
     @in_plain_torch
-    def prepare_ahead(self, tokens: int) -> None:
-        """Prepare another replay of `tokens` tokens while such a replay runs, and is not counted
-        yet. So the next call of `prepare_replay` takes less time."""
-        self._ready = {tokens: [layer.prepare_next(tokens, tokens) for layer in self._attentions]}
+    def prepare_ahead(self, tokens: int, ahead: int) -> None:
+        """Prepare the next replay, of `tokens` tokens, while one of `ahead` tokens runs that is not
+        counted yet. So the next call of `prepare_replay` takes less time."""
+        self._ready = {tokens: [layer.prepare_next(tokens, ahead) for layer in self._attentions]}
 
     def forget_prepared(self) -> None:
         """Discard the results of `prepare_ahead`. Call this before a layer changes in any way that
@@ -481,7 +490,9 @@ class Session:
         return logits
 
     @in_plain_torch
-    def count_replay(self, kept: int | Sequence[int] = 1, of: int = 1) -> None:
+    def count_replay(
+        self, kept: int | Sequence[int] = 1, of: int = 1, *, full: bool | None = None
+    ) -> None:
         """After a replay of `captured_step` or `captured_score`, count its tokens on the host.
 
         Args:
@@ -489,15 +500,16 @@ class Session:
                 removed. Where a sequence keeps fewer tokens than another one, it gets padding, so
                 that all have the same length.
             of: Number of tokens that the replay has appended to each sequence.
+            full: Whether they have attended to all tokens. None means that they have inside
+                `fully`.
         """
         each = [kept] if isinstance(kept, int) else [*kept]
         most, uneven = max(each), len({*each}) > 1
         before, self.length = self.length, self.length + most
-        ready = self._ready.get(of)
         for number, layer in enumerate(self._attentions):
-            moved = layer.count_replay(each if uneven else most, of)
-            if moved and ready is not None:
-                ready[number] = None
+            if layer.count_replay(each if uneven else most, of, full=full):
+                for ready in self._ready.values():
+                    ready[number] = None
         if uneven:
             self._position -= of - torch.tensor(each, device=self.token.device)[:, None]
             self._gaps.append((before, [most - one for one in each]))

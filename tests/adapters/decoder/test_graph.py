@@ -114,6 +114,24 @@ def test_steps_without_a_draft_are_replays(device, graphs, monkeypatch, verify):
 
 
 @pytest.mark.usefixtures("reads_pages")
+def test_the_next_draft_is_prepared_while_full_attention_verifies(device, graphs, monkeypatch):
+    """Unless tokens have moved into the index, the host then does little before it launches."""
+    prepare, at_once = Session.prepare_replay, []
+
+    def counted(self, tokens=1):
+        with recorded_calls(AttentionLayer, "prepare_next") as calls:
+            reads = prepare(self, tokens)
+        if tokens == 1:
+            at_once.append(not calls)
+        return reads
+
+    monkeypatch.setattr(Session, "prepare_replay", counted)
+    decoder, plain = decoder_of(device, layers=2), given(device, 44, regions=dict(update_every=64))
+    got = decoder.generate(ids_of(60), speculative_tokens=4, verify="full", **plain)
+    assert sum(at_once) >= got.acceptance.rounds - 6  # the first rounds have no graphs yet
+
+
+@pytest.mark.usefixtures("reads_pages")
 @pytest.mark.parametrize("tokens", [4, slow("auto")])
 def test_drafts_of_the_index_and_their_verification_are_replays(
     device, graphs, tokens, monkeypatch
@@ -159,13 +177,13 @@ def test_an_interrupted_verification_leaves_the_last_verified_token(
     want = decoder.generate(prompt, index=None, max_new_tokens=24, graphs=False).answer_ids
     count, left = Session.count_replay, [calls]
 
-    def interrupted(self, kept=1, of=1):
+    def interrupted(self, kept=1, of=1, *, full=None):
         if of > 1:
             left[0] -= 1
             if not left[0]:
-                count(self, kept, of)
+                count(self, kept, of, full=full)
                 raise KeyboardInterrupt
-        count(self, kept, of)
+        count(self, kept, of, full=full)
 
     monkeypatch.setattr(Session, "count_replay", interrupted)
     run = decoder.start(prompt, speculative_tokens=3, verify="full", **plain)
@@ -295,13 +313,13 @@ def test_an_interrupted_step_of_a_batch_leaves_the_last_verified_tokens(
     full = decoder.generate(prompts, index=None, max_new_tokens=36, graphs=False)
     count, left = Session.count_replay, [calls]
 
-    def interrupted(self, kept=1, of=1):
+    def interrupted(self, kept=1, of=1, *, full=None):
         if of > 1:
             left[0] -= 1
             if not left[0]:
-                self._attentions[0].count_replay(kept, of)
+                self._attentions[0].count_replay(kept, of, full=full)
                 raise KeyboardInterrupt
-        count(self, kept, of)
+        count(self, kept, of, full=full)
 
     monkeypatch.setattr(Session, "count_replay", interrupted)
     run = decoder.start(prompts, speculative_tokens=3, verify="full", **plain)
@@ -385,11 +403,11 @@ def test_an_interrupted_draft_leaves_the_session_as_it_was(device, graphs, monke
     )
     count, fails = Session.count_replay, iter([False, True, *[False] * 20])
 
-    def failing(self, kept=1, of=1):
+    def failing(self, kept=1, of=1, *, full=None):
         if of > 1 and next(fails):
-            self._attentions[0].count_replay(kept, of)
+            self._attentions[0].count_replay(kept, of, full=full)
             raise KeyboardInterrupt
-        count(self, kept, of)
+        count(self, kept, of, full=full)
 
     monkeypatch.setattr(Session, "count_replay", failing)
     run, seen = decoder.start(prompt, speculative_tokens=3, **plain), []
