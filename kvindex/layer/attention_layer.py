@@ -552,23 +552,26 @@ class AttentionLayer(Transactional):
             raise
         self.end_speculating()
 
-    def begin_speculating(self, tokens: int) -> None:
+    def begin_speculating(self, tokens: int, *, since: int | None = None) -> None:
         """Begin what `speculating` does in a `with` block; `end_speculating` ends it.
-
-        This takes less time for a caller with many layers.
 
         Args:
             tokens: Largest number of tokens of a step, at least 1.
+            since: Position of the first token that the caller may remove, if replays have already
+                appended such tokens. None means the next token.
 
         Raises:
-            ValueError: `tokens` is below 1, or the layer is already speculating.
+            ValueError: `tokens` is below 1, `since` is not a position of the sequence, or the layer
+                is already speculating.
         """
         check.at_least("tokens", tokens, 1)
+        if since is not None and not 0 <= since <= len(self):
+            raise ValueError(f"since: got {since}, allowed is 0 to {len(self)}")
         if self._speculated:
             raise ValueError("tokens: got a call inside another speculating() of the same layer")
         if self._updates.deferred:
             self._catch_up()
-        self._updates.hold()
+        self._updates.hold(since)
         self._captured.unchanged(self._situation())
         self._speculated = tokens
 
@@ -862,7 +865,12 @@ class AttentionLayer(Transactional):
         return self._captured.step(queries, token, sinks, wanted, full=self._full)
 
     def count_replay(
-        self, kept: int | Sequence[int] = 1, of: int = 1, *, full: bool | None = None
+        self,
+        kept: int | Sequence[int] = 1,
+        of: int = 1,
+        *,
+        full: bool | None = None,
+        held: bool = False,
     ) -> bool:
         """Count the tokens that a replay of the CUDA graph has appended.
 
@@ -876,9 +884,12 @@ class AttentionLayer(Transactional):
             of: Number of tokens of the decode step.
             full: Whether the tokens have attended to all tokens. None means that they have inside
                 `attending_fully`.
+            held: Whether no tokens may move into the index now, because the caller may remove some.
+                If the result is True, the caller must then call `begin_speculating` and
+                `end_speculating`, which moves them.
 
         Returns:
-            True if tokens were moved into the index, or began to move.
+            True if tokens were moved into the index, or began to move; with `held`, if that is due.
 
         Raises:
             ValueError: `kept` is below 1 or above `of`, or does not have one number for each
@@ -897,7 +908,7 @@ class AttentionLayer(Transactional):
         same = min(each) == most
         full = self._full if full is None else full
         due = self._captured.count(most if same else each, of, full=full)
-        if due:
+        if due and not held:
             self._update_replayed(most)
         return due
 

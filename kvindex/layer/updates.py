@@ -218,10 +218,12 @@ class Updates(Restorable):
         if not self._held:
             self._deferred_from = start
 
-    def hold(self) -> None:
-        """Postpone all updates until `release`, because tokens from here on may be rejected."""
+    def hold(self, since: int | None = None) -> None:
+        """Postpone all updates until `release`, because tokens from position `since` on may be
+        rejected. None means the next tokens."""
         self.catch_up()
-        self._deferred_from, self._held = len(self._contents), True
+        self._deferred_from = len(self._contents) if since is None else since
+        self._held = True
 
     def release(self) -> None:
         """Allow updates again. Call `catch_up` to run one that `hold` has postponed."""

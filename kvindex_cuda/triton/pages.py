@@ -75,7 +75,8 @@ def attend_pages(
     For a query that sees no row, the output is 0 and the log-sum-exp is `-inf`.
 
     Args:
-        queries: `[B, H, T, D]`, contiguous.
+        queries: `[B, H, T, D]`, contiguous, or the transposed view of a contiguous tensor
+            `[B, T, H, D]`. Results are stored in the same order.
         table: Addresses of pages, int64 `[B, S]`, as in `kvindex.storage.store.AddressedRows`; 0
             for a page without rows. A row is a key followed by its value, in the queries' dtype.
         lengths: Number of rows of each sequence, int64 `[B]`, up to `S · page_tokens`. It is read
@@ -131,14 +132,16 @@ def attend_pages(
     if splits < 1 or splits & (splits - 1):
         raise ValueError(f"splits: got {splits}, allowed is a power of two")
     slots = splits if newest is None else 2 * splits
-    output = torch.empty((B, H, T, value_dim), dtype=queries.dtype, device=device)
-    lse = torch.empty((B, H, T), dtype=torch.float32, device=device)
+    by_head = queries.is_contiguous()
+    output = torch.empty((B, H * T, value_dim), dtype=queries.dtype, device=device)
+    lse = torch.empty((B, H * T), dtype=torch.float32, device=device)
     parts, part_lse = output, lse
     if slots > 1:
-        parts = torch.empty((B, H, T, slots, value_dim), dtype=torch.float32, device=device)
-        part_lse = torch.empty((B, H, T, slots), dtype=torch.float32, device=device)
+        parts = torch.empty((B, H * T, slots, value_dim), dtype=torch.float32, device=device)
+        part_lse = torch.empty((B, H * T, slots), dtype=torch.float32, device=device)
     wide = max(16, next_power_of_2(value_dim))
     given = dict(queries=queries, parts=parts, lse=part_lse, scale=scale, T=T)
+    given |= dict(next_head=T, next_token=1) if by_head else dict(next_head=1, next_token=H)
     given |= dict(G=kv_heads, GROUP=H // kv_heads, D=D, DV=value_dim)
     given |= dict(BLOCK_M=tile.rows, BLOCK_N=tile.columns, SPLITS=splits, SLOTS=slots)
     given |= dict(WIDE=max(16, next_power_of_2(D)), WIDE_V=wide)
@@ -160,7 +163,9 @@ def attend_pages(
         given = dict(parts=parts, lse=part_lse, output=output, merged_lse=lse)
         given |= dict(DV=value_dim, WIDE_V=wide, SPLITS=slots)
         launch(attention.merge_splits, (B * H * T,), tile, device, **given)
-    return output, lse
+    if by_head:
+        return output.view(B, H, T, value_dim), lse.view(B, H, T)
+    return output.view(B, T, H, value_dim).transpose(1, 2), lse.view(B, T, H).transpose(1, 2)
 
 
 def wide_bytes(dim: int, value_dim: int, size: int) -> int:
@@ -199,8 +204,11 @@ def _sizes(queries: Tensor, kv_heads: int) -> tuple[int, int, int, int]:
         raise ValueError(f"queries: got shape {list(queries.shape)}, allowed is [B, H, T, D]")
     if queries.dtype not in DTYPES:
         raise ValueError(f"queries: got {queries.dtype}, allowed is one of {DTYPES}")
-    if not queries.is_contiguous():
-        raise ValueError(f"queries: got strides {queries.stride()}, allowed is a contiguous tensor")
+    if not (queries.is_contiguous() or queries.transpose(1, 2).is_contiguous()):
+        raise ValueError(
+            f"queries: got strides {queries.stride()}, allowed is a contiguous tensor, or the "
+            "transposed view of one"
+        )
     B, H, T, D = queries.shape
     if kv_heads < 1 or H % kv_heads:
         raise ValueError(f"kv_heads: got {kv_heads}, allowed is a divisor of the {H} query heads")

@@ -180,7 +180,12 @@ class DenseAttention:
         return None
 
     def count_replay(
-        self, kept: int | Sequence[int] = 1, of: int = 1, *, full: bool | None = None
+        self,
+        kept: int | Sequence[int] = 1,
+        of: int = 1,
+        *,
+        full: bool | None = None,
+        held: bool = False,
     ) -> bool:
         """Add 1 to the number of tokens that the host knows.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -77,7 +77,12 @@ class Attention(layers.Attention, Protocol):
         ...
 
     def count_replay(
-        self, kept: int | Sequence[int] = 1, of: int = 1, *, full: bool | None = None
+        self,
+        kept: int | Sequence[int] = 1,
+        of: int = 1,
+        *,
+        full: bool | None = None,
+        held: bool = False,
     ) -> bool:
         """After a replay of the graph, which has appended `of` tokens, keep the first `kept`.
 
@@ -127,6 +132,23 @@ class CapturedTogether(NamedTuple):
         return self.layer.captured_step(*parts).transpose(1, 2).flatten(0, 1)[:, :, None]
 
 
+@dataclass
+class _Speculation:
+    """What a session knows inside `Session.speculating`.
+
+    Args:
+        tokens: Largest number of tokens of a step.
+        start: Number of tokens at the beginning.
+        begun: Layers that postpone moves into their index themselves.
+        due: Other layers, with tokens that are due to move into the index.
+    """
+
+    tokens: int
+    start: int
+    begun: list[AttentionLayer] = field(default_factory=list)
+    due: list[AttentionLayer] = field(default_factory=list)
+
+
 class Session:
     """A batch of token sequences: the attention objects of all layers, and the next position.
 
@@ -168,6 +190,7 @@ class Session:
         # number of tokens -> for each layer, what `prepare_replay` will return, or None; empty if
         # the layers have changed since `prepare_ahead`
         self._ready: dict[int, list[object | None]] = {}
+        self._speculation: _Speculation | None = None  # inside `speculating`
         self.acceptance = Acceptance()
         """Counts of drafted and accepted tokens, if calls have speculated."""
 
@@ -267,22 +290,33 @@ class Session:
             tokens: Largest number of tokens that one call of `score` appends.
         """
         with self.exclusive():
-            start, begun = self.length, list[AttentionLayer]()
+            self._speculation = block = _Speculation(tokens, self.length)
             try:
-                for layer in self._indexed():
-                    layer.begin_speculating(tokens)
-                    begun.append(layer)
                 try:
                     yield
                 except BaseException:
-                    self.keep(start)
+                    self.keep(block.start)
                     raise
-                while begun:
-                    if begun.pop().end_speculating():
+                self._begin_speculating(block.due)
+                while block.begun:
+                    if block.begun.pop().end_speculating():
                         self.forget_prepared()
             finally:
-                for layer in begun:  # after an exception
+                self._speculation = None
+                for layer in block.begun:  # after an exception
                     layer.end_speculating(failed=True)
+
+    def _begin_speculating(self, some: Sequence[AttentionLayer]) -> None:
+        """Let some layers postpone moves into their index, inside `speculating`.
+
+        Replays of CUDA graphs do without (`count_replay`), because this takes time in which a GPU
+        waits.
+        """
+        block = self._speculation
+        if block is not None and not block.begun:
+            for layer in some:
+                layer.begin_speculating(block.tokens, since=block.start)
+                block.begun.append(layer)
 
     @in_plain_torch
     @torch.no_grad()
@@ -303,6 +337,7 @@ class Session:
         positions = self._position + torch.arange(T, device=ids.device)
         given = self._weights, ids, positions, self._attentions, self._config.head_dim
         self.forget_prepared()
+        self._begin_speculating(self._indexed())
         with self.fully(full):
             logits = layers.forward(*given, every=True)
         self._position += T
@@ -318,6 +353,7 @@ class Session:
         Returns:
             Logits `[B, V]` for the token that follows `tokens`.
         """
+        self._begin_speculating(self._indexed())
         self.token.copy_(tokens[:, None])
         return self._read(self.token)
 
@@ -329,6 +365,8 @@ class Session:
             length: Number of tokens to keep, at most the number of tokens in the session.
         """
         self.forget_prepared()
+        if self._speculation is not None:
+            self._speculation.due = []
         for layer in self._attentions:
             if not (isinstance(layer, AttentionLayer) and layer.undo_replays(length)):
                 layer.truncate(length)
@@ -506,10 +544,14 @@ class Session:
         each = [kept] if isinstance(kept, int) else [*kept]
         most, uneven = max(each), len({*each}) > 1
         before, self.length = self.length, self.length + most
+        block, held = self._speculation, self._speculation is not None
         for number, layer in enumerate(self._attentions):
-            if layer.count_replay(each if uneven else most, of, full=full):
+            due = layer.count_replay(each if uneven else most, of, full=full, held=held)
+            if due and block is None:
                 for ready in self._ready.values():
                     ready[number] = None
+            elif due and block is not None and isinstance(layer, AttentionLayer):
+                block.due.append(layer)
         if uneven:
             self._position -= of - torch.tensor(each, device=self.token.device)[:, None]
             self._gaps.append((before, [most - one for one in each]))

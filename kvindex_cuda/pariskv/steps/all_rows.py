@@ -98,7 +98,7 @@ class AllRows:
         parts: dict[str, Tensor] = dict(ticket=self._ticket, counts=self._visible)
         stage_token(resident, tokens, None, queries, **parts)
         output, lse = attend_pages(
-            queries.reshape(B, -1, *queries.shape[1:]).transpose(1, 2).contiguous(),
+            queries.reshape(B, -1, *queries.shape[1:]).transpose(1, 2),
             rows.table,
             self._length.expand(B),
             kv_heads=g.kv_heads,
@@ -111,6 +111,6 @@ class AllRows:
             valid=None if valid is None else valid.flatten(1),
             newest=Newest(self._place, resident.count.expand(B), resident.rows, self._skip, shown),
         )
-        # [B, H, T, ...] -> [B·T, H, ...]
+        # [B, H, T, ...] -> [B·T, H, ...], without copies
         output, lse = (part.transpose(1, 2).flatten(0, 1) for part in (output, lse))
         return Attended(output, lse, self._found)

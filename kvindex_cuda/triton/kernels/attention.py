@@ -15,7 +15,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def attend_pages(
     queries, table, table_step, lengths, length_step, flags, flag_step, parts, lse, scale, T,
-    head_step, row_step, begin, slot,
+    next_head, next_token, head_step, row_step, begin, slot,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, WIDE_V: tl.constexpr,
     SPLITS: tl.constexpr, SLOTS: tl.constexpr, CAUSAL: tl.constexpr, FLAGS: tl.constexpr,
@@ -30,6 +30,7 @@ def attend_pages(
     Programs for the last tokens start first, because they read the most rows. The first `begin`
     rows are left out.
 
+    From a query to that of the next head or token there are `next_head` or `next_token` queries.
     The arguments `*_step` are strides in elements, not bytes. A page whose address is 0 contains no
     rows. With `FLAGS` above 0, an element of `flags` has the flags of that many rows in its lowest
     bits, and rows whose flag is 0 are left out, too. Their numbers must be finite.
@@ -38,7 +39,8 @@ def attend_pages(
     pair = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M + tl.arange(0, BLOCK_M)
     batch, group = (tl.program_id(1) // G).to(tl.int64), tl.program_id(1) % G
     token, asked = pair // GROUP, pair < T * GROUP
-    query = ((batch * G + group) * GROUP + pair % GROUP) * T + token
+    head = group * GROUP + pair % GROUP
+    query = batch * (G * GROUP * T) + head * next_head + token * next_token
     column, value_column = tl.arange(0, WIDE), tl.arange(0, WIDE_V)
     inside = asked[:, None] & (column[None, :] < D)
     q = tl.load(queries + query[:, None] * D + column[None, :], inside, other=0.0)

@@ -366,6 +366,8 @@ def test_attend_pages_and_newest_rows(run, splits, B, H, G, T, D, Dv):
     """The first rows of the buffer are also in the pages, and its last ones are not written yet."""
     older, begin, new, room = 70, 3, 20, 40
     queries, keys = drawn(run, B, H, T, D), drawn(run, B, G, older + new, D)
+    if splits > 1:  # in memory, the heads of a token follow each other
+        queries = queries.transpose(1, 2).contiguous().transpose(1, 2)
     values = drawn(run, B, G, older + new, Dv)
     pages, table = pages_of(keys[:, :, :older], values[:, :, :older], 32)
     rows = pages.new_full((B, G, room, D + Dv), float("nan"))
@@ -392,6 +394,17 @@ def test_attend_pages_and_newest_rows(run, splits, B, H, G, T, D, Dv):
     expected, sums = reference.attend_pages(queries, keys, values, ends, scale=D**-0.5)
     close(found, expected, run[1])
     close(lse, sums, run[1])
+    if splits > 1:
+        assert found.transpose(1, 2).is_contiguous()
+        assert lse.transpose(1, 2).is_contiguous()
+
+
+def test_attend_pages_takes_queries_in_two_orders(run):
+    table, lengths = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+    queries = torch.zeros(1, 4, 16, 8, device=run[0]).transpose(2, 3)
+    how = dict(kv_heads=2, value_dim=16, scale=1.0, row_bytes=128, head_bytes=2048, page_tokens=16)
+    with pytest.raises(ValueError, match="queries: got strides .* or the transposed view of one"):
+        layers.attend_pages(queries, table.to(run[0]), lengths.to(run[0]), **how)
 
 
 @weightless
