@@ -24,6 +24,7 @@ class HostPages:
         layers: Number of layers.
         pages: Number of pages of each layer.
         tokens: Tokens of a page.
+        dtype: Dtype of the rows, by default that of the geometry. It is uint8 for rows in FP8.
         allocator: Allocates the memory. The default allocates pinned memory, or ordinary memory if
             the device is a CPU.
         budget: Limit of the memory. The default is the process's budget for pinned memory.
@@ -44,15 +45,16 @@ class HostPages:
         layers: int,
         pages: int,
         tokens: int,
+        dtype: torch.dtype | None = None,
         allocator: Allocator | None = None,
         budget: Budget | None = None,
     ) -> None:
         check.at_least("layers", layers, 1)
         check.at_least("pages", pages, 1)
-        device, size = geometry.device, torch.empty(0, dtype=geometry.dtype).element_size()
+        device, dtype = geometry.device, geometry.dtype if dtype is None else dtype
         shape = pages, geometry.kv_heads, tokens, geometry.head_dim + geometry.value_dim
         budget = shared_budget() if budget is None else budget
-        layer_bytes = prod(shape) * size
+        layer_bytes = prod(shape) * dtype.itemsize
         self.nbytes = layers * layer_bytes
         try:
             self._blocks = HostBlocks(
@@ -71,7 +73,7 @@ class HostPages:
         except BaseException:
             self.close()
             raise
-        self.rows: list[Tensor] = [block.view(geometry.dtype).view(shape) for block, _ in made]
+        self.rows: list[Tensor] = [block.view(dtype).view(shape) for block, _ in made]
         self.places = [place for _, place in made]
 
     def close(self) -> None:

@@ -77,10 +77,10 @@ class Pages:
                 f"{rows.dtype}; rows in FP8 are uint8 and have scales"
             )
         for scale in (one for pair in self.scales or () for one in pair):
-            if scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != rows.device:
+            if scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != codes.device:
                 raise ValueError(
                     f"scales: got {scale.numel()} numbers of {scale.dtype} on {scale.device}, "
-                    f"allowed is one of torch.float32 on {rows.device}"
+                    f"allowed is one of torch.float32 on {codes.device}"
                 )
         if self.places is None and rows.device != codes.device:
             raise ValueError(f"rows: got rows on {rows.device}, but codes are on {codes.device}")

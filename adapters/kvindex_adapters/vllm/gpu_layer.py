@@ -108,7 +108,7 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         given = options.dense_below, self.geometry, name
         self.codes.limit = limit_of(*given, batches=options.rows == "device", fp8=self.fp8)
         if options.rows == "host":
-            self.host = self.codes.host = host_of(config, self.geometry, options)
+            self.host = self.codes.host = host_of(config, self.geometry, options, fp8=self.fp8)
             self.number = self.host.add_layer()
         if options.reading.sparse:
             install_runner(config)
@@ -213,12 +213,19 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
             keep_no_rows(next(layer for layer in mine if layer.impl is self))
 
 
-def host_of(config: VllmConfig, geometry: Geometry, options: Options) -> HostRows:
+def host_of(config: VllmConfig, geometry: Geometry, options: Options, *, fp8: bool) -> HostRows:
     """Return the `HostRows` object that all layers of an engine share. The first call creates
-    it."""
+    it.
+
+    Args:
+        config: The engine's configuration.
+        geometry: Geometry of a layer.
+        options: Options of the plug-in.
+        fp8: Whether keys and values of this layer are in FP8.
+    """
     for layer in config.compilation_config.static_forward_context.values():
         if isinstance(layer, CodesLayer) and layer.host is not None:
-            layer.host.check_geometry(geometry)
+            layer.host.check_layer(geometry, fp8=fp8)
             found: HostRows = layer.host
             return found
     parallel = config.parallel_config
@@ -229,4 +236,5 @@ def host_of(config: VllmConfig, geometry: Geometry, options: Options) -> HostRow
         tokens=config.model_config.max_model_len,
         page_tokens=config.cache_config.block_size,
         cached=options.cached_rows,
+        fp8=fp8,
     )

@@ -39,7 +39,7 @@
 //     identifies a row by its slot number. Two sequences that request one slot at the same moment may both
 //     fetch the row and store it twice.)
 //   FP8_PAGES (1: the pages contain e4m3 numbers, in rows without scales. One scale multiplies all keys of the
-//     layer, and another one all values. Only with PAGED = 1 and CODEC_FP8)
+//     layer, and another one all values. Only with PAGED and CODEC_FP8)
 //   RAGGED (1: each sequence has its own count of resident rows; always so if PAGED)
 //   ONE_SEQUENCE (1: each `consecutive` "sequences" of the batch are consecutive tokens of one sequence. They share
 //     its resident rows and its row cache, where two of them may store a row twice, as with PAGED = 2. Always with
@@ -61,7 +61,7 @@ constexpr int DEPTH = (KEYS + VALUES) * PIECES > 6 ? 2 : AHEAD;
 constexpr bool SLOTS = PAGED == 2;
 constexpr bool ONE_CACHE = SLOTS || ONE_SEQUENCE;  // several "sequences" of the batch share one cache per KV head
 static_assert(!SLOTS || GIVEN != 1, "ids are those of tokens");
-static_assert(!FP8_PAGES || PAGED == 1 && CODEC == CODEC_FP8, "pages of an engine on the device");
+static_assert(!FP8_PAGES || PAGED && CODEC == CODEC_FP8, "pages of an engine");
 static_assert(!SLOTS || PARTS == 1, "their clock is not told how many parts have read it");
 static_assert(!ONE_SEQUENCE || !PAGED && RAGGED, "tokens of one sequence have a buffer of resident rows");
 constexpr int AT_ONCE = GROUP < HEADS_AT_ONCE ? GROUP : HEADS_AT_ONCE;  // heads whose results are merged in one round
@@ -104,7 +104,8 @@ __device__ __forceinline__ void write_row(const Words& words, char* place) {
         if (ROWS_CODED) {
             uint4 word = words[j][0];
             reinterpret_cast<uint2*>(place)[chunk] = {word.x, word.y};
-            if (chunk == (value ? D / 8 : 0)) reinterpret_cast<u32*>(place + D + DV)[value] = word.z;
+            bool first = chunk == (value ? D / 8 : 0);
+            if (!FP8_PAGES && first) reinterpret_cast<u32*>(place + D + DV)[value] = word.z;
             return;
         }
 #pragma unroll

@@ -36,12 +36,14 @@ class HostRows:
         page_tokens: Number of tokens per page.
         cached: Number of rows per KV head and layer that the device caches for all sequences
             together. It is a power of two, at least 4.
+        fp8: Whether rows are stored in FP8 (e4m3), one byte per number. `open` then needs scales.
         processes: Number of processes on this host that create such an object, for example those
             of tensor parallelism. Each of them may pin its part of the memory that is available
             when this object is created, which must be before the first of them calls `open`.
 
     Attributes:
-        scratch: Copy of a sequence's rows, `[tokens / page_tokens, G, page_tokens, 2 D]`.
+        scratch: Copy of a sequence's rows, `[tokens / page_tokens, G, page_tokens, 2 D]`, uint8 if
+            they are in FP8.
     """
 
     def __init__(
@@ -51,15 +53,16 @@ class HostRows:
         tokens: int,
         page_tokens: int,
         cached: int,
+        fp8: bool = False,
         processes: int = 1,
     ) -> None:
-        self._geometry, self._cached = geometry, cached
+        self._geometry, self._cached, self._fp8 = geometry, cached, fp8
         self._tokens, self._page_tokens = check.at_least("tokens", tokens, 1), page_tokens
         g, device = geometry, geometry.device
         count, width = -(-tokens // page_tokens), g.head_dim + g.value_dim
         shape = count, g.kv_heads, page_tokens, width
         # zeros, because attention may multiply masked rows
-        self.scratch = torch.zeros(shape, dtype=g.dtype, device=device)
+        self.scratch = torch.zeros(shape, dtype=torch.uint8 if fp8 else g.dtype, device=device)
         self._numbers = torch.arange(count, dtype=torch.int32, device=device)
         self._clock = torch.zeros(1, dtype=torch.int32, device=device)
         self._budget: Budget | None = None  # the whole memory
@@ -82,8 +85,11 @@ class HostRows:
         """True if `open` has allocated the pages."""
         return self._pages is not None
 
-    def check_geometry(self, geometry: Geometry) -> None:
-        """Raise ValueError if a layer's geometry differs from that of the other layers."""
+    def check_layer(self, geometry: Geometry, *, fp8: bool = False) -> None:
+        """Raise ValueError if a layer's geometry differs from that of the other layers, or if only
+        some layers have rows in FP8."""
+        if fp8 is not self._fp8:
+            raise ValueError(f"fp8: got {fp8}, but all layers must have {self._fp8}")
         if geometry != self._geometry:
             raise ValueError(f"geometry: got {geometry}, but all layers must have {self._geometry}")
 
@@ -95,7 +101,14 @@ class HostRows:
         self.caches.append(made)
         return len(self.caches) - 1
 
-    def open(self, config: ParisKVConfig, codes: Sequence[Tensor], **options: Any) -> PagedSteps:
+    def open(
+        self,
+        config: ParisKVConfig,
+        codes: Sequence[Tensor],
+        *,
+        scales: Sequence[tuple[Tensor, Tensor]] | None = None,
+        **options: Any,
+    ) -> PagedSteps:
         """Pin memory for as many pages of rows as there are pages of codes. Return an object that
         runs decode steps over these pages.
 
@@ -104,6 +117,7 @@ class HostRows:
         Args:
             config: Configuration of the index.
             codes: Codes of each layer, as in `Pages`.
+            scales: If rows are in FP8: scales of each layer, as in `Pages`.
             **options: Further arguments of `PagedSteps`.
 
         Raises:
@@ -121,13 +135,15 @@ class HostRows:
             layers=len(self.caches),
             pages=len(codes[0]),
             tokens=self._page_tokens,
+            dtype=self.scratch.dtype,
             budget=self._budget,
         )
         try:
-            pages = Pages(codes, self._host.rows, self._host.places)
+            pages = Pages(codes, self._host.rows, self._host.places, scales)
             options |= dict(tokens=self._tokens, caches=self.caches)
             made = PagedSteps(self._geometry, config, pages, **options)
-            load_kernels(self._geometry.device)
+            g = self._geometry
+            load_kernels(g.device, fp8=g.dtype if self._fp8 else None)
         except BaseException:
             self.close()
             raise
@@ -201,7 +217,8 @@ class HostRows:
         size = {name: f"{nbytes / 1e9:.2f} GB" for name, nbytes in self.nbytes().items()}
         pages = 0 if self._host is None else len(self._host.rows[0])
         return (
-            f"rows of {pages} pages are on the host, {size['host']} pinned; on the device "
+            f"rows of {pages} pages are on the host, {size['host']} pinned"
+            f"{' (FP8)' if self._fp8 else ''}; on the device "
             f"{size['device']} in addition to the codes: {self._cached} rows per KV head and "
             f"layer, and a copy of {self._tokens} tokens of a layer for prompts"
         )

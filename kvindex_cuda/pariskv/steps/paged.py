@@ -119,10 +119,6 @@ class PagedSteps:
     ) -> None:
         if why := unserved(config, geometry):
             raise ValueError(f"index: {why}")
-        if pages.scales is not None and caches is not None:
-            raise ValueError(
-                "pages: got rows in FP8 with row caches, allowed are rows on the device"
-            )
         if local_window < 1:
             raise ValueError(f"local_window: got {local_window}, allowed is at least 1")
         self._geometry, self._config, self._pages, self._k = geometry, config, pages, k

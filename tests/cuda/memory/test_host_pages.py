@@ -12,12 +12,16 @@ from kvindex_adapters.vllm.options import Options
 from kvindex_cuda.memory.budget import Budget
 from kvindex_cuda.memory.host_blocks import HostBlocks
 from kvindex_cuda.memory.host_pages import HostPages
+from kvindex_cuda.memory.layout import BLOCK
+from kvindex_cuda.memory.page_rows import gather_pages, write_pages
+from kvindex_cuda.memory.pages import Pages
 from kvindex_cuda.memory.row_cache import RowCache
 from kvindex_cuda.memory.slab_pool import DeviceAllocator, DeviceSlab
 from kvindex_cuda.pariskv.steps.host_rows import HostRows
 from kvindex_cuda.pariskv.steps.paged import PagedSteps
 from tests.cuda.devices import on, on_devices, on_devices_slowly
 from tests.cuda.pariskv.steps.test_paged import (
+    FP8,
     LAYERS,
     LENGTHS,
     PAGES,
@@ -27,34 +31,14 @@ from tests.cuda.pariskv.steps.test_paged import (
     H,
     assert_close,
 )
-from tests.support.helpers import mostly_slow
+from tests.support.helpers import mostly_slow, slow
+
+SCALES = [None, FP8]
+"""Scales of rows in the model's dtype, and of rows in FP8."""
 
 
-class HostEngine(Engine):
-    """An engine whose pages of rows are on the host. Tokens are written by the kernel."""
-
-    def __init__(self, device, *, cached=4096, longest=1280, **options):
-        super().__init__(device, **options)
-        self.host = HostRows(self.geometry, tokens=longest, page_tokens=self.tokens, cached=cached)
-        for layer in range(LAYERS):
-            assert self.host.add_layer() == layer
-        for cache in self.host.caches:  # so that a test notices a row that was not written
-            cache.data.fill_(0xFF)
-        o = self.options
-        self.steps = self.host.open(
-            o.config,
-            self.codes,
-            k=o.k,
-            sink=o.sink,
-            local_window=o.local_window,
-            dense_below=o.dense_below,
-            most_rows=len(LENGTHS),
-            new_tokens=2048,
-        )
-        self.caches, self.pages = self.host.caches, self.host.pages
-        self.rows = self.pages.rows
-        for rows in self.rows:
-            rows.fill_(torch.nan)
+class WritingEngine(Engine):
+    """An engine whose pages of rows are on the device. Tokens are written by the kernel."""
 
     def write(self, sequence, start, stop):
         places = torch.arange(start, stop, device=self.device)
@@ -65,8 +49,44 @@ class HostEngine(Engine):
             rows = self.normal(stop - start, G, 3 * D)
             keys, values = rows[..., :D], rows[..., 2 * D :]
             with on(self.device):
-                self.host.write(layer, keys, values, slots)
+                self.write_layer(layer, keys, values, slots)
         return slots
+
+    def write_layer(self, layer, keys, values, slots):
+        write_pages(self.pages, layer, keys, values, slots)
+
+
+class HostEngine(WritingEngine):
+    """An engine whose pages of rows are on the host. Tokens are written by the kernel."""
+
+    def __init__(self, device, *, cached=4096, longest=1280, scales=None, **options):
+        super().__init__(device, scales=scales, **options)
+        fp8, sizes = scales is not None, dict(tokens=longest, page_tokens=self.tokens)
+        self.host = HostRows(self.geometry, cached=cached, fp8=fp8, **sizes)
+        for layer in range(LAYERS):
+            assert self.host.add_layer() == layer
+        for cache in self.host.caches:  # so that a test notices a row that was not written
+            cache.data.fill_(0xFF)
+        o = self.options
+        self.steps = self.host.open(
+            o.config,
+            self.codes,
+            scales=self.pages.scales,
+            k=o.k,
+            sink=o.sink,
+            local_window=o.local_window,
+            dense_below=o.dense_below,
+            most_rows=len(LENGTHS),
+            new_tokens=2048,
+        )
+        self.caches, self.pages = self.host.caches, self.host.pages
+        self.rows = self.pages.rows
+        self.unused = 0x7F if fp8 else torch.nan  # in FP8, torch converts it to NaN
+        for rows in self.rows:
+            rows.fill_(self.unused)
+
+    def write_layer(self, layer, keys, values, slots):
+        self.host.write(layer, keys, values, slots)
 
     def expected(self, layer, queries, lengths, whole=()):
         if self.device == "cuda":
@@ -76,56 +96,93 @@ class HostEngine(Engine):
         rows = self.rows[layer].to(self.device)
         for b, length in enumerate(lengths):
             if length:
-                sequence = Sequence(rows, records, self.tables[b], length)
+                sequence = Sequence(rows, records, self.tables[b], length, self.scales[layer])
                 full = b < len(whole) and whole[b]
                 found[b] = self.paged.attend(queries[b, None], sequence, prompt=full)[0]
         return found
 
 
 @on_devices_slowly
+@pytest.mark.parametrize("scales", SCALES)
 @pytest.mark.parametrize("tokens", [pytest.param(256, marks=pytest.mark.slow), 512])
-def test_as_many_rows_as_there_are_give_full_attention(tokens, device):
-    engine = HostEngine(device, tokens=tokens)
+def test_as_many_rows_as_there_are_give_full_attention(tokens, scales, device):
+    engine = HostEngine(device, tokens=tokens, scales=scales)
     engine.prefill()
     assert_close(engine.decode())
-    whole = HostEngine(device, tokens=tokens, dense_below=4096)
+    whole = HostEngine(device, tokens=tokens, scales=scales, dense_below=4096)
     whole.prefill()
     assert_close(whole.decode())
 
 
 @on_devices
 @pytest.mark.parametrize(
-    ("index", "cached"),
+    ("index", "cached", "scales", "dtype"),
     [
-        ("pariskv:preset=fast", 4),
-        pytest.param("pariskv:sign_decoder=mean", 4096, marks=pytest.mark.slow),
-        pytest.param("pariskv:preset=fast", 4096, marks=pytest.mark.slow),
-        pytest.param("pariskv:sign_decoder=mean", 4, marks=pytest.mark.slow),
+        ("pariskv:preset=fast", 4, None, torch.float32),
+        ("pariskv:preset=fast", 4, FP8, torch.float32),
+        slow("pariskv:sign_decoder=mean", 4096, None, torch.float32),
+        slow("pariskv:preset=fast", 4096, None, torch.float32),
+        slow("pariskv:sign_decoder=mean", 4, None, torch.float32),
+        slow("pariskv:sign_decoder=mean", 64, FP8, torch.float32),
+        slow("pariskv:preset=fast", 64, FP8, torch.bfloat16),
     ],
 )
-def test_few_rows_are_those_of_plain_torch_for_tokens_in_a_row(index, cached, device):
-    engine = HostEngine(device, index=index, k=6, cached=cached)
+def test_few_rows_are_those_of_plain_torch_for_tokens_in_a_row(
+    index, cached, scales, dtype, device
+):
+    close = dict(rtol=1e-4, atol=1e-5) if dtype == torch.float32 else dict(rtol=0.02, atol=0.02)
+    engine = HostEngine(device, index=index, k=6, cached=cached, scales=scales, dtype=dtype)
     engine.prefill()
     for step in range(3):
         lengths = tuple(length + step if length else 0 for length in LENGTHS)
-        assert_close(engine.decode(lengths))
+        assert_close(engine.decode(lengths), **close)
 
 
 @on_devices
-def test_rows_that_were_read_are_read_from_the_cache(device):
-    engine = HostEngine(device, k=6, dense_below=4096, cached=2**16)  # no set of the cache is full
+@pytest.mark.parametrize("scales", SCALES)
+def test_results_are_those_of_rows_on_the_device_to_the_bit(scales, device):
+    """Both engines get the same tokens, and the kernel writes the same bytes."""
+    host = HostEngine(device, k=6, cached=64, scales=scales)
+    other = WritingEngine(device, k=6, scales=scales)
+    assert torch.equal(host.tables, other.tables)
+    for engine in (host, other):
+        engine.prefill()
+    for step in range(2):
+        lengths = tuple(length + step if length else 0 for length in LENGTHS)
+        pairs = zip(host.decode(lengths), other.decode(lengths), strict=True)
+        assert all(torch.equal(found, expected) for (found, _), (expected, _) in pairs)
+    for engine in (host, other):
+        engine.begin(torch.tensor([-1], device=device), rows=0)
+    size = 1 if scales else 4
+    assert host.host.nbytes()["host"] == LAYERS * PAGES * G * BLOCK * 2 * D * size
+    assert ("pinned (FP8)" in host.host.explain()) is (size == 1)
+    used = host.tables.unique().long().cpu()
+    for layer in range(LAYERS):
+        assert torch.equal(host.codes[layer], other.codes[layer])
+        old, rows = other.rows[layer].cpu()[used], host.rows[layer].cpu()[used]
+        fill = rows != host.unused if scales else ~rows.isnan()
+        assert fill.any()
+        assert torch.equal(rows[fill], old[fill])
+
+
+@on_devices
+@pytest.mark.parametrize("scales", SCALES)
+def test_rows_that_were_read_are_read_from_the_cache(scales, device):
+    # no set of the cache is full
+    engine = HostEngine(device, k=6, dense_below=4096, cached=2**16, scales=scales)
     engine.prefill()
     assert_close(engine.decode())
     for cache in engine.caches:
         assert cache.use()[1] == 0
         cache.counts.zero_()
     for rows in engine.rows:  # nobody reads them any more
-        rows.fill_(torch.nan)
+        rows.fill_(engine.unused)
     lengths = tuple(length + 1 if length else 0 for length in LENGTHS)
     found = [output for output, _ in engine.decode(lengths)]
     looked_up, hits = engine.caches[0].use()
     assert hits == looked_up - G * sum(length > 0 for length in LENGTHS)  # except for the new ones
-    assert not any(output.isnan().any() for output in found)
+    # the kernels convert 0x7F in FP8 to 480, and values of rows are small
+    assert not any(output.isnan().any() or (output.abs() > 100).any() for output in found)
 
 
 @on_devices_slowly
@@ -142,8 +199,9 @@ def test_a_slot_that_is_written_again_is_forgotten(device):
     "order",
     ["random", *(pytest.param(one, marks=pytest.mark.slow) for one in ("forward", "backward"))],
 )
-def test_sequences_that_share_pages_share_rows(order, device):
-    engine = HostEngine(device, k=6, cached=64)
+@pytest.mark.parametrize("scales", SCALES)
+def test_sequences_that_share_pages_share_rows(order, scales, device):
+    engine = HostEngine(device, k=6, cached=64, scales=scales)
     engine.prefill()
     list(engine.decode())
     engine.tables[1, :2] = engine.tables[0, :2]  # 512 of its 700 tokens
@@ -206,6 +264,50 @@ def test_a_sequence_of_128k_tokens_takes_a_fifth_of_the_devices_memory():
     assert codes + rows.nbytes()["device"] < 0.2 * own
 
 
+def rounded(numbers, scale):
+    """Round numbers as vLLM rounds keys and values to FP8 on a GPU. The result is uint8."""
+    inside = (numbers.float() / scale).clamp(-448, 448)
+    return inside.to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_number_is_rounded_to_the_nearest_one_in_fp8(dtype, device):
+    """The head dimension is 24, so that a row is not a multiple of 16 bytes in each half."""
+    dim, tokens = 24, 2816
+    bits = torch.arange(2 * tokens * dim).to(torch.int16)[: tokens * dim].view(-1, 1, dim)
+    keys = bits.view(torch.float16 if dtype == torch.float16 else torch.bfloat16).to(dtype)
+    keys = torch.where(keys.isnan(), 1.0, keys).to(device)
+    keys = keys * 1.001 if dtype == torch.float32 else keys  # numbers between those of 16 bits
+    values, slots = keys.flip(0), torch.arange(tokens, device=device)
+    for scale in (1.0, 0.37):
+        given = [torch.tensor([one], device=device) for one in (scale, 2.5)]
+        rows = torch.zeros(tokens // BLOCK, 1, BLOCK, 2 * dim, dtype=torch.uint8, device=device)
+        codes = torch.zeros(len(rows), 1, 1, 256, dtype=torch.uint8, device=device)
+        pages = Pages([codes], [rows], scales=[tuple(given)])
+        copy = torch.zeros_like(rows)[None]
+        table = torch.arange(len(rows), dtype=torch.int32, device=device)[None]
+        with on(device):
+            write_pages(pages, 0, keys, values, slots)
+            gather_pages(
+                pages,
+                0,
+                copy,
+                tables=table,
+                lengths=torch.tensor([tokens], dtype=torch.int32, device=device),
+                starts=torch.tensor([0, 300], dtype=torch.int32, device=device),
+                keys=keys[-300:].clone(),
+                values=values[-300:].clone(),
+            )
+        expected = torch.cat([rounded(keys, scale), rounded(values, 2.5)], dim=-1)
+        assert torch.equal(rows.flatten(0, 2), expected[:, 0])
+        assert torch.equal(copy.flatten(0, 3), expected[:, 0])
+        rows.zero_()
+        with on(device):
+            write_pages(pages, 0, keys[:1] * torch.nan, values[:1], slots[:1])
+        assert (rows[0, 0, 0, :dim] == 0x7F).all()
+
+
 @on_devices
 def test_a_slot_of_no_page_is_written_nowhere(device):
     engine = HostEngine(device)
@@ -221,9 +323,10 @@ def test_a_slot_of_no_page_is_written_nowhere(device):
 
 
 @on_devices
+@pytest.mark.parametrize("scales", SCALES)
 @pytest.mark.parametrize("tokens", [256, 512])
-def test_sequences_are_gathered_up_to_their_last_tokens(tokens, device):
-    engine = HostEngine(device, tokens=tokens, longest=6144)
+def test_sequences_are_gathered_up_to_their_last_tokens(tokens, scales, device):
+    engine = HostEngine(device, tokens=tokens, longest=6144, scales=scales)
     lengths, new = (1100, 300, 5, 0), (600, 1, 5, 0)
     for b, length in enumerate(lengths):
         engine.write(b, 0, length)
@@ -252,6 +355,9 @@ def test_sequences_are_gathered_up_to_their_last_tokens(tokens, device):
         assert torch.equal(rows[:, : length - count], old[:, : length - count])
         here = slice(int(starts[b]), int(starts[b + 1]))
         fresh = torch.cat([keys[here], values[here]], dim=-1).transpose(0, 1)
+        if scales:
+            own = [rounded(part[here], by) for part, by in zip((keys, values), FP8[1], strict=True)]
+            fresh = torch.cat(own, dim=-1).transpose(0, 1)
         assert torch.equal(rows[:, length - count : length], fresh)
 
 
@@ -360,8 +466,10 @@ def test_what_does_not_fit_is_refused_before_a_launch():
     ):
         host.gather(0, tables=torch.zeros(2, 9).int(), **counts)
     with pytest.raises(ValueError, match="geometry: got "):
-        host.check_geometry(Geometry.of(q_heads=H, kv_heads=G, head_dim=2 * D))
-    host.check_geometry(g)
+        host.check_layer(Geometry.of(q_heads=H, kv_heads=G, head_dim=2 * D))
+    with pytest.raises(ValueError, match="fp8: got True, but all layers must have False"):
+        host.check_layer(g, fp8=True)
+    host.check_layer(g)
     with pytest.raises(ValueError, match="codes: got 1 layers, but add_layer added 2"):
         host.open(engine.options.config, engine.codes[:1])
     assert host.opened

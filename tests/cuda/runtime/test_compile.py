@@ -47,6 +47,7 @@ ENCODE |= dict(FP8_KEYS=0)
 ATTEND = STEP | dict(DV=128, PARTS=1, SOFTCAP=0, CODEC=0, GIVEN=0, MIXED_ROWS=0, PAGED=0)
 ATTEND |= dict(RAGGED=0, ONE_SEQUENCE=0, FP8_PAGES=0)
 FP8_PAGES = dict(RAGGED=1, PAGED=1, CODEC=2, FP8_PAGES=1)
+NEW_ROWS = [dict(FP8_PAGES=0, DTYPE=0), *(dict(FP8_PAGES=1, DTYPE=one) for one in (2, 0, 1))]
 LATENTS = dict(D=576, DV=512, GROUP=128, PART=32, DTYPE=2, SOFTCAP=0, CODEC=0, RAGGED=0)
 TILED = dict(D=576, GROUP=8, TILES=16, CENTERED=1, SAMPLING=0, RAGGED=0)
 PREPARES = dict(DTYPE=2, PLANES=6, REGRESSION=1, SIXTEENS=3)
@@ -100,6 +101,8 @@ DEFINES = {
         ATTEND | FP8_PAGES | dict(GIVEN=2),
         ATTEND | dict(RAGGED=1, PAGED=2),
         ATTEND | dict(RAGGED=1, PAGED=2, GIVEN=2),
+        ATTEND | FP8_PAGES | dict(PAGED=2),
+        ATTEND | FP8_PAGES | dict(PAGED=2, GIVEN=2),
         ATTEND | dict(CODEC=1, GIVEN=1, MIXED_ROWS=1),
         ATTEND | dict(CODEC=1, GIVEN=1, D=256, DV=256, GROUP=2),
     ],
@@ -197,8 +200,8 @@ DEFINES = {
     ],
     "append/update_state.cu": [{}],
     "append/read_pages.cu": [{}],
-    "append/write_pages.cu": [{}],
-    "append/gather_pages.cu": [{}],
+    "append/write_pages.cu": NEW_ROWS,
+    "append/gather_pages.cu": NEW_ROWS,
     "step/stage_token.cu": [STEP | dict(DV=128), dict(D=80, DV=24, DTYPE=0, GROUP=3)],
     "append/write_rows.cu": [{}],
     "step/rerank.cu": [

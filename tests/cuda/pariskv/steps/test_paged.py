@@ -71,10 +71,11 @@ class Engine:
         for b, length in enumerate(LENGTHS):
             for i in range(-(-length // tokens)):
                 self.tables[b, i] = free.pop()
+        self.pages = Pages(self.codes, self.rows, scales=places)
         self.steps = PagedSteps(
             self.geometry,
             self.options.config,
-            Pages(self.codes, self.rows, scales=places),
+            self.pages,
             k=self.options.k,
             sink=self.options.sink,
             local_window=self.options.local_window,
