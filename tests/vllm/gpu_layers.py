@@ -1,7 +1,5 @@
 """Layers and builders of the GPU backend as vLLM makes them, and metadata of a batch."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -61,11 +59,13 @@ def layers_of(config, kind=None, scales=None):
         impl.codes.kv_cache = torch.zeros(
             impl.codes.get_kv_cache_spec(config).page_size_bytes * BLOCKS, dtype=torch.uint8
         ).view(BLOCKS, G, 256, -1)
-        dtype, more = torch.uint8 if scales else torch.float32, {}
+        layer, dtype = torch.nn.Module(), torch.uint8 if scales else torch.float32
+        layer.impl = impl
+        layer.kv_cache = torch.zeros(BLOCKS, 256, G, 2 * D, dtype=dtype).transpose(1, 2)
         for name, scale in zip("kv", scales or (), strict=False):
-            more |= {f"_{name}_scale": torch.tensor(scale), f"_{name}_scale_float": scale}
-        rows = torch.zeros(BLOCKS, 256, G, 2 * D, dtype=dtype).transpose(1, 2)
-        made[f"layers.{number}"] = SimpleNamespace(impl=impl, kv_cache=rows, **more)
+            layer.register_buffer(f"_{name}_scale", torch.tensor(scale))
+            vars(layer)[f"_{name}_scale_float"] = scale
+        made[f"layers.{number}"] = layer
     config.compilation_config.static_forward_context.update(made)
     return made
 

@@ -10,21 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvindex_adapters.vllm import fp8
 from kvindex_adapters.vllm.fp8 import FP8
 from tests.cuda import emulator
 from tests.vllm.conftest import EVERY, prompt, tokens
 from tests.vllm.gpu_layers import D, G, H, entered, flash_fp8
-from tests.vllm.test_host_rows import on_a_cpu
+from tests.vllm.test_host_rows import HOST, needs_avx512, on_a_cpu
 
 __all__ = ["entered", "flash_fp8", "on_a_cpu"]  # fixtures
 
 KERNELS = EVERY | {"index": "pariskv:preset=fast", "dense_below": 350, "local_window": 40}
 
 SCHEME = dict(num_bits=8, type="float", strategy="tensor", dynamic=False, symmetric=True)
-
-needs_avx512 = pytest.mark.skipif(
-    not torch.cpu._is_avx512_supported(), reason="vLLM needs AVX-512 for FP8 on a CPU"
-)
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +97,27 @@ def test_kernels_for_gpus_read_fp8(flash_fp8, on_a_cpu, engine, model, stock_fp8
         assert Attention.searched >= searched + 2 * 4
     scaled(stock_fp8, 1.0, 1.0)
     assert found[0] != found[1]  # other numbers are rounded
+
+
+@needs_avx512
+@pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
+def test_rows_on_the_host_are_those_on_the_device(flash_fp8, on_a_cpu, engine, model, monkeypatch):
+    """The batch has mixed lengths, blocks that fill, cached prefixes, and preempted sequences."""
+    few, cached = {"k": 16, "local_window": 1}, {"rows": "host", "cached_rows": 64}
+    # as vLLM does on a GPU; on a CPU it rounds towards zero
+    monkeypatch.setattr(
+        fp8, "rounded", lambda x: x.clamp(-fp8.LARGEST, fp8.LARGEST).to(FP8).view(torch.uint8)
+    )
+    start = prompt(600, seed=10)
+    alone = [([start + prompt(length, seed=11 + length)], 8) for length in (5, 164, 1)]
+    long = [prompt(length, seed=20 + length) for length in (1010, 1000, 750)]
+    # if a batch also contains prompts, only the engine with rows on the host searches
+    for options, batches in ((few, alone), ({}, [(long, 12)])):
+        device = scaled(engine(model, KERNELS | options, kv_cache_dtype="fp8"), 0.05, 0.02)
+        options |= cached
+        host = scaled(engine(model, KERNELS | options, kv_cache_dtype="fp8"), 0.05, 0.02)
+        for batch, count in batches:
+            assert tokens(host, batch, count) == tokens(device, batch, count)
 
 
 def test_queries_of_full_attention_are_converted(flash_fp8, entered, monkeypatch):
@@ -191,18 +209,23 @@ def test_a_checkpoint_chooses_fp8_for_one_of_two_layers(engine, checkpoint, flas
 
 @pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
 @pytest.mark.parametrize(
-    ("strategy", "options", "said"),
+    ("strategy", "asked", "skipped", "said"),
     [
-        ("tensor", {"rows": "host", "cached_rows": 1024}, "fp8 with rows='host', allowed is auto"),
-        ("attn_head", {}, "fp8 with a scale for each head, allowed is auto"),
+        ("tensor", HOST, ["0"], r"kv_cache_dtype_skip_layers: got \['0'\] with rows='host'"),
+        (
+            "attn_head",
+            {},
+            [],
+            "kv_cache_dtype: got fp8 with a scale for each head, allowed is auto",
+        ),
     ],
 )
 def test_what_a_checkpoint_chooses_is_checked(
-    flash_fp8, on_a_cpu, engine, checkpoint, strategy, options, said
+    flash_fp8, on_a_cpu, engine, checkpoint, strategy, asked, skipped, said
 ):
     """vLLM changes the dtype of the cache only while it makes layers."""
-    with pytest.raises(ValueError, match=f"kv_cache_dtype: got {said}"):
-        engine(checkpoint(strategy), KERNELS | options)
+    with pytest.raises(ValueError, match=said):
+        engine(checkpoint(strategy), KERNELS | asked, kv_cache_dtype_skip_layers=skipped)
 
 
 @needs_avx512

@@ -1,6 +1,10 @@
 """With rows on the host, vLLM's engine on a GPU gives its own tokens and those of device rows."""
 
 import pytest
+import torch
+
+from kvindex_cuda.memory.page_rows import write_pages
+from kvindex_cuda.memory.pages import Pages
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.gpu
@@ -50,9 +54,30 @@ def test_as_many_rows_as_there_are_give_the_engines_own_tokens(made, known, text
     assert known.written(mine, prompts) == texts[: len(prompts)]
 
 
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("index", ["pariskv:preset=fast", "pariskv:sign_decoder=mean"])
-def test_few_rows_are_those_of_rows_on_the_device(made, known, index):
-    few = known.EVERY | {"index": index, "k": 64}
-    host, device = made(few | HOST), made(few)
+def test_few_rows_are_those_of_rows_on_the_device(made, known, index, dtype):
+    few, options = known.EVERY | {"index": index, "k": 64}, dict(kv_cache_dtype=dtype)
+    host, device = made(few | HOST, **options), made(few, **options)
     for ids in known.PROMPTS:
         assert known.written(host, [ids]) == known.written(device, [ids])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 0.37])
+def test_bytes_in_fp8_are_those_of_vllm(dtype, scale):
+    """The kernel `write_pages` rounds as vLLM's kernel for pages on the device."""
+    from vllm.v1.attention.backends import flash_attn
+
+    pages, tokens, heads, dim = 4, 1024, 1, 64
+    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    keys = numbers.nan_to_num(1.0).view(tokens, heads, dim).cuda()
+    values, slots = keys.flip(0).contiguous(), torch.randperm(tokens).cuda()
+    scales = tuple(torch.tensor([one], device="cuda") for one in (scale, 2.5))
+    shape = pages, tokens // pages, heads, dim
+    expected = [torch.zeros(shape, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    flash_attn.reshape_and_cache_flash(keys, values, *expected, slots, "fp8", *scales)
+    rows = torch.zeros(pages, heads, tokens // pages, 2 * dim, dtype=torch.uint8, device="cuda")
+    codes = torch.zeros(pages, heads, 1, 256, dtype=torch.uint8, device="cuda")
+    write_pages(Pages([codes], [rows], scales=[scales]), 0, keys, values, slots)
+    assert torch.equal(rows, torch.cat(expected, dim=-1).transpose(1, 2))

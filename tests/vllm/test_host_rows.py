@@ -5,6 +5,7 @@ import torch
 
 from kvindex.ops.attention import attend
 from kvindex_adapters.vllm import pages
+from kvindex_adapters.vllm.fp8 import Scales
 from tests.cuda import emulator
 from tests.vllm.conftest import answers, prompt, settings, tokens
 from tests.vllm.gpu_layers import (
@@ -18,6 +19,7 @@ from tests.vllm.gpu_layers import (
     builder_of,
     common,
     entered,
+    flash_fp8,
     layers_of,
     slots_of,
 )
@@ -31,7 +33,14 @@ pytestmark = pytest.mark.skipif(not emulator.available(), reason="no g++ to emul
 
 HOST = {**EVERY, "rows": "host", "cached_rows": 1024}
 
-__all__ = ["entered"]  # a fixture
+SCALES = [None, (0.37, 0.02)]
+"""Scales of rows in the model's dtype, and of rows in FP8."""
+
+needs_avx512 = pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="vLLM needs AVX-512 for FP8 on a CPU"
+)
+
+__all__ = ["entered", "flash_fp8"]  # fixtures
 
 
 @pytest.fixture
@@ -50,25 +59,31 @@ def on_a_cpu(stock):
     selector._cached_get_attn_backend.cache_clear()
 
 
-def test_layers_say_pages_of_codes_alone(on_a_cpu, entered):
+@pytest.mark.parametrize(
+    ("dtype", "size"), [("auto", 4), pytest.param("fp8", 1, marks=needs_avx512)]
+)
+def test_layers_say_pages_of_codes_alone(on_a_cpu, entered, flash_fp8, dtype, size):
     from vllm.model_executor.layers.attention import Attention
 
-    config = entered(HOST)
+    config = entered(HOST, kv_cache_dtype=dtype)
     made = Attention(H, D, D**-0.5, G, prefix="layers.0", cache_config=config.cache_config)
     before = made.get_kv_cache_spec(config).page_size_bytes
     made.process_weights_after_loading(torch.float32)
     after = made.get_kv_cache_spec(config).page_size_bytes
     codes = made.impl.codes.get_kv_cache_spec(config).page_size_bytes
-    assert before == 256 * G * 2 * D * 4
+    assert before == 256 * G * 2 * D * size
     assert after == 256 * 2
-    assert after + codes < 0.2 * before
+    assert after + codes < 0.8 * before / size
+    assert made.impl.host.scratch.dtype == (torch.float32 if size == 4 else torch.uint8)
 
 
-def test_a_batch_searches_for_first_tokens_and_copies_rows_of_others(entered):
+@pytest.mark.parametrize("scales", SCALES)
+def test_a_batch_searches_for_first_tokens_and_copies_rows_of_others(entered, flash_fp8, scales):
     from tests.vllm.on_a_cpu import Attention
 
     config = entered(HOST)
-    layers = layers_of(config, Attention)
+    layers = layers_of(config, Attention, scales)
+    convert = Scales(*scales, torch.float32) if scales else None
     builder = builder_of(config, layers)
     assert builder.reorder_batch_threshold == 1
     assert (builder.num_heads_kv, builder.headdim) == (G, D)
@@ -87,21 +102,24 @@ def test_a_batch_searches_for_first_tokens_and_copies_rows_of_others(entered):
             queries, output = torch.randn(len(slots), H, D), torch.full((len(slots), H, D), 9.0)
             layer.impl.forward(layer, queries, keys, values, layer.kv_cache, metadata, output)
             rows = layer.impl.host.pages.rows[layer.impl.number]
+            assert rows.dtype == layer.kv_cache.dtype
             for b, last in enumerate(torch.tensor(counts).cumsum(0) - 1):
-                seen = pages.read_rows(rows, tables[b], 0, ends[b])
+                seen = pages.read_rows(rows, tables[b], 0, ends[b], scales=convert)
                 expected = attend(queries[last, None], seen.keys, seen.values, scale=D**-0.5)
                 torch.testing.assert_close(output[last, None], expected, rtol=1e-4, atol=1e-5)
         assert Attention.copied - before == LAYERS * (4 if bounds is most else 1)
     assert not any(layer.kv_cache.any() for layer in layers.values())
 
 
-def test_a_prompt_whose_prefix_comes_in_the_same_step_does_not_search(entered):
+@pytest.mark.parametrize("scales", SCALES)
+def test_a_prompt_whose_prefix_comes_in_the_same_step_does_not_search(entered, flash_fp8, scales):
     """vLLM gives such a prompt blocks that the same step is about to fill, except for its last
     token."""
     from tests.vllm.on_a_cpu import Attention
 
     config = entered({**HOST, "k": 1, "local_window": 2})
-    layers = layers_of(config, Attention)
+    layers = layers_of(config, Attention, scales)
+    convert = Scales(*scales, torch.float32) if scales else None
     builder = builder_of(config, layers)
     tables = torch.tensor([[3, 7, 1], [3, 7, 5], [9, 0, 0]]).int()
     bounds = (512, 513), (0, 513), (0, 7)  # the first sequence's prefix is filled by the second
@@ -115,7 +133,7 @@ def test_a_prompt_whose_prefix_comes_in_the_same_step_does_not_search(entered):
         layer.impl.forward(layer, queries, keys, values, layer.kv_cache, metadata, output)
         rows = layer.impl.host.pages.rows[layer.impl.number]
         for b, (last, end) in enumerate(((0, 513), (513, 513), (520, 7))):
-            seen = pages.read_rows(rows, tables[b], 0, end)
+            seen = pages.read_rows(rows, tables[b], 0, end, scales=convert)
             expected = attend(queries[last, None], seen.keys, seen.values, scale=D**-0.5)
             torch.testing.assert_close(output[last, None], expected, rtol=1e-4, atol=1e-5)
 
@@ -207,6 +225,16 @@ def test_rows_that_come_before_there_are_pages_go_nowhere(entered):
     layer = layers_of(entered(HOST))["layers.0"]
     rows = torch.ones(2, 1, G, D)
     layer.impl.do_kv_cache_update(layer, *rows, layer.kv_cache, torch.tensor([-1]))
+
+
+def test_layers_with_and_without_fp8_are_refused(entered, flash_fp8):
+    from kvindex_adapters.vllm.gpu import SearchingFlashAttention
+
+    entered(HOST)
+    given = H, D, D**-0.5, G, None, None
+    SearchingFlashAttention(*given, "fp8")
+    with pytest.raises(ValueError, match="fp8: got False, but all layers must have True"):
+        SearchingFlashAttention(*given, "auto")
 
 
 def test_the_cpu_backend_has_one_memory(engine, model):

@@ -126,9 +126,13 @@ REFUSED = [
     ({"kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill: got True, allowed is False"),
     ({"use_mla": True}, "model: got multi-head latent attention on a GPU, allowed is a CPU"),
     (
-        {"cache_dtype": "fp8", "additional": {"kvindex": {"rows": "host"}}},
-        "kv_cache_dtype: got fp8 with rows='host', allowed is bfloat16, the model's "
-        "(--kv-cache-dtype bfloat16), or rows='device'",
+        {
+            "cache_dtype": "fp8",
+            "kv_cache_dtype_skip_layers": ["0", "5"],
+            "additional": {"kvindex": {"rows": "host"}},
+        },
+        "kv_cache_dtype_skip_layers: got ['0', '5'] with rows='host', allowed is none, "
+        "because rows on the host have one dtype in all layers; leave out",
     ),
     (
         {"cache_dtype": "fp8", "quant_config": SimpleNamespace(kv_cache_scheme=PER_HEAD)},
@@ -156,7 +160,9 @@ def separate(monkeypatch):
 def test_engines_that_are_not_supported(setting, said):
     ngram = SimpleNamespace(method="ngram")
     others = engine(block_size=512), engine(cache_dtype="bfloat16"), engine(cache_dtype="fp8")
-    for fine in (engine(), engine(speculative_config=ngram), *others):
+    skipped = engine(cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"])
+    host = engine({"kvindex": {"rows": "host"}}, cache_dtype="fp8")
+    for fine in (engine(), engine(speculative_config=ngram), *others, skipped, host):
         assert unsupported.engine_reasons(fine) == []
     (reason,) = unsupported.engine_reasons(engine(**setting))
     assert said in reason

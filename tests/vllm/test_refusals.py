@@ -115,9 +115,13 @@ def test_attention_in_both_directions(stock, configured):
 
 
 def test_rows_in_fp8(stock, configured):
-    with pytest.raises(ValueError, match="kv_cache_dtype: got fp8 with rows='host', allowed is"):
-        configured({"rows": "host"}, kv_cache_dtype="fp8")
-    with configured(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"]):
+    said = r"kv_cache_dtype_skip_layers: got \['0'\] with rows='host', allowed is none"
+    skipped = dict(kv_cache_dtype_skip_layers=["0"])
+    with pytest.raises(ValueError, match=said):
+        configured({"rows": "host"}, kv_cache_dtype="fp8", **skipped)
+    with configured({"rows": "host"}, kv_cache_dtype="fp8"):
+        pass
+    with configured(kv_cache_dtype="fp8", **skipped):
         pass
 
 
@@ -127,7 +131,8 @@ def test_latents_in_fp8(configured):
     with configured():
         config = get_current_vllm_config()
         model = SimpleNamespace(use_mla=True, dtype=config.model_config.dtype)
-        given = SimpleNamespace(quant_config=None, model_config=model)
+        cache = config.cache_config
+        given = SimpleNamespace(quant_config=None, model_config=model, cache_config=cache)
         assert unsupported.fp8_reasons(given, Options(), "auto") == []
         (reason,) = unsupported.fp8_reasons(given, Options(), "fp8")
     assert reason.startswith("kv_cache_dtype: got fp8 for a model with latent attention (MLA)")

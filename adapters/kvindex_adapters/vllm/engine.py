@@ -173,10 +173,12 @@ def first_codes(config: VllmConfig) -> CodesLayer:
     return next(layer for layer in layers if isinstance(layer, CodesLayer))
 
 
-def spec_of_rows(spec: FullAttentionSpec, geometry: Geometry) -> FullAttentionSpec:
-    """Return vLLM's specification for pages that contain a layer's keys and values."""
+def spec_of_rows(spec: FullAttentionSpec, geometry: Geometry, *, fp8: bool) -> FullAttentionSpec:
+    """Return vLLM's specification for pages that contain a layer's keys and values, in FP8 if
+    `fp8` is true."""
     g = geometry
-    sizes = dict(head_size=g.head_dim, head_size_v=g.value_dim, dtype=g.dtype)
+    dtype = torch.uint8 if fp8 else g.dtype
+    sizes = dict(head_size=g.head_dim, head_size_v=g.value_dim, dtype=dtype)
     return replace(spec, num_kv_heads=g.kv_heads, **sizes)
 
 

@@ -177,7 +177,7 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
             impl = self._layers[0].impl
             self._host = impl.host
             if self._host is not None:
-                kv_cache_spec = spec_of_rows(kv_cache_spec, impl.geometry)
+                kv_cache_spec = spec_of_rows(kv_cache_spec, impl.geometry, fp8=impl.fp8)
                 self._layers.sort(key=lambda layer: layer.impl.number)
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if self._layers:
@@ -340,6 +340,7 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
             self._steps = PagedSteps(self._layers[0].impl.geometry, options.config, pages, **shared)
         else:
             try:
+                shared |= dict(scales=self._scales())
                 self._steps = self._host.open(options.config, codes, **shared)
             except MemoryError as error:
                 refuse_memory(error)

@@ -234,6 +234,7 @@ def fp8_reasons(config: Any, options: Options, kv_cache_dtype: str) -> list[str]
         plain = "auto; leave out --kv-cache-dtype, with a checkpoint that does not choose FP8"
     quantized = config.quant_config
     scheme = (None if quantized is None else vars(quantized).get("kv_cache_scheme")) or {}
+    skipped = config.cache_config.kv_cache_dtype_skip_layers
     return _reasons(
         (
             "kv_cache_dtype",
@@ -242,10 +243,11 @@ def fp8_reasons(config: Any, options: Options, kv_cache_dtype: str) -> list[str]
             plain,
         ),
         (
-            "kv_cache_dtype",
-            f"{kv_cache_dtype} with rows='host'",
-            options.rows == "device",
-            f"{plain}, or rows='device'",
+            "kv_cache_dtype_skip_layers",
+            f"{skipped} with rows='host'",
+            options.rows == "device" or not skipped,
+            "none, because rows on the host have one dtype in all layers; leave out "
+            "--kv-cache-dtype-skip-layers, or rows='device'",
         ),
         (
             "kv_cache_dtype",
