@@ -403,7 +403,7 @@ def test_attend_pages_takes_queries_in_two_orders(run):
     table, lengths = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
     queries = torch.zeros(1, 4, 16, 8, device=run[0]).transpose(2, 3)
     how = dict(kv_heads=2, value_dim=16, scale=1.0, row_bytes=128, head_bytes=2048, page_tokens=16)
-    with pytest.raises(ValueError, match="queries: got strides .* or the transposed view of one"):
+    with pytest.raises(ValueError, match=r"queries: got strides .* or the transposed view of one"):
         layers.attend_pages(queries, table.to(run[0]), lengths.to(run[0]), **how)
 
 
