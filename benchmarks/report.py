@@ -5,8 +5,8 @@
 In a page, the script replaces the text between `<!-- name:begin -->` and `<!-- name:end -->` by the
 table with this name. `--check` writes nothing, and exits with status 1 if a table differs from the
 results. `--draw NAME` draws the picture docs/pictures/NAME.png. Allowed names are decode_step,
-decoder_tokens, ranks, recall, cpu_steps, answers_lengths, answers_rows, answers_depth and
-answers_along.
+decoder_tokens, prefill_decoder, ranks, recall, cpu_steps, answers_lengths, answers_rows,
+answers_depth and answers_along.
 """
 
 from __future__ import annotations

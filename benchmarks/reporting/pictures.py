@@ -13,6 +13,7 @@ from benchmarks.common.shapes import SHAPES
 from benchmarks.reporting.along import along_lines, sampled
 from benchmarks.reporting.answers import DEFAULT, depth_cells
 from benchmarks.reporting.parts import Result, mean, some, stored, values
+from benchmarks.reporting.prompts import DENSE, by_length, short_label, sparse_plans
 from benchmarks.reporting.tokens import plain, ranks_plans
 from kvindex_adapters.evaluate.compare.depths import PARTS
 from kvindex_adapters.evaluate.compare.lines import NAMED
@@ -21,6 +22,9 @@ from kvindex_adapters.evaluate.compare.records import FULL
 from kvindex_adapters.evaluate.output_files import save_figure
 
 matplotlib.use("Agg")
+
+POINTS: Any = dict(textcoords="offset points")
+"""Options of an annotation whose position is in points."""
 
 REACH = 0.3
 """Differences in accuracy of this size or more have the darkest color in the heat map."""
@@ -263,9 +267,35 @@ def answers_along(result: Result) -> Any:
     return figure
 
 
+def prefill_decoder(result: Result) -> Any:
+    """Draw the times to read prompts of several lengths, with full and with sparse attention.
+
+    Each bar is a later prompt. Its pale continuation is the first prompt of its kind in a process.
+    """
+    results = by_length(result)
+    figure, panels = pyplot.subplots(1, len(results), figsize=(9, 3), squeeze=False)
+    for axes, one in zip(panels[0], results, strict=True):
+        found = one["prefill"]
+        plans = [*DENSE, *sparse_plans(one)]
+        for place, plan in enumerate(plans):
+            later, first = found[plan]["seconds"], found["first"][plan]["seconds"][0]
+            color = "0.6" if plan == "full" else "C0" if plan == "indexed" else "C1"
+            axes.barh(place, first, color=color, alpha=0.25)
+            axes.barh(place, later, color=color)
+            axes.annotate(f"{later:.1f} s", (later, place), va="center", xytext=(3, 0), **POINTS)
+        axes.axvline(found["floor"]["seconds"], color="0.4", linestyle=":")
+        names = [short_label(one, plan).replace("`", "") for plan in plans]
+        axes.set_yticks(range(len(plans)), names)
+        axes.invert_yaxis()
+        axes.set(title=f"{found['tokens']:,} tokens", xlabel="seconds")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    return figure
+
+
 PICTURES = {
     **dict(cpu_steps=cpu_steps, decode_step=decode_step, decoder_tokens=decoder_tokens),
-    **dict(ranks=ranks, recall=recall),
+    **dict(prefill_decoder=prefill_decoder, ranks=ranks, recall=recall),
     **dict(answers_lengths=picture, answers_rows=picture),
     **dict(answers_depth=answers_depth, answers_along=answers_along),
 }

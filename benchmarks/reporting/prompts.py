@@ -25,7 +25,7 @@ def prefill(result: Result) -> str:
 
     A result without a measurement of the floor has an empty cell for the ratio to the floor.
     """
-    results = _by_length(result)
+    results = by_length(result)
     rows = [row for one in results for row in _prefill_rows(one, results)]
     head = ("tokens", "attention", "first run, s", "later runs, s", "ratio to the floor")
     head = (*head, "ratio to full attention", "peak on the device, GB")
@@ -44,7 +44,7 @@ def prefill(result: Result) -> str:
             " The *floor* is the time of the matrix products and of attention alone, computed from "
             "the times of one chunk."
         )
-    if any(_fractions(one) for one in results):
+    if any(sparse_plans(one) for one in results):
         about += f" {_RANDOM}"
     head = (*head, "ratio to the memory needed")
     return f"{about}\n\n{table(head, rows)}\n\n{_machines(results)}"
@@ -73,7 +73,7 @@ def through(result: Result) -> str:
     )
 
 
-_DENSE = ("full", "indexed")
+DENSE = ("full", "indexed")
 """Names of the plans in which all tokens of a prompt attend to all tokens before them."""
 
 _RANDOM = (
@@ -86,21 +86,21 @@ _RANDOM = (
 
 def summary(result: Result) -> str:
     """Make the short table of the time to read a prompt, by length and by kind of attention."""
-    results = _by_length(result)
-    sparse = [plan.partition(SPARSE)[0] for one in results for plan in _fractions(one)]
+    results = by_length(result)
+    sparse = [plan.partition(SPARSE)[0] for one in results for plan in sparse_plans(one)]
     selectors = sorted({*sparse})
     rows = []
     for one in results:
         found, times = one["prefill"], []
         for selector in selectors:
-            plans = [plan for plan in _fractions(one) if plan.startswith(selector + SPARSE)]
+            plans = [plan for plan in sparse_plans(one) if plan.startswith(selector + SPARSE)]
             each = (
                 f"{_short(found, plan)}, {float(plan.partition(SPARSE)[2]):.0%}" for plan in plans
             )
             times.append("; ".join(each))
-        dense = [_short(found, plan) for plan in _DENSE]
+        dense = [_short(found, plan) for plan in DENSE]
         rows.append((_label(one, results), *dense, *times))
-    head = ["tokens", *(_words(result, plan) for plan in _DENSE)]
+    head = ["tokens", *(_words(result, plan) for plan in DENSE)]
     head += [f"`{result['index']}`, sparse (`{selector}`)" for selector in selectors]
     about = (
         "Seconds to read a prompt with kvindex's decoder, and in parentheses for the first prompt "
@@ -115,8 +115,8 @@ def summary(result: Result) -> str:
 def sentence(result: Result) -> str:
     """Make the README's sentence about the time to read a prompt."""
     found = result["prefill"]
-    dense = [f"{found[plan]['seconds']:.1f} s with {_words(result, plan)}" for plan in _DENSE]
-    fastest = min(_fractions(result), key=lambda plan: float(found[plan]["seconds"]))
+    dense = [f"{found[plan]['seconds']:.1f} s with {_words(result, plan)}" for plan in DENSE]
+    fastest = min(sparse_plans(result), key=lambda plan: float(found[plan]["seconds"]))
     fraction = float(fastest.partition(SPARSE)[2])
     return (
         f"Reading a prompt of {found['tokens']:,} tokens takes {', '.join(dense)}, and "
@@ -297,14 +297,23 @@ def _divergence(cell: Result | None) -> str:
     return "" if cell is None else f"{cell['kl_mean']:.3f} ({cell['agreement']:.0%})"
 
 
-def _by_length(result: Result) -> list[Result]:
+def by_length(result: Result) -> list[Result]:
+    """Return all stored results about prompts, by the length of the prompt."""
     results = stored_like("prefill_decoder", result)
     return sorted(results, key=lambda one: int(one["prefill"]["tokens"]))
 
 
-def _fractions(result: Result) -> list[str]:
+def sparse_plans(result: Result) -> list[str]:
     """Return the names of the measured plans with sparse attention."""
     return [plan for plan in result["prefill"]["first"] if SPARSE in plan]
+
+
+def short_label(result: Result, plan: str) -> str:
+    """Describe a kind of attention in a few words, for a picture."""
+    selector, sparse, fraction = plan.partition(SPARSE)
+    if sparse:
+        return f"sparse ({selector}, {float(fraction):.0%})"
+    return _words(result, plan)
 
 
 def _words(result: Result, plan: str) -> str:
@@ -318,7 +327,7 @@ def _words(result: Result, plan: str) -> str:
 def _prefill_rows(result: Result, results: Sequence[Result]) -> list[tuple[str, ...]]:
     found, rows = result["prefill"], []
     label = _label(result, results)
-    for plan in ("indexed", "full", *_fractions(result)):
+    for plan in ("indexed", "full", *sparse_plans(result)):
         if plan not in found["first"]:
             continue
         peak = found.get(plan, {}).get("peak_bytes")

@@ -43,7 +43,7 @@ def test_every_script_is_listed_and_every_result_names_its_machine():
 def test_pictures_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     pictures = importlib.import_module("benchmarks.reporting.pictures")
-    pictures.draw(tmp_path, ["decode_step", "recall"])
+    pictures.draw(tmp_path, ["decode_step", "prefill_decoder", "recall"])
     assert (tmp_path / "recall.png").stat().st_size > 10_000
 
 
