@@ -87,7 +87,7 @@ def way(text: str) -> Way:
     index, at, rows = name.rpartition("@")
     kind, _, number = name.replace("k=", "k:", 1).partition(":")
     try:
-        if at and index and int(rows) > 0:
+        if at and index and int(rows) > 0 and index.split("=")[0] not in ("full", "auto", "k"):
             return Way(int(rows), index=index, sparse=sparse)
         if kind == "full" and not number:
             return Way(sparse=sparse)
@@ -145,7 +145,9 @@ def summary(cells: Sequence[Cell], ways: Sequence[str]) -> Iterator[Result]:
 
     A line has the mean score, and the means of rows and ceiling over prompts, or None if they are
     not known. All ways but the first also have the mean difference from the first, over prompts
-    with answers of both, and its 95% interval (a bootstrap over prompts).
+    with answers of both, and its 95% interval (a bootstrap over prompts). With several differences,
+    `low_all` and `high_all` are the interval corrected for their number (Bonferroni): all of these
+    intervals are right with a probability of at least 95%.
 
     Args:
         cells: Cells of different prompts.

@@ -88,7 +88,14 @@ class Everything:
         """Return the same object as `prepare_replay`."""
         return self
 
-    def count_replay(self, kept: int = 1, of: int = 1, shown: Tensor | None = None) -> bool:
+    def count_replay(
+        self,
+        kept: int | Sequence[int] = 1,
+        of: int = 1,
+        *,
+        full: bool | None = None,
+        held: bool = False,
+    ) -> bool:
         """Return False: a decode step of this benchmark adds no token."""
         return False
 

@@ -57,7 +57,7 @@ def one(result: Result) -> str:
         about += (
             f" The last column is that interval corrected for {len(result['ways']) - 1} "
             "comparisons (Bonferroni): at each length, all of these intervals are right with a "
-            "probability of 95%."
+            "probability of at least 95%."
         )
     head = ("tokens", "decode steps with", "prompts", "rows", "ceiling", "correct", f"minus {base}")
     head += ("corrected interval",) if several else ()

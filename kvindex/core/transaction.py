@@ -53,7 +53,7 @@ ALONE = frozenset(
         *("attend", "decode_step", "attend_hits", "warm_up", "reserve"),
         *("prepare_replay", "captured_step", "prepare_tokens", "captured_tokens"),
         *("prepare_all", "captured_all"),
-        *("batch_row", "begin_decoding", "begin_speculating", "end_speculating"),
+        *("batch_row", "begin_decoding", "_hold_updates", "_drop_update"),
     }
 )
 """Calls that change nothing visible, but use shared buffers. No other call may run concurrently."""

@@ -571,29 +571,25 @@ class AttentionLayer(Transactional):
             raise ValueError("tokens: got a call inside another speculating() of the same layer")
         if self._updates.deferred:
             self._catch_up()
-        self._updates.hold(since)
-        self._captured.unchanged(self._situation())
+        self._hold_updates(since)
         self._speculated = tokens
 
     def end_speculating(self, *, failed: bool = False) -> bool:
         """End what `begin_speculating` has begun, and move tokens into the index if that is due.
 
         Args:
-            failed: Whether a step has failed. A move that is due then waits for the next step.
+            failed: Whether a step has failed. A move that is due then waits for the next step, and
+                the call raises no error.
 
         Returns:
             True if tokens were moved, or began to move.
         """
-        self._speculated = 0
+        self._speculated = 0  # whatever happens next
         self._updates.release()
-        if failed:
+        if failed or self._drop_update():
             return False
-        if self._updates.overdue:
-            self._catch_up()
-            return True
-        self._updates.drop()
-        self._captured.unchanged(self._situation())
-        return False
+        self._catch_up()
+        return True
 
     @contextmanager
     def attending_fully(self) -> Iterator[None]:
@@ -604,7 +600,20 @@ class AttentionLayer(Transactional):
         finally:
             self._full = before
 
-    # A method of its own, so that it is a transaction
+    # Methods of their own, so that they are transactions. The first two do not change what replays
+    # depend on, and record no checkpoint.
+
+    def _hold_updates(self, since: int | None) -> None:
+        self._updates.hold(since)
+        self._captured.unchanged(self._situation())
+
+    def _drop_update(self) -> bool:
+        """Forget the update that `_hold_updates` has postponed. Return False if it must run."""
+        if self._updates.overdue:
+            return False
+        self._updates.drop()
+        self._captured.unchanged(self._situation())
+        return True
 
     def _catch_up(self) -> None:
         self._updates.catch_up()
@@ -756,7 +765,7 @@ class AttentionLayer(Transactional):
         self._contents.reset()
         self._sparse.reset()
         self._scale.reset()
-        self._searched, self._broken = 0, None
+        self._searched, self._speculated, self._broken = 0, 0, None
         self._tally.reset()
 
     # Decode steps in a CUDA graph that the caller captures and replays
@@ -885,8 +894,9 @@ class AttentionLayer(Transactional):
             full: Whether the tokens have attended to all tokens. None means that they have inside
                 `attending_fully`.
             held: Whether no tokens may move into the index now, because the caller may remove some.
-                If the result is True, the caller must then call `begin_speculating` and
-                `end_speculating`, which moves them.
+                If the result is True for the tokens that stay, the caller must then call
+                `begin_speculating` with `since`, the position of the first of these tokens, and
+                `end_speculating`, which moves older tokens.
 
         Returns:
             True if tokens were moved into the index, or began to move; with `held`, if that is due.

@@ -76,6 +76,11 @@ class Pages:
                 f"scales: got {'none' if self.scales is None else 'scales'} for rows of "
                 f"{rows.dtype}; rows in FP8 are uint8 and have scales"
             )
+        if self.scales is not None and len(self.scales) != len(self.codes):
+            raise ValueError(
+                f"scales: got those of {len(self.scales)} layers, allowed are those of all "
+                f"{len(self.codes)} layers"
+            )
         for scale in (one for pair in self.scales or () for one in pair):
             if scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != codes.device:
                 raise ValueError(

@@ -246,6 +246,8 @@ def test_names_of_ways(text, name):
         "auto:0",
         "auto:x",
         "exact@-1",
+        "full@9",
+        "k=5@9",
         "@16",
         "exact@",
         "full:2",

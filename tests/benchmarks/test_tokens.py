@@ -239,3 +239,9 @@ def test_ranks_are_timed_beside_one_and_wrong_ones_are_not(tiny_decoder, monkeyp
         pytest.raises(SystemExit, match=r"heads: the check failed; nothing is timed"),
     ):
         ranks.main()
+
+
+def test_layers_of_the_benchmark_take_the_arguments_of_a_session():
+    layer = token.Nothing()
+    assert layer.count_replay([2, 1], 3, full=True, held=True) is False
+    assert layer.prepare_next(4, 2) is layer.prepare_replay(4)

@@ -2,7 +2,7 @@
 
 import random
 from copy import deepcopy
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -196,4 +196,46 @@ def test_a_layer_in_use_or_broken_is_refused():
     assert "another thread" in refused[0]
     assert "call reset() first" in refused[1]
     assert not layer._updates.deferred
+    assert not layer._speculated
+
+
+class Busy:
+    """A call of another thread, which is running inside this context."""
+
+    def __init__(self, layer):
+        self._layer, self._begun, self._over = layer, Event(), Event()
+        self._thread = Thread(target=self._call)
+
+    def _call(self):
+        self._layer._access.enter("step", alone=True)
+        self._begun.set()
+        self._over.wait()
+        self._layer._access.leave(alone=True)
+
+    def __enter__(self):
+        self._thread.start()
+        self._begun.wait()
+
+    def __exit__(self, *_):
+        self._over.set()
+        self._thread.join()
+
+
+def test_a_context_ends_whatever_happens():
+    case = Case()
+    layer, sequence = layer_with(case), Sequence.of(case, PROMPT)
+    sequence.feed(layer, 0, PROMPT)
+    context = layer.speculating(2)
+    context.__enter__()
+    with Busy(layer), pytest.raises(RuntimeError, match="another thread"):
+        context.__exit__(None, None, None)
+    assert not layer._speculated
+    assert not layer._updates._held
+    context = layer.speculating(2)
+    context.__enter__()
+    with Busy(layer):  # the error of the block is not replaced
+        assert not context.__exit__(KeyError, KeyError("mine"), None)
+    assert not layer._speculated
+    layer._speculated = 2
+    layer.reset()
     assert not layer._speculated

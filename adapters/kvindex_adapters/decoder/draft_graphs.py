@@ -123,7 +123,7 @@ class DraftGraphs:
 
         `kept` may have a number for each sequence (`Session.count_replay`).
         """
-        self._session.count_replay(kept, scores.count, full=self._full)
+        self._session.count_replay(kept, scores.count, full=True if self._full else None)
 
     def _launched(self, inputs: Tensor) -> _Step | None:
         """Launch a step without waiting for it. Return None if no graph can run it."""

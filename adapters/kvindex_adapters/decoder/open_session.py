@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy, deepcopy
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -99,7 +99,7 @@ class OpenSession(Session):
             )
         with self.exclusive():
             self.forget_prepared()  # copying a layer finishes its pending append
-            other = copy(self)
+            other = self._copied()
             other.exclusive = Exclusive("session", "the same session")
             other._attentions = deepcopy(self._attentions)
             other._position, other.token = self._position.clone(), self.token.clone()

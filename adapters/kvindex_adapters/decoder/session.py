@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -187,9 +188,11 @@ class Session:
         self._gaps: list[tuple[int, list[int]]] = []
         self.token = torch.zeros_like(self._position)
         self.length = 0
-        # number of tokens -> for each layer, what `prepare_replay` will return, or None; empty if
-        # the layers have changed since `prepare_ahead`
-        self._ready: dict[int, list[object | None]] = {}
+        # (number of tokens, whether they attend to all tokens) -> for each layer, what
+        # `prepare_replay` will return, or None; empty if the layers have changed since
+        # `prepare_ahead`
+        self._ready: dict[tuple[int, bool], list[object | None]] = {}
+        self._full = False  # inside `fully`
         self._speculation: _Speculation | None = None  # inside `speculating`
         self.acceptance = Acceptance()
         """Counts of drafted and accepted tokens, if calls have speculated."""
@@ -295,16 +298,25 @@ class Session:
                 try:
                     yield
                 except BaseException:
-                    self.keep(block.start)
+                    self.undo_replay(block.start)
                     raise
                 self._begin_speculating(block.due)
                 while block.begun:
-                    if block.begun.pop().end_speculating():
+                    if block.begun[-1].end_speculating():
                         self.forget_prepared()
+                    block.begun.pop()
             finally:
                 self._speculation = None
-                for layer in block.begun:  # after an exception
+                if block.begun:  # after an exception
+                    self.forget_prepared()
+                for layer in block.begun:
                     layer.end_speculating(failed=True)
+
+    def _copied(self) -> Self:
+        """Return a shallow copy, which is outside of `speculating` and of `fully`."""
+        twin = copy(self)
+        twin._speculation, twin._full = None, False
+        return twin
 
     def _begin_speculating(self, some: Sequence[AttentionLayer]) -> None:
         """Let some layers postpone moves into their index, inside `speculating`.
@@ -315,8 +327,8 @@ class Session:
         block = self._speculation
         if block is not None and not block.begun:
             for layer in some:
+                block.begun.append(layer)  # before it begins, so that it ends after an interrupt
                 layer.begin_speculating(block.tokens, since=block.start)
-                block.begun.append(layer)
 
     @in_plain_torch
     @torch.no_grad()
@@ -411,10 +423,14 @@ class Session:
 
         Layers without an index always do.
         """
-        with ExitStack() as stack:
-            for layer in self._indexed() if full else ():
-                stack.enter_context(layer.attending_fully())
-            yield
+        before, self._full = self._full, self._full or full
+        try:
+            with ExitStack() as stack:
+                for layer in self._indexed() if full else ():
+                    stack.enter_context(layer.attending_fully())
+                yield
+        finally:
+            self._full = before
 
     def agreed(self, tokens: Tensor) -> Tensor:
         """Broadcast the tokens that rank 0 has chosen. With one rank, return `tokens`.
@@ -467,7 +483,7 @@ class Session:
         """
         if self.length < self._longest:
             return None
-        ready = self._ready.get(tokens) or [None] * len(self._attentions)
+        ready = self._ready.get((tokens, self._full)) or [None] * len(self._attentions)
         reads, self._ready = list[object](), {}
         for known, layer in zip(ready, self._attentions, strict=True):
             read = known or layer.prepare_next(tokens) or layer.prepare_replay(tokens)
@@ -480,7 +496,8 @@ class Session:
     def prepare_ahead(self, tokens: int, ahead: int) -> None:
         """Prepare the next replay, of `tokens` tokens, while one of `ahead` tokens runs that is not
         counted yet. So the next call of `prepare_replay` takes less time."""
-        self._ready = {tokens: [layer.prepare_next(tokens, ahead) for layer in self._attentions]}
+        ready = [layer.prepare_next(tokens, ahead) for layer in self._attentions]
+        self._ready = {(tokens, self._full): ready}
 
     def forget_prepared(self) -> None:
         """Discard the results of `prepare_ahead`. Call this before a layer changes in any way that
@@ -551,7 +568,7 @@ class Session:
                 for ready in self._ready.values():
                     ready[number] = None
             elif due and block is not None and isinstance(layer, AttentionLayer):
-                block.due.append(layer)
+                block.due.extend([layer] if layer not in block.due else [])
         if uneven:
             self._position -= of - torch.tensor(each, device=self.token.device)[:, None]
             self._gaps.append((before, [most - one for one in each]))

@@ -34,6 +34,7 @@ from kvindex_adapters.vllm.unsupported import (
     check_output,
     host_reasons,
     kernel_reasons,
+    refuse,
     refuse_capture,
     row_reasons,
     sparse_reasons,
@@ -225,7 +226,13 @@ def host_of(config: VllmConfig, geometry: Geometry, options: Options, *, fp8: bo
     """
     for layer in config.compilation_config.static_forward_context.values():
         if isinstance(layer, CodesLayer) and layer.host is not None:
-            layer.host.check_layer(geometry, fp8=fp8)
+            try:
+                layer.host.check_layer(geometry, fp8=fp8)
+            except ValueError as error:
+                refuse(
+                    f'rows: got "host" for layers that differ ({error}), allowed are layers with '
+                    'keys and values of one shape and dtype; use rows="device"'
+                )
             found: HostRows = layer.host
             return found
     parallel = config.parallel_config

@@ -89,7 +89,7 @@ class HostRows:
         """Raise ValueError if a layer's geometry differs from that of the other layers, or if only
         some layers have rows in FP8."""
         if fp8 is not self._fp8:
-            raise ValueError(f"fp8: got {fp8}, but all layers must have {self._fp8}")
+            raise ValueError(f"FP8: got {fp8}, but all layers must have {self._fp8}")
         if geometry != self._geometry:
             raise ValueError(f"geometry: got {geometry}, but all layers must have {self._geometry}")
 

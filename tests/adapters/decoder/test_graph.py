@@ -18,6 +18,7 @@ from kvindex_adapters.common.speculation import PromptLookup
 from kvindex_adapters.decoder import Decoder, Sampling, dense
 from kvindex_adapters.decoder import graph as graph_file
 from kvindex_adapters.decoder.session import Session
+from kvindex_adapters.decoder.speculation import Speculator
 from kvindex_adapters.llama.fused import Fused
 from kvindex_cuda.pariskv.executor import ParisKVExecutor
 from kvindex_cuda.pariskv.steps import workspace
@@ -420,6 +421,87 @@ def test_an_interrupted_draft_leaves_the_session_as_it_was(device, graphs, monke
     for token in want[len(seen) :]:
         assert int(session.step(session.token[:, 0]).argmax()) == token
         session.token.fill_(token)
+
+
+@pytest.fixture
+def speculators(monkeypatch):
+    """List of the `Speculator` objects that are made."""
+    made, begin = [], Speculator.__init__
+
+    def kept(self, *given, **options):
+        begin(self, *given, **options)
+        made.append(self)
+
+    monkeypatch.setattr(Speculator, "__init__", kept)
+    return made
+
+
+@pytest.mark.usefixtures("reads_pages")
+def test_rounds_go_on_after_a_failed_update(device, graphs, monkeypatch, speculators):
+    """What was prepared for the next draft is then outdated."""
+    decoder, prompt = decoder_of(device, layers=2), ids_of(60)
+    plain = given(device, 60, regions=dict(update_every=20))
+    want = decoder.generate(prompt, index=None, max_new_tokens=60, graphs=False).answer_ids
+    run = decoder.start(prompt, speculative_tokens=3, verify="full", **plain)
+    made, update, fails = run.tokens(), Updates.update, [False]
+
+    def failing(self, decoded=0):
+        if fails[0] and self is run.session._attentions[1]._updates:
+            raise MemoryError("no memory")
+        return update(self, decoded)
+
+    monkeypatch.setattr(Updates, "update", failing)
+    for _ in range(26):
+        next(made)
+    fails[0] = True
+    with pytest.raises(MemoryError):
+        list(made)
+    fails[0] = False
+    start = run.session.length - 60
+    found = [int(run.session.token)]
+    while len(found) < 16:
+        found += [int(token) for token in speculators[0].next(30, {0}, set())]
+    assert found == want[start : start + len(found)].tolist()
+
+
+@pytest.mark.usefixtures("reads_pages")
+def test_a_layer_that_is_due_twice_moves_once(device, graphs, speculators):
+    decoder, plain = decoder_of(device, layers=2), given(device, 60)
+    run = decoder.start(ids_of(60), speculative_tokens=3, verify="full", **plain)
+    made = run.tokens()
+    for _ in range(26):
+        next(made)
+    indexed = [len(layer.index) for layer in run.session._attentions]
+    with run.session.speculating(4):
+        for _ in range(12):
+            speculators[0]._draft()
+    for layer, before in zip(run.session._attentions, indexed, strict=True):
+        layer.settle()
+        assert len(layer.index) > before
+
+
+def test_a_fork_inside_a_block_moves_tokens(device, graphs):
+    decoder, plain = decoder_of(device, layers=2), given(device, 20)
+    session = decoder.session(k=10, attach_options=plain["attach_options"])
+    decoder.read(ids_of(60), session)
+    with session.speculating(4):
+        other = session.fork()
+    decoder.generate(ids_of(3), session=other, max_new_tokens=60)
+    assert all(len(layer.index) > 90 for layer in other._attentions)
+
+
+@pytest.mark.usefixtures("reads_pages")
+def test_drafts_inside_fully_are_no_searches(device, graphs, monkeypatch):
+    decoder, prompt = decoder_of(device, layers=2), ids_of(60)
+    plain = given(device, 24, regions=dict(update_every=40))
+    want = decoder.generate(prompt, index=None, max_new_tokens=24, graphs=False).answer_ids.tolist()
+    drafted(monkeypatch, (60, want))
+    session = decoder.session(k=10, attach_options=plain["attach_options"])
+    with session.fully():
+        made = decoder.generate(prompt, session=session, max_new_tokens=24, speculative_tokens=3)
+    assert made.answer_ids.tolist() == want
+    assert made.acceptance.accepted > 10
+    assert session.report().steps == 0
 
 
 def drafted(monkeypatch, *answers, right=True):

@@ -472,9 +472,16 @@ def test_what_does_not_fit_is_refused_before_a_launch():
         host.gather(0, tables=torch.zeros(2, 9).int(), **counts)
     with pytest.raises(ValueError, match="geometry: got "):
         host.check_layer(Geometry.of(q_heads=H, kv_heads=G, head_dim=2 * D))
-    with pytest.raises(ValueError, match="fp8: got True, but all layers must have False"):
+    with pytest.raises(ValueError, match="FP8: got True, but all layers must have False"):
         host.check_layer(g, fp8=True)
     host.check_layer(g)
+    scale = torch.ones(())
+    rows = torch.zeros(1, G, 256, 2 * D, dtype=torch.uint8)
+    codes = torch.zeros(1, G, 1, 2560, dtype=torch.uint8)
+    with pytest.raises(
+        ValueError, match="scales: got those of 1 layers, allowed are those of all 2"
+    ):
+        Pages([codes, codes.clone()], [rows, rows.clone()], scales=[(scale, scale)])
     with pytest.raises(ValueError, match="codes: got 1 layers, but add_layer added 2"):
         host.open(engine.options.config, engine.codes[:1])
     assert host.opened

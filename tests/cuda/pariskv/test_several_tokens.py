@@ -376,3 +376,23 @@ def test_what_has_no_step_of_several_tokens_says_so(device):
     latents.feed(PROMPT, 1)
     assert "no decode step of several tokens" in latents.layer.capture_refusal(3)
     assert latents.layer.prepare_replay(3) is None
+
+
+def test_tokens_that_were_counted_while_held_move_at_the_end(device):
+    """The caller says where they begin."""
+    several, moved = ready(device), 0
+    layer = several.layer
+    for _ in range(30):
+        start, parts = len(layer), several.parts(3)
+        several.replayed(layer.prepare_next(3) or layer.prepare_replay(3), parts)
+        due = layer.count_replay(2, 3, held=True)
+        several.length = start + 2
+        if due:
+            indexed = len(layer.index)
+            layer.begin_speculating(3, since=start)
+            assert layer.end_speculating()
+            layer.settle()
+            moved += len(layer.index) > indexed
+    assert moved > 3
+    with pytest.raises(ValueError, match="since: got 9999, allowed is 0 to"):
+        layer.begin_speculating(3, since=9999)

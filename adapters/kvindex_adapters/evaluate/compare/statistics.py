@@ -34,7 +34,7 @@ def bootstrap(values: Sequence[float], *, comparisons: int = 1) -> Interval:
     """Return the 95% confidence interval of the mean by the percentile bootstrap (Efron, 1979).
 
     With several comparisons, each interval is so wide that all of them together are right with a
-    probability of 95% (Bonferroni).
+    probability of at least 95% (Bonferroni).
     """
     return _percentiles(_means(values), 2.5 / comparisons)
 
