@@ -561,14 +561,16 @@ class Session:
         each = [kept] if isinstance(kept, int) else [*kept]
         most, uneven = max(each), len({*each}) > 1
         before, self.length = self.length, self.length + most
-        block, held = self._speculation, self._speculation is not None
+        due = [] if self._speculation is None else self._speculation.due
+        held = self._speculation is not None
         for number, layer in enumerate(self._attentions):
-            due = layer.count_replay(each if uneven else most, of, full=full, held=held)
-            if due and block is None:
+            if not layer.count_replay(each if uneven else most, of, full=full, held=held):
+                continue
+            if not held:
                 for ready in self._ready.values():
                     ready[number] = None
-            elif due and block is not None and isinstance(layer, AttentionLayer):
-                block.due.extend([layer] if layer not in block.due else [])
+            elif isinstance(layer, AttentionLayer) and layer not in due:
+                due.append(layer)
         if uneven:
             self._position -= of - torch.tensor(each, device=self.token.device)[:, None]
             self._gaps.append((before, [most - one for one in each]))
