@@ -233,7 +233,7 @@ def test_layers_with_and_without_fp8_are_refused(entered, flash_fp8):
     entered(HOST)
     given = H, D, D**-0.5, G, None, None
     SearchingFlashAttention(*given, "fp8")
-    with pytest.raises(ValueError, match="fp8: got False, but all layers must have True"):
+    with pytest.raises(ValueError, match='rows: got "host" for layers that differ'):
         SearchingFlashAttention(*given, "auto")
 
 
