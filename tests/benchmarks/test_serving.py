@@ -48,14 +48,14 @@ def run(engines, monkeypatch, *options):
 
 
 def test_serving_is_timed_where_answers_are_the_engines_own(engines, monkeypatch):
-    told = run(engines, monkeypatch)
-    assert told["serving"]["check"] == dict(equal=1, tokens=3)
-    (batch,) = told["serving"]["batches"]
+    result = run(engines, monkeypatch)
+    assert result["serving"]["check"] == dict(equal=1, tokens=3)
+    (batch,) = result["serving"]["batches"]
     assert (batch["context"], batch["batch"]) == (131_072, 2)
     ratios = [batch["plans"][plan].get("ratio") for plan in serving.USUAL_PLANS]
     assert ratios == [None, 1, 0.5]
     assert batch["plans"]["stock"]["token_ms_rounds"] == [8, 8]
-    page = report.TABLES["serving"](told)
+    page = report.TABLES["serving"](result)
     assert "FlashAttention, keys and values in FP8 | device | 8.00" in page
     engines.to.unlink()
     engines.found["check kvindex"] = [dict(tokens=[8, 6, 7], gaps=[1.0, 1.0, 1.0])]
@@ -74,9 +74,9 @@ def test_a_later_run_measures_what_is_missing(engines, monkeypatch, tmp_path):
     assert not engines.to.exists()
     engines.started.clear()
     engines.found |= {"time stock 131072x2": slow, "time stock 32768x4": slow}
-    told = run(engines, monkeypatch, *options)
+    result = run(engines, monkeypatch, *options)
     assert engines.started == ["time stock"]
-    first, second = told["serving"]["batches"]
+    first, second = result["serving"]["batches"]
     assert (first["context"], second["context"], second["batch"]) == (131_072, 32_768, 4)
     assert [batch["plans"]["kvindex"]["ratio"] for batch in (first, second)] == [0.5, 0.5]
     with pytest.raises(SystemExit, match=r"^kvindex-fp8: it failed"):
@@ -103,9 +103,9 @@ def test_tokens_that_differ_are_checked_again_and_nothing_is_timed(engines, monk
 def test_an_engine_is_checked_against_that_of_its_dtype(engines, monkeypatch):
     engines.found |= {"check stock-fp8": [ANSWER], "check kvindex-fp8": [ANSWER]}
     engines.found["time kvindex-fp8 131072x2"] = FAST
-    told = run(engines, monkeypatch, "--plans", "stock-fp8", "kvindex-fp8")
+    result = run(engines, monkeypatch, "--plans", "stock-fp8", "kvindex-fp8")
     assert engines.started[:2] == ["check stock-fp8", "check kvindex-fp8"]
-    assert told["serving"]["check"] == dict(equal=3, tokens=3)
+    assert result["serving"]["check"] == dict(equal=3, tokens=3)
 
 
 def test_results_of_another_machine_or_file_are_refused(engines, monkeypatch, tmp_path):

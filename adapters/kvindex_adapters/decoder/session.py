@@ -135,7 +135,7 @@ class CapturedTogether(NamedTuple):
 
 @dataclass
 class _Speculation:
-    """What a session knows inside `Session.speculating`.
+    """State of a session inside `Session.speculating`.
 
     Args:
         tokens: Largest number of tokens of a step.

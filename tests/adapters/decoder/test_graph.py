@@ -438,7 +438,7 @@ def speculators(monkeypatch):
 
 @pytest.mark.usefixtures("reads_pages")
 def test_rounds_go_on_after_a_failed_update(device, graphs, monkeypatch, speculators):
-    """What was prepared for the next draft is then outdated."""
+    """The preparation of the next draft is then outdated, and must be repeated."""
     decoder, prompt = decoder_of(device, layers=2), ids_of(60)
     plain = given(device, 60, regions=dict(update_every=20))
     want = decoder.generate(prompt, index=None, max_new_tokens=60, graphs=False).answer_ids
