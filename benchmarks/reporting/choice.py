@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.reporting.answers import points
-from benchmarks.reporting.parts import Result, machine, some, stored, table
+from benchmarks.reporting.parts import Result, machines, some, stored, table
 from kvindex_adapters.evaluate.compare.records import FULL
 
 SOURCES = {
@@ -51,5 +51,4 @@ def choice(drawn: Result) -> str:
         f"divergence with `exact`. The time is that of a decode step over {TOKENS:,} tokens with "
         f"{THREADS} thread, divided by the time of dense attention in the same run."
     )
-    machines = " ".join(dict.fromkeys(map(machine, measured))).replace("These", "Some of these")
-    return f"{about}\n\n{table(head, rows)}\n\n{machines}"
+    return f"{about}\n\n{table(head, rows)}\n\n{machines(measured)}"

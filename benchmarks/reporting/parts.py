@@ -57,6 +57,14 @@ def machine(result: Result) -> str:
     )
 
 
+def machines(results: Iterable[Result]) -> str:
+    """Return a sentence for each of the machines with which results were measured."""
+    each = [*dict.fromkeys(map(machine, results))]
+    if len(each) > 1:
+        each = [text.replace("These", "Some of these", 1) for text in each]
+    return " ".join(each)
+
+
 def named(model: str, lora: str | None) -> str:
     """Return the name of a model as text, followed by the name of its LoRA adapter, if any."""
     name = model.rpartition("/")[2].removesuffix(".gguf")

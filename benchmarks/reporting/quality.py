@@ -7,6 +7,7 @@ from statistics import geometric_mean
 from benchmarks.reporting.parts import (
     Result,
     machine,
+    machines,
     mean,
     named,
     some,
@@ -397,10 +398,7 @@ def drawn(result: Result) -> str:
         f"(retrieved tokens per KV head). It is a geometric mean over {texts} texts. After each "
         f"prompt, the model reads the next {result['steps']} tokens of the text."
     )
-    machines = dict.fromkeys(machine(part) for part in parts)
-    if len(machines) > 1:
-        machines = dict.fromkeys(each.replace("These", "Some of these") for each in machines)
-    return f"{table(head, rows)}\n\n{about} {' '.join(machines)}"
+    return f"{table(head, rows)}\n\n{about} {machines(parts)}"
 
 
 # Recall

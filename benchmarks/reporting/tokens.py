@@ -5,7 +5,16 @@ from __future__ import annotations
 import statistics
 from itertools import product
 
-from benchmarks.reporting.parts import Result, machine, some, stored, stored_like, table, values
+from benchmarks.reporting.parts import (
+    Result,
+    machine,
+    machines,
+    some,
+    stored,
+    stored_like,
+    table,
+    values,
+)
 
 PLANS = {
     "weights": "no attention",
@@ -282,21 +291,24 @@ def serving(result: Result) -> str:
             lengths = f"{batch.get('context', about['context']):,}" + (
                 ", shared" if about["shared"] else ""
             )
-            rows.append((str(batch["batch"]), lengths, gpu(one), words, where, times, ratio))
+            compiled = "no" if about["plain"] else "yes"
+            line = (str(batch["batch"]), lengths, gpu(one), compiled, words, where, times, ratio)
+            rows.append(line)
     words = (
         "The table shows the time per token in vLLM, with FlashAttention and with an index. It is "
         "the time between two tokens of the batch, as the host receives them: the median, with "
         "quartiles in parentheses. The model has random weights in the shape of "
         f"{found['shape']}, in bfloat16. An index retrieves k = {found['k']} tokens per KV "
         "head.\n\n"
+        "*Compiled* says whether both engines used `torch.compile`. "
         "The column *rows* says where keys and values are stored: in device memory or in host "
         "memory. Each of these two places was measured in a separate run of the benchmark. "
         "*Shared* means that the prompts of all sequences are equal except for the tokens at "
         "their end, so the sequences share the pages of the common tokens."
     )
-    head = ("sequences", "tokens of each", "GPU", "attention", "rows", "ms per token")
+    head = ("sequences", "tokens of each", "GPU", "compiled", "attention", "rows", "ms per token")
     head = (*head, "ratio to FlashAttention")
-    return f"{words}\n\n{table(head, rows)}\n\n{machine(result)}"
+    return f"{words}\n\n{table(head, rows)}\n\n{machines(stored_like('serving', result))}"
 
 
 def arrivals(result: Result) -> str:
@@ -321,14 +333,21 @@ def arrivals(result: Result) -> str:
 def served(result: Result) -> str:
     """Write a sentence that compares decode steps in vLLM with an index and with FlashAttention.
 
-    It is about one sequence with keys and values on the device.
+    It is about keys and values on the device, in batches of the longest sequences.
     """
-    ratio = result["serving"]["batches"][0]["plans"]["kvindex"]["ratio"]
-    context = result["serving"]["settings"]["context"]
+    about, batches = result["serving"]["settings"], result["serving"]["batches"]
+    context = about["context"]
+    ratios = {
+        one["batch"]: f"{one['plans']['kvindex']['ratio']:.2f}"
+        for one in batches
+        if one.get("context", context) == context
+    }
+    how = "without" if about["plain"] else "with"
     return (
-        f"In vLLM, a decode step over {context:,} tokens with the plug-in takes {ratio:.2f} times "
-        f"the time of a decode step with FlashAttention ({gpu(result)}, one sequence, "
-        "both without `torch.compile`; [more](docs/adapters/vllm.md#how-fast))."
+        f"In vLLM, a decode step over {context:,} tokens with the plug-in takes "
+        f"{' or '.join(ratios.values())} times the time of a decode step with FlashAttention "
+        f"(batches of {' or '.join(map(str, ratios))}, {gpu(result)}, both {how} "
+        "`torch.compile`; [more](docs/adapters/vllm.md#how-fast))."
     )
 
 
