@@ -1,8 +1,8 @@
 """Count right answers to the same questions in several ways, for example with full attention.
 
     python -m benchmarks.paired_answers [--ways WAY …] [--tasks NAME …] [--tokens N …] [--tries N]
-        [--index SPEC] [--part I/N] [--from FILE …] [--seconds S] [--dtype …] [--model …]
-        [--gguf-file …] [--lora FILE] [--device …] [--json OUT]
+        [--index SPEC] [--batch N] [--part I/N] [--from FILE …] [--seconds S] [--dtype …]
+        [--model …] [--gguf-file …] [--lora FILE] [--device …] [--json OUT]
 
 The decoder reads a prompt of a task, and answers its first question greedily in each way:
 
@@ -14,7 +14,12 @@ The decoder reads a prompt of a task, and answers its first question greedily in
 
 Ways with the same kind of prompt and the same index share one session, which reads the prompt once;
 each way continues a fork of it. Each other index reads the prompt again; `{k}` in its options is
-the number of rows. On a GPU, `--index pariskv:store=device` stores rows there, so `full` is faster.
+the number of rows, and `{5k/2}` 2.5 times as much. On a GPU, `--index pariskv:store=device` stores
+rows there, so `full` is faster.
+
+`--batch 8` answers eight prompts of one task and length together, in one batch. Each way then reads
+its prompts itself, and full attention uses no index. This is faster for indexes without kernels of
+their own, whose decode steps mostly wait for the host.
 
 The result has, for each prompt, the score of every way, the mean number of rows that a step has
 retrieved per KV head, and with `auto` how often this was the largest number, 1,024. The summary has
@@ -45,6 +50,7 @@ from benchmarks.reporting.paired import one
 from kvindex.layer.retrieval import row_bytes
 from kvindex_adapters.decoder import Decoder, OpenSession
 from kvindex_adapters.evaluate import tasks
+from kvindex_adapters.evaluate.compare.suite import filled
 
 TASKS = ("needle", "needle-multikey", "needle-multivalue", "chain", "lookup", "copy")
 
@@ -70,12 +76,17 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", nargs="+", type=int, default=[16384, 30720])
     parser.add_argument("--tries", type=int, default=10, help="Prompts of each task and length")
     parser.add_argument("--index", default="pariskv")
+    parser.add_argument("--batch", type=int, default=1, help="Prompts answered together")
     parser.add_argument("--part", type=part, default=(0, 1), metavar="I/N")
     parser.add_argument("--from", dest="earlier", nargs="*", type=Path, default=[], metavar="FILE")
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     add_model(parser)
     found = parser.parse_args(given)
+    if found.batch < 1:
+        parser.error(f"--batch: got {found.batch}, allowed is at least 1")
+    if found.batch > 1 and any(one_way.sparse for one_way in found.ways):
+        parser.error("--batch: got a way with sparse prompts, which a batch does not support")
     found.ways = list(dict.fromkeys(found.ways))
     return found
 
@@ -120,6 +131,49 @@ def answers(decoder: Decoder, tokenizer: Any, key: Key, ways: list[Way], index: 
     return cell
 
 
+def answers_together(
+    decoder: Decoder, tokenizer: Any, keys: list[Key], ways: list[Way], index: str
+) -> list[Cell]:
+    """Answer the first questions of several prompts in one batch, in several ways.
+
+    Return a cell for each prompt. The number of rows in a cell is the mean of the batch.
+    """
+    instances = [tasks.make(task, tokenizer, tokens=n, seed=seed) for task, n, seed in keys]
+    prompts = [torch.cat([one.context, one.questions[0].ids]) for one in instances]
+    names = ("task", "tokens", "seed")
+    cells: list[Cell] = [
+        dict(zip(names, key, strict=True)) | {name: {} for name in paired.BY_WAY} for key in keys
+    ]
+    for one_way in ways:
+        options = {"error": one_way.error} if one_way.error is not None else {}
+        made = decoder.generate(
+            prompts,
+            index=None if one_way.k is None else index_of(one_way, index),
+            k=paired.ROWS if one_way.k is None else one_way.k,
+            attach_options=options | ({"prefill": "sparse"} if one_way.sparse else {}) or None,
+            max_new_tokens=max(one.questions[0].max_new_tokens for one in instances),
+        )
+        for cell, instance, answer in zip(cells, instances, made, strict=True):
+            cell["scores"][str(one_way)] = instance.score(0, answer.text)
+            if (report := answer.report) is None or not report.steps:
+                continue
+            token = report.plain_nbytes / report.tokens
+            cell["rows"][str(one_way)] = report.bytes_fetched / token / report.steps
+            if one_way.error is not None and report.rows_found is not None:
+                cell["ceiling"][str(one_way)] = report.rows_found.ceiling
+    return cells
+
+
+def batches(missing: list[tuple[Key, list[Way]]], size: int) -> list[tuple[list[Key], list[Way]]]:
+    """Divide prompts into batches of one task and length, in the order of their first prompts."""
+    groups: dict[tuple[Any, ...], list[tuple[Key, list[Way]]]] = {}
+    for key, ways in missing:
+        groups.setdefault((*key[:2], *map(str, ways)), []).append((key, ways))
+    found = [group[i : i + size] for group in groups.values() for i in range(0, len(group), size)]
+    found.sort(key=lambda batch: missing.index(batch[0]))
+    return [([key for key, _ in batch], batch[0][1]) for batch in found]
+
+
 def grouped(ways: list[Way], index: str) -> dict[tuple[str, bool], list[Way]]:
     """Divide ways into groups that share a session: by index and by kind of prompt."""
     groups: dict[tuple[str, bool], list[Way]] = {}
@@ -135,7 +189,7 @@ def index_of(one_way: Way, index: str) -> str:
     """
     if one_way.k is None and "row_codec" in index:
         return "exact"
-    return index if one_way.index is None else one_way.index.replace("{k}", str(one_way.k))
+    return index if one_way.index is None else filled(one_way.index, int(one_way.k or 0))
 
 
 def opened(decoder: Decoder, index: str, ways: list[Way], *, sparse: bool) -> OpenSession:
@@ -204,13 +258,16 @@ def main(given: list[str] | None = None) -> None:
         decoder = Decoder.of(model, tokenizer)
         for (name, sparse), group in grouped(options.ways, options.index).items():
             opened(decoder, name, group, sparse=sparse)  # raises an error if the index cannot
-        for key, ways in missing:
+        for keys, ways in batches(missing, options.batch):
             if (start := time.monotonic()) > end:
                 break
-            cell = answers(decoder, tokenizer, key, ways, options.index)
+            if options.batch == 1:
+                made = [answers(decoder, tokenizer, keys[0], ways, options.index)]
+            else:
+                made = answers_together(decoder, tokenizer, keys, ways, options.index)
             machines.append(result["machine"])
-            cells |= paired.merged([*([cells[key]] if key in cells else []), cell])
-            print(cell, f"{time.monotonic() - start:.1f} s", flush=True)
+            cells |= paired.merged([*(cells[key] for key in keys if key in cells), *made])
+            print(*made, f"{time.monotonic() - start:.1f} s", sep="\n", flush=True)
             write(summed_up(full=False), options.json)
     if cells:
         found_all = summed_up()

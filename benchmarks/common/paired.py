@@ -41,8 +41,8 @@ class Way:
     Args:
         k: Number of rows per KV head that a search retrieves, or "auto"; None for full attention.
         error: Allowed error with `k="auto"`, otherwise None.
-        index: Name and options of the index; `{k}` in it stands for `k`. None for the index of the
-            command line.
+        index: Name and options of the index; `{k}` in it stands for `k`, and `{5k/2}` for 2.5 times
+            as much. None for the index of the command line.
         sparse: Whether the prompt is read with sparse attention.
     """
 

@@ -1,6 +1,7 @@
 """Answers to the same prompts in several ways: the script on a tiny model, its parts, its table."""
 
 import json
+import zlib
 from argparse import ArgumentTypeError
 
 import pytest
@@ -10,6 +11,7 @@ from benchmarks import paired_answers, report
 from benchmarks.common import paired, reading
 from benchmarks.reporting.paired import one
 from kvindex_adapters.decoder import Decoder
+from kvindex_adapters.evaluate.tasks.instance import Instance
 from tests.adapters.tiny import build, byte_pairs
 from tests.benchmarks.running import MACHINE
 
@@ -99,6 +101,44 @@ def test_answers_are_those_of_separate_calls(tiny, monkeypatch):
         assert mine.answer_ids.tolist() == want.answer_ids.tolist()
 
 
+def test_answers_of_a_batch_are_those_of_single_prompts(tiny, tmp_path, monkeypatch):
+    """`--batch` changes neither the prompts nor, up to rounding, the answers and rows."""
+    monkeypatch.setattr(Instance, "score", lambda _, number, text: zlib.crc32(text.encode()))
+    ways = ["full", "k=3000", "exact@3000", "k=100", "auto:0.3", "quest@128"]
+    some = "--tasks", "needle", "copy", "--tries", "3", "--tokens", "2500", "--ways", *ways
+    single = run(tmp_path / "single.json", *some)
+    together = run(tmp_path / "together.json", *some, "--batch", "2")
+    cells = [{paired.key(cell): cell for cell in found["cells"]} for found in (single, together)]
+    assert cells[0].keys() == cells[1].keys()
+    assert len(cells[0]) == 6
+    for key, cell in cells[0].items():
+        other = cells[1][key]
+        for name in ways[:3]:  # which attend to all rows
+            assert other["scores"][name] == cell["scores"][name] > 0
+        assert other["rows"].keys() == cell["rows"].keys()
+        for name in ("k=100", "quest@128"):
+            assert other["rows"][name] == pytest.approx(cell["rows"][name], rel=0.1)
+        assert 16 <= other["rows"]["auto:0.3"] <= 1024
+        assert [*other["ceiling"]] == ["auto:0.3"]
+
+
+def test_batches_have_one_task_and_length():
+    ways, more = [paired.way("full")], [paired.way("full"), paired.way("k=1")]
+    keys = [(task, 400, seed) for seed in range(3) for task in ("needle", "copy")]
+    missing = [(key, more if key[2] == 2 else ways) for key in keys]
+    found = paired_answers.batches(missing, 2)
+    assert [keys for keys, _ in found] == [
+        [("needle", 400, 0), ("needle", 400, 1)],
+        [("copy", 400, 0), ("copy", 400, 1)],
+        [("needle", 400, 2)],
+        [("copy", 400, 2)],
+    ]
+    assert [given for _, given in found] == [ways, ways, more, more]
+    for wrong in (["0"], ["2", "--ways", "full", "sparse:k=100"]):
+        with pytest.raises(SystemExit):
+            paired_answers.arguments(["--batch", *wrong])
+
+
 def test_rows_of_a_codec_do_not_serve_full_attention():
     full, fixed = paired.way("full"), paired.way("k=100")
     assert paired_answers.index_of(full, "pariskv") == "pariskv"
@@ -111,6 +151,8 @@ def test_an_index_may_have_options_by_the_number_of_rows():
     policy = paired.way("h2o:budget={k}@512")
     assert paired_answers.index_of(policy, "pariskv") == "h2o:budget=512"
     assert policy.described == "`h2o:budget={k}`, `k=512`"
+    lists = paired.way("ctkvr:rho={5k/2}@128")
+    assert paired_answers.index_of(lists, "pariskv") == "ctkvr:rho=320"
 
 
 def test_parts_are_joined_and_each_answer_counts_once(asked, tmp_path):

@@ -171,15 +171,16 @@ def names() -> list[str]:
 def _settings(method: str, tokens: int) -> Iterator[tuple[str, int, str]]:
     """Yield name and options of an index, `k`, and the name of the budget, for each budget."""
     for k in BUDGETS:
-        yield _filled(LINES.get(method, method), k), k, str(k)
+        yield filled(LINES.get(method, method), k), k, str(k)
     known = PUBLISHED.get(method)
     if known is not None:
         k = known.rows(tokens)
         same = LINES.get(method) if known.index == method else None
-        yield _filled(same, k) if same else known.index, k, PUBLISHED_BUDGET
+        yield filled(same, k) if same else known.index, k, PUBLISHED_BUDGET
 
 
-def _filled(line: str, k: int) -> str:
+def filled(line: str, k: int) -> str:
+    """Replace `{k}` and `{5k/2}` in the options of an index by numbers for a budget of `k` rows."""
     return line.replace("{k}", str(k)).replace("{5k/2}", str(math.ceil(5 * k / 2)))
 
 
