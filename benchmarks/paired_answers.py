@@ -10,6 +10,7 @@ The decoder reads a prompt of a task, and answers its first question greedily in
     k=N             the index, with N rows (keys and values of tokens) per KV head and step
     auto:ERROR      the index, with as many rows as the error asks for; auto means auto:0.1
     INDEX@N         another index with N rows, for example exact@100 or h2o:budget={k}@512
+    INDEX@auto:ERROR  another index with as many rows as the error asks for
     sparse:WAY      one of these after sparse attention in the prompt; sparse means sparse:k=100
 
 Ways with the same kind of prompt and the same index share one session, which reads the prompt once;
@@ -189,7 +190,8 @@ def index_of(one_way: Way, index: str) -> str:
     """
     if one_way.k is None and "row_codec" in index:
         return "exact"
-    return index if one_way.index is None else filled(one_way.index, int(one_way.k or 0))
+    mine = index if one_way.index is None else one_way.index
+    return filled(mine, one_way.k) if isinstance(one_way.k, int) else mine
 
 
 def opened(decoder: Decoder, index: str, ways: list[Way], *, sparse: bool) -> OpenSession:

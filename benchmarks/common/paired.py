@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from argparse import ArgumentTypeError
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvindex.layer.arguments import AUTO_ERROR
@@ -58,7 +58,9 @@ class Way:
         elif self.error is not None:
             name = f"auto:{self.error!r}"
         else:
-            name = f"k={self.k}" if self.index is None else f"{self.index}@{self.k}"
+            name = f"k={self.k}" if self.index is None else str(self.k)
+        if self.index is not None:
+            name = f"{self.index}@{name}"
         return SPARSE * self.sparse + name
 
     @property
@@ -76,8 +78,8 @@ def way(text: str) -> Way:
     """Parse the name of a way.
 
     Args:
-        text: `full`, `k=N`, `auto` or `auto:ERROR`, `INDEX@N`, or `sparse:` and one of these.
-            `sparse` means `sparse:k=100`.
+        text: `full`, `k=N`, `auto` or `auto:ERROR`, `INDEX@N`, `INDEX@auto:ERROR`, or `sparse:` and
+            one of these. `sparse` means `sparse:k=100`.
 
     Raises:
         ArgumentTypeError: There is no such way.
@@ -87,19 +89,20 @@ def way(text: str) -> Way:
     index, at, rows = name.rpartition("@")
     kind, _, number = name.replace("k=", "k:", 1).partition(":")
     try:
-        if at and index and int(rows) > 0 and index.split("=")[0] not in ("full", "auto", "k"):
-            return Way(int(rows), index=index, sparse=sparse)
+        if at and index and index.split("=")[0] not in ("full", "auto", "k"):
+            other = way(rows if rows.startswith("auto") else f"k={rows}")
+            return replace(other, index=index, sparse=sparse)
         if kind == "full" and not number:
             return Way(sparse=sparse)
         if kind == "auto" and 0 < float(number or AUTO_ERROR) < math.inf:
             return Way("auto", float(number or AUTO_ERROR), sparse=sparse)
         if kind == "k" and int(number) > 0:
             return Way(int(number), sparse=sparse)
-    except ValueError:
+    except (ValueError, ArgumentTypeError):
         pass  # a number is no number
     raise ArgumentTypeError(
-        f"ways: got {text!r}, allowed is full, k=N, auto, auto:ERROR, INDEX@N, and sparse: "
-        "followed by one of these"
+        f"ways: got {text!r}, allowed is full, k=N, auto, auto:ERROR, INDEX@N, "
+        "INDEX@auto:ERROR, and sparse: followed by one of these"
     )
 
 
