@@ -76,6 +76,10 @@ thread block marks, and entries that a thread block sorts."""
 ROTATE_TALL, ROTATE_BROAD = 32, 64
 """For `rotate`: vectors, and coordinates of results, per thread block."""
 
+LENGTHS = 32
+"""Number of length classes of the sequences in an engine's pages: a length has up to 31 binary
+digits."""
+
 EVERYWHERE = dict(
     TOKENS=TOKENS,
     BINS=BINS,
@@ -92,10 +96,13 @@ NOISE = dict(
     **{f"CURVE_{i}": factor for i, factor in enumerate(priority.CURVE)},
 )
 CODECS = {f"CODEC_{n.name}": int(n) for n in CodecNumber if n.name.lower() not in BITS}
+NO_PAGES = dict(PAGED=0, FP8_PAGES=0)
 PIECEWISE = dict(CHUNK=CHUNK, PIECES=PIECES, POINTS=POINTS)
 
 FILES: dict[str, dict[str, int]] = {
-    "step/prepare_query.cu": dict(NOISE | STEP | CENTERS, SAMPLED=SAMPLED, LIMITED=0),
+    "step/prepare_query.cu": dict(
+        NOISE | STEP | CENTERS | NO_PAGES, SAMPLED=SAMPLED, LIMITED=0, WAYS=WAYS
+    ),
     "step/scan.cu": dict(NOISE, WARPS=SCAN_WARPS, STAGES=SCAN_STAGES, BINNED=SCAN_BINNED),
     "step/rerank.cu": NOISE | STEP | ATTENTION_WEIGHTS,
     "step/select_rows.cu": dict(
@@ -116,6 +123,7 @@ FILES: dict[str, dict[str, int]] = {
     "step/select_latents.cu": dict(
         NOISE | ATTENTION_WEIGHTS, THREADS=SELECT_THREADS, COUNTS=0, FEWEST=row_budget.LEAST
     ),
+    "step/resident_latents.cu": NO_PAGES,
     "step/attend_latents.cu": dict(CODECS, ROWS=LATENT_ROWS, MOST_SPLITS=LATENT_SPLITS),
     "step/query_table.cu": dict(TIERS=len(coarse.TIERS)),
     "step/vote.cu": PIECEWISE,
@@ -123,7 +131,8 @@ FILES: dict[str, dict[str, int]] = {
     "step/rerank_blocks.cu": dict(BUCKETS=BUCKETS),
     "step/stage_token.cu": dict(THREADS=STAGE_THREADS),
     "append/update_state.cu": dict(THREADS=UPDATE_THREADS),
-    "append/read_pages.cu": dict(THREADS=UPDATE_THREADS),
+    "append/read_pages.cu": dict(THREADS=UPDATE_THREADS, LENGTHS=LENGTHS),
+    "append/measure_outputs.cu": dict(THREADS=WRITE_THREADS),
     "append/write_rows.cu": dict(THREADS=WRITE_THREADS),
     "append/write_pages.cu": dict(THREADS=WRITE_THREADS, WAYS=WAYS),
     "append/gather_pages.cu": dict(THREADS=WRITE_THREADS),

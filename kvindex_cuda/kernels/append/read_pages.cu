@@ -8,6 +8,9 @@
 // attention reads all of them. A sequence without tokens gets the addresses of an existing page, so that later kernels read valid memory.
 // If `segments` is not null, the kernel also writes the number of each segment and increments `clock`, for a
 // row cache that all sequences share (common/row_cache.cuh).
+// If `limits` is not null, the number of rows of a search follows from its expected error. Then the kernel also looks up
+// the limit of each searched sequence in a table, by its length. As long as `known` is false, the table has no limits,
+// and no sequence is searched.
 //
 // Grid: (any, R + 1, L) for R sequences and L layers, THREADS threads. Of the second dimension, the last index
 // (R) lists the filled segments, with a single thread block.
@@ -38,6 +41,10 @@ struct Arguments {
     i64* due;                // [1 + most]: number of segments whose last token is among the slots, then their numbers
     int* segments;           // [room, row]: number of each segment, page · parts + part, or null
     int* clock;              // [1]: number of steps so far, or null
+    const float* limits;     // [L, LENGTHS, KV heads]: largest variance of attention weights for sequences whose length
+                             // has the same number of binary digits, or null
+    const bool* known;       // [1]: whether all layers have limits; only with `limits`, as is `variances`
+    float* variances;        // [L, room, KV heads]: limit of each sequence
     i64 batch, room, row, table, pages, parts, kv_heads, count, most;
     i64 codes_page, codes_part, codes_head, weights, rows_page, rows_part;  // strides in bytes
     i64 sink, window, dense_below;
@@ -71,7 +78,7 @@ read_pages(const __grid_constant__ Arguments args) {
     }
     i64 tokens = min(i64(max(0, args.lengths[r])), args.row * TOKENS), place = layer * args.room + r;
     i64 segments = (tokens + TOKENS - 1) / TOKENS;
-    bool dense = tokens < args.dense_below || (args.whole && args.whole[r]);
+    bool dense = tokens < args.dense_below || (args.whole && args.whole[r]) || (args.limits && !*args.known);
     i64 searched = dense ? 0 : max(tokens - args.window, i64(0)) / TOKENS;
     if (searched * TOKENS <= args.sink) searched = 0;
     i64 sink = searched ? args.sink : 0;
@@ -80,6 +87,11 @@ read_pages(const __grid_constant__ Arguments args) {
         args.resident_count[r] = tokens - searched * TOKENS + sink;
         args.counted[r] = int(searched * TOKENS - sink);
         args.wanted[r] = args.candidates[searched];
+    }
+    if (args.limits && blockIdx.x == 0) {
+        i64 digits = 32 - __clz(int(tokens));
+        for (i64 g = threadIdx.x; g < args.kv_heads; g += THREADS)
+            args.variances[place * args.kv_heads + g] = args.limits[(layer * LENGTHS + digits) * args.kv_heads + g];
     }
     auto page_of = [&](i64 s) {
         i64 page = s / args.parts < args.table ? args.tables[r * args.table + s / args.parts] : 0;

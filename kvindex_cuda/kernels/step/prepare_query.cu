@@ -24,7 +24,8 @@
 //
 // With LIMITED, select_rows.cu chooses the number of rows by the expected error of attention, for which it needs
 // the attention weight of the resident rows (sink and window). `resident_splits` further thread blocks per group
-// compute it concurrently with the rest of this kernel (resident_sums.cuh).
+// compute it concurrently with the rest of this kernel (resident_sums.cuh). If PAGED, these rows are in the pages of an
+// inference engine.
 //
 // Grid: (splits, BG), or LIMITED: (splits + resident_splits, BG), 256 threads.
 // Reads (D/8 + 1) SAMPLED + 2 D SAMPLED / 32 bytes of codes per group.
@@ -36,7 +37,8 @@
 // This file is longer than most because it is one kernel, whose parts pass values in registers.
 // Compile-time constants: D, GROUP (query heads per KV head), DTYPE, CENTERED (1: blocks of codes have
 // centers), PLANES (bit planes of r), SAMPLING, REGRESSION, RAGGED (1: each sequence has its own length), LIMITED
-// (1: the number of rows depends on the expected error).
+// (1: the number of rows depends on the expected error), PAGED and FP8_PAGES (only with LIMITED: where resident rows are,
+// as in attend.cu).
 #include "common/prepare.cuh"
 #include "common/threshold.cuh"
 
@@ -101,6 +103,14 @@ struct Arguments {
     float factor_max;           // the largest value in `factors`
     float octaves;              // octaves per unit of q·k
     double gain;                // the same in units of 2^-16 octaves
+    // From here on: only if PAGED, as in attend.cu.
+    const i64* rows;            // [B, row]: addresses of blocks of rows; those of KV head g begin at g · rows_head_bytes
+    const int* segments;        // [B, row]: number of each block among all pages; only if PAGED is 2, as are `cache`,
+                                // `tags` and `cached`
+    const char* cache;          // [KV heads, cached, row_bytes]: rows in the row cache
+    const int* tags;            // [KV heads, cached]: number of the row in each slot of the cache
+    const float* key_scale;     // [1]: scale of the keys in pages; only if FP8_PAGES
+    i64 rows_head_bytes, row_bytes, cached, sink;
 };
 
 __device__ __forceinline__ void copy_element(void* to, i64 at, const void* come, i64 from) {

@@ -178,7 +178,8 @@ class BaseStep:
     def splits_of_residents(self, state: State) -> int:
         """Return how many thread blocks per group add up the weights of the resident rows in
         `state`; 0 if their weights are not needed, or if there are none."""
-        return self._resident_splits if state.resident.numel() else 0
+        some = state.resident.numel() or state.sink is not None
+        return self._resident_splits if some else 0
 
     def _splits(self, parts: int) -> int:
         """Choose among how many thread blocks the kernel `attend` divides the rows of a group.

@@ -7,12 +7,15 @@ kernels read addresses, lengths and scales from fixed places on the device, and 
 for the device.
 
 When a block of tokens becomes full, the next `begin` encodes it from the rows in its page. If pages
-of rows are in host memory, each layer has a cache of rows on the device.
+of rows are in host memory, each layer has a cache of rows on the device. If the expected error
+determines the number of rows, `begin` also reads the limits of the error (`page_limits`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from torch import Tensor
 from kvindex import ops
 from kvindex.core.geometry import Geometry
 from kvindex.ops.attention import with_sink_logits
+from kvindex.pariskv import row_budget
 from kvindex.pariskv.block_layout import words_of
 from kvindex.pariskv.config import ParisKVConfig
 from kvindex.pariskv.encoding import Encoding
@@ -40,6 +44,7 @@ from kvindex_cuda.pariskv.dispatch import (
     room_of,
 )
 from kvindex_cuda.pariskv.steps.base import BaseStep
+from kvindex_cuda.pariskv.steps.page_limits import PageLimits
 from kvindex_cuda.runtime.arguments import multiprocessors, of_type
 from kvindex_cuda.runtime.constants import UPDATE_THREADS
 from kvindex_cuda.runtime.launch import launch
@@ -84,8 +89,8 @@ class PagedSteps:
         geometry: Geometry that all layers have.
         config: Configuration of the index.
         pages: Codes and rows of all layers.
-        k: Rows to select per KV head. This argument and the next three are options of the vLLM
-            plug-in.
+        k: Rows to select per KV head, or with `limits` the largest number. This argument and the
+            next three are options of the vLLM plug-in.
         sink: Number of first tokens of a sequence that are always attended to.
         local_window: Number of newest tokens that are always attended to. It is at least 1, so that
             a block of 256 tokens is searched only in the step after it was filled, when its codes
@@ -97,6 +102,8 @@ class PagedSteps:
         caches: If rows are on the host, a row cache for each layer, with a group for each KV head.
             All caches must have the same tensor `clocks`, which counts decode steps. `write_pages`
             removes the rows that it overwrites from the cache.
+        limits: The limits of the error if the expected error determines the number of rows of each
+            KV head, otherwise None.
 
     Raises:
         ValueError: No kernel supports the configuration.
@@ -116,12 +123,14 @@ class PagedSteps:
         tokens: int,
         new_tokens: int,
         caches: Sequence[RowCache] | None = None,
+        limits: PageLimits | None = None,
     ) -> None:
         if why := unserved(config, geometry):
             raise ValueError(f"index: {why}")
         if local_window < 1:
             raise ValueError(f"local_window: got {local_window}, allowed is at least 1")
         self._geometry, self._config, self._pages, self._k = geometry, config, pages, k
+        self._errors = limits
         self._caches = [None] * len(pages.rows) if caches is None else list(caches)
         self._limits = dict(sink=sink, window=local_window, dense_below=dense_below)
         device, layers, G = geometry.device, len(pages.rows), geometry.kv_heads
@@ -133,7 +142,8 @@ class PagedSteps:
         assert encoder is not None  # `unserved` has checked this
         self._encoder: Encoder = encoder
         searched = [max(count * BLOCK - sink, 0) for count in range(blocks + 1)]
-        candidates = [config.candidates(count, k) if count else 0 for count in searched]
+        of = config.candidates if limits is None else partial(row_budget.candidates_of, config)
+        candidates = [of(count, k) if count else 0 for count in searched]
         self._most = max(room_of(KIND, blocks * BLOCK, max(candidates)), 1)
         self._candidates = torch.tensor(candidates, dtype=torch.int32, device=device)
 
@@ -180,9 +190,11 @@ class PagedSteps:
         self._encode_due()
         if rows > self._most_rows:
             raise ValueError(f"rows: got {rows} sequences, allowed are up to {self._most_rows}")
-        new = bool(rows) and rows not in self._steps
+        new, errors = bool(rows) and rows not in self._steps, self._errors
         if rows:
             self._scales.zero_()
+        if errors is not None:
+            errors.update()
         layers, codes = len(self._pages.rows), self._pages.codes[0]
         splits = WAVES * multiprocessors(self._geometry.device) // (layers * max(rows, 1))
         most = -(-self._codes.shape[2] * self._geometry.kv_heads * (BLOCK // 16) // UPDATE_THREADS)
@@ -208,6 +220,9 @@ class PagedSteps:
                 due=self._due,
                 segments=self._segments,
                 clock=self._caches[0].clocks if self._caches[0] else None,
+                limits=errors.table if errors else None,
+                known=errors.known if errors else None,
+                variances=errors.variances if errors else None,
                 batch=rows,
                 room=self._most_rows,
                 row=self._codes.shape[2],
@@ -225,12 +240,11 @@ class PagedSteps:
         )
         if new:
             self._grow(rows)
-            self._steps[rows] = self._step_for(rows), self._states()
+            step, states = self._steps[rows] = self._step_for(rows), self._states()
             g = self._geometry
             queries = torch.zeros(rows, g.q_heads, g.head_dim, dtype=g.dtype, device=g.device)
-            self.attend(
-                0, queries, torch.empty_like(queries)
-            )  # compiles kernels now, as none can be compiled in a graph
+            # compiles kernels now, as none can be compiled in a graph
+            step(queries, replace(states[0], found_sum=None))
 
     def attend(
         self, layer: int, queries: Tensor, output: Tensor, *, sinks: Tensor | None = None
@@ -242,8 +256,11 @@ class PagedSteps:
         method, `R` must be the argument `rows` of the last call of `begin` before the capture.
         """
         step, states = self._steps[len(queries)]
-        step.output = output
-        step(queries.contiguous(), states[layer])
+        step.output, state = output, states[layer]
+        if sinks is not None and self._errors is not None:  # they have a part of the weights
+            lse = sinks.float().expand(len(queries), -1).contiguous()
+            state = replace(state, limit_lse=lse)
+        step(queries.contiguous(), state)
         if sinks is not None:
             output.copy_(with_sink_logits(output, step.lse, sinks))
 
@@ -278,6 +295,7 @@ class PagedSteps:
         g, options = self._geometry, options_of(KIND, self._config)
         options |= dict(batch=rows, k=self._k, most=self._most, ragged=True, arena=self._arena)
         options |= dict(blocks=self._codes.shape[2], multiprocessors=multiprocessors(g.device))
+        options |= dict(limited=self._errors is not None)
         return STEPS[KIND](g, self._layout, **options)
 
     def _states(self) -> list[State]:
@@ -302,10 +320,15 @@ class PagedSteps:
                 dict(codec="fp8", key_scale=key, value_scale=value)
                 for key, value in self._pages.scales
             ]
-        places = zip(self._codes, self._rows, self._scales, self._caches, fp8, strict=True)
+        errors: Sequence[dict[str, Any]] = [{} for _ in self._pages.rows]
+        if self._errors is not None:
+            limits = zip(self._errors.variances, self._errors.found, strict=True)
+            errors = [dict(variances=own, found_sum=found) for own, found in limits]
+        names = "codes", "rows", "weight_scale", "cache"
+        places = zip(self._codes, self._rows, self._scales, self._caches, strict=True)
         return [
-            State(codes=codes, rows=pages, weight_scale=scale, cache=cache, **common, **more)
-            for codes, pages, scale, cache, more in places
+            State(**dict(zip(names, place, strict=True)), **common, **coded, **limited)
+            for place, coded, limited in zip(places, fp8, errors, strict=True)
         ]
 
 

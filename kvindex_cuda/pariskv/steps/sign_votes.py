@@ -140,12 +140,16 @@ class SignVotesStep(BaseStep):
         keys = None if staged is None else staged.keys
         if keys is not None and splits and keys.data_ptr() % 16:
             keys = keys.clone()  # read 16 bytes at a time
+        defines = self._prepares
+        if splits and state.sink is not None:
+            defines = defines | dict(PAGED=1 + int(state.segments is not None))
+            defines |= dict(FP8_PAGES=int(state.key_scale is not None))
         self._prepare_launch(
             self,
             state,
             grid=(max(1, min(16, 2 * self._multiprocessors // groups)) + splits, groups),
             block=(256,),
-            defines=self._prepares,
+            defines=defines,
             overlap=staged is None or capturing(queries.device),
             queries=queries,
             token_keys=keys,
@@ -167,6 +171,8 @@ class SignVotesStep(BaseStep):
                 *("queries", "token_keys", "token_values"),
                 *("resident", "resident_count", "room", "resident_splits"),
             ),
+            cache="cached_rows",
+            sink="sink_rows",
             tickets="sample_tickets",
             words="words_cleared",
         )

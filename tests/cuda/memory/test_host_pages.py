@@ -72,7 +72,8 @@ class HostEngine(WritingEngine):
             o.config,
             self.codes,
             scales=self.pages.scales,
-            k=o.k,
+            limits=self.limits,
+            k=o.most_rows,
             sink=o.sink,
             local_window=o.local_window,
             dense_below=o.dense_below,
@@ -98,7 +99,8 @@ class HostEngine(WritingEngine):
             if length:
                 sequence = Sequence(rows, records, self.tables[b], length, self.scales[layer])
                 full = b < len(whole) and whole[b]
-                found[b] = self.paged.attend(queries[b, None], sequence, prompt=full)[0]
+                paged = self.layers[layer]
+                found[b] = paged.attend(queries[b, None], sequence, self.sinks, prompt=full)[0]
         return found
 
 

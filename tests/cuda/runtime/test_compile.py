@@ -36,7 +36,8 @@ KERNEL = re.compile(rf"__global__\s+void\s+{BOUNDS}(\w+)\(")
 
 STEP = dict(D=128, GROUP=4, DTYPE=2)
 VOTES = STEP | dict(CENTERED=1, PLANES=6, SAMPLING=0, RAGGED=0)
-PREPARE = VOTES | dict(REGRESSION=0, LIMITED=0)
+PREPARE = VOTES | dict(REGRESSION=0, LIMITED=0, PAGED=0, FP8_PAGES=0)
+PAGED = dict(SAMPLING=1, LIMITED=1, RAGGED=1)
 RERANK = VOTES | dict(BITS=3, SOFTCAP=0)
 AGREE = dict(GROUP=4, SOFTCAP=0, POLICY=0, SAMPLING=0, COUNTS=0)
 COARSE = dict(D=128, WIDE=0, FACTORS=0, TABLES=1)
@@ -79,6 +80,12 @@ DEFINES = {
         PREPARE | dict(SAMPLING=1, REGRESSION=1, LIMITED=1, D=64, GROUP=8, DTYPE=0),
         PREPARE | dict(SAMPLING=1, REGRESSION=1, LIMITED=1, D=256, GROUP=16),
         PREPARE | dict(SAMPLING=1, LIMITED=1, D=120, GROUP=3, DTYPE=1),
+        PREPARE | PAGED | dict(PAGED=1),
+        PREPARE | PAGED | dict(PAGED=1, FP8_PAGES=1),
+        PREPARE | PAGED | dict(PAGED=2),
+        PREPARE | PAGED | dict(PAGED=2, FP8_PAGES=1, GROUP=8),
+        PREPARE | PAGED | dict(PAGED=1, D=64, GROUP=8, DTYPE=0),
+        PREPARE | PAGED | dict(PAGED=2, D=256, GROUP=16),
     ],
     "step/attend.cu": [
         ATTEND,
@@ -200,6 +207,7 @@ DEFINES = {
     ],
     "append/update_state.cu": [{}],
     "append/read_pages.cu": [{}],
+    "append/measure_outputs.cu": [dict(DTYPE=dtype) for dtype in (2, 0, 1)],
     "append/write_pages.cu": NEW_ROWS,
     "append/gather_pages.cu": NEW_ROWS,
     "step/stage_token.cu": [STEP | dict(DV=128), dict(D=80, DV=24, DTYPE=0, GROUP=3)],

@@ -12,6 +12,7 @@ from kvindex_adapters.vllm.fp8 import Scales
 from kvindex_adapters.vllm.options import Options
 from kvindex_cuda.memory.layout import BLOCK
 from kvindex_cuda.memory.pages import Pages
+from kvindex_cuda.pariskv.steps.page_limits import PageLimits
 from kvindex_cuda.pariskv.steps.paged import PagedSteps, unserved
 from tests.cuda.devices import on, on_devices, on_devices_slowly
 from tests.support.helpers import mostly_slow, slow
@@ -72,11 +73,22 @@ class Engine:
             for i in range(-(-length // tokens)):
                 self.tables[b, i] = free.pop()
         self.pages = Pages(self.codes, self.rows, scales=places)
+        self.layers, self.limits = [self.paged] * LAYERS, None
+        if self.options.allowed_error is not None:
+            self.layers = [PagedAttention.of(self.options, self.geometry) for _ in range(LAYERS)]
+            self.limits = PageLimits(
+                self.geometry,
+                layers=LAYERS,
+                error=self.options.allowed_error,
+                dense_below=self.paged.limit.dense_below,
+                most_rows=len(LENGTHS),
+            )
         self.steps = PagedSteps(
             self.geometry,
             self.options.config,
             self.pages,
-            k=self.options.k,
+            limits=self.limits,
+            k=self.options.most_rows,
             sink=self.options.sink,
             local_window=self.options.local_window,
             dense_below=self.paged.limit.dense_below,
@@ -144,7 +156,8 @@ class Engine:
                 rows, scales = self.rows[layer], self.scales[layer]
                 sequence = Sequence(rows, records, self.tables[b], length, scales)
                 full = b < len(whole) and whole[b]
-                found[b] = self.paged.attend(queries[b, None], sequence, self.sinks, prompt=full)[0]
+                paged = self.layers[layer]
+                found[b] = paged.attend(queries[b, None], sequence, self.sinks, prompt=full)[0]
         return found
 
 

@@ -1,0 +1,217 @@
+"""Limits of the error for decode steps over the pages of an inference engine, if the expected error
+determines the number of rows.
+
+All limits are computed on the device, and the host never waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvindex.core.geometry import Geometry
+from kvindex.layer.output_scale import FEWEST, HORIZON, LAST
+from kvindex_cuda.runtime.arguments import CODES, of_shape, of_type
+from kvindex_cuda.runtime.constants import LENGTHS, WRITE_THREADS
+from kvindex_cuda.runtime.launch import launch
+
+INTERVAL = 16
+"""Number of calls of `take_found` from one copy of the counters to the host to the next."""
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The chunks of prompts in a batch whose outputs are measured.
+
+    Args:
+        stops: Index in the batch of the token after each chunk, int64 `[S]`.
+        counts: Number of the chunk's newest tokens to measure, int64 `[S]`.
+        digits: Number of binary digits of the sequence's length, int64 `[S]`.
+        sums: Sums of squares of values and outputs, float32 `[layers, S, G + H]`. NaN for a layer
+            that has not measured the batch.
+    """
+
+    stops: Tensor
+    counts: Tensor
+    digits: Tensor
+    sums: Tensor
+
+
+class PageLimits:
+    """The limits of the error of all layers, for all sequences of an engine.
+
+    A limit follows from the mean squares of a layer's values and outputs (`OutputScale`). An engine
+    does not identify sequences, so these are measured for all sequences of a similar length
+    together: lengths with the same number of binary digits are a class. `begin_batch` chooses the
+    tokens to measure, `measure` measures them in one layer, and `update` computes new limits.
+
+    Args:
+        geometry: Geometry that all layers have.
+        layers: Number of layers.
+        error: Allowed error of a layer's output, relative to the size of its outputs.
+        dense_below: Only tokens at this position of a sequence or later are measured, because
+            shorter sequences are not searched.
+        most_rows: Number of sequences in the largest batch of decode steps.
+
+    Attributes:
+        table: Largest variance of attention weights for each class, float32 `[layers, LENGTHS, G]`.
+            A class with too few measured tokens has that of the most similar length.
+        known: Whether each layer has measured enough tokens, bool `[1]`. Until then, decode steps
+            use full attention.
+        variances: The limits of the sequences of a decode step, float32 `[layers, most_rows, G]`,
+            which the kernel `read_pages` copies from `table`.
+        found: Number of rows that decode steps have found, int64 `[layers, most_rows, G]`.
+    """
+
+    def __init__(
+        self, geometry: Geometry, *, layers: int, error: float, dense_below: int, most_rows: int
+    ) -> None:
+        g, device = geometry, geometry.device
+        self._geometry, self._error, self._dense_below = g, error, dense_below
+        heads = g.kv_heads + g.q_heads
+        self._means = torch.zeros(layers, LENGTHS, heads, device=device)
+        self._seen = torch.zeros(layers, LENGTHS, dtype=torch.int64, device=device)
+        self._chunks: Chunks | None = None
+        self.table = torch.zeros(layers, LENGTHS, g.kv_heads, device=device)
+        self.known = torch.zeros(1, dtype=torch.bool, device=device)
+        self.variances = torch.zeros(layers, most_rows, g.kv_heads, device=device)
+        self.found = torch.zeros(layers, most_rows, g.kv_heads, dtype=torch.int64, device=device)
+        # for each class, how different the others are; of two equally similar ones, the longer
+        digits = torch.arange(LENGTHS, device=device)
+        differences = digits[None] - digits[:, None]
+        self._differences = (2 * differences.abs() + (differences < 0)).float()
+        self._calls = 0  # of `take_found`
+        self._copy = torch.zeros(2, dtype=torch.int64)  # rows found so far, and `known`
+        if device.type == "cuda":
+            self._copy = self._copy.pin_memory()
+        self._copied: Any = None  # an event that is recorded when `_copy` is complete
+        self._taken, self.searches = 0, False
+
+    def begin_batch(self, starts: Tensor, lengths: Tensor, sequences: Sequence[int]) -> bool:
+        """Choose the tokens of a batch whose outputs the layers measure: the newest ones of each
+        chunk.
+
+        Args:
+            starts: Index in the batch of each sequence's first new token, followed by the total
+                number of new tokens, int32 `[R + 1]`.
+            lengths: Length of each sequence including its new tokens, int32 `[R]`.
+            sequences: Numbers of the sequences that get full attention, or sparse attention of
+                prompts.
+
+        Returns:
+            True if there is such a sequence. Then call `measure` in each layer.
+        """
+        self.update()
+        if not sequences:
+            return False
+        device = self._geometry.device
+        given = torch.tensor(sequences)
+        if device.type == "cuda":
+            given = given.pin_memory()
+        numbers = given.to(device, non_blocking=True)
+        stops, lengths = starts[numbers + 1].long(), lengths[numbers].long()
+        counts = (stops - starts[numbers]).clamp_max(LAST)
+        counts = torch.minimum(counts, lengths - self._dense_below + 1).clamp_min(0)
+        powers = 2 ** torch.arange(LENGTHS - 1, device=device)
+        digits = (lengths[:, None] >= powers).sum(-1)
+        sums = self._means.new_full((len(self._means), len(given), self._means.shape[2]), torch.nan)
+        self._chunks = Chunks(stops, counts, digits, sums)
+        return True
+
+    def measure(self, layer: int, values: Tensor, outputs: Tensor) -> None:
+        """Measure the tokens that `begin_batch` has chosen, in one layer.
+
+        Args:
+            layer: Number of the layer.
+            values: Values of the tokens of the batch, `[T, G, Dv]`.
+            outputs: Their attention outputs, `[T, H, Dv]`, in the dtype of the values.
+        """
+        chunks, g = self._chunks, self._geometry
+        assert chunks is not None  # `begin_batch` has returned True
+        of_type("values", values, *CODES)
+        of_shape("values", values, len(values), g.kv_heads, g.value_dim)
+        of_type("outputs", outputs, values.dtype)
+        of_shape("outputs", outputs, len(outputs), g.q_heads, g.value_dim)
+        if values.stride(2) != 1 or outputs.stride(2) != 1:
+            raise ValueError(
+                f"values: got strides {values.stride()} and outputs with {outputs.stride()}; the "
+                "last dimension must be contiguous (stride 1)"
+            )
+        sums = chunks.sums[layer]
+        launch(
+            "append/measure_outputs.cu",
+            "measure_outputs",
+            (len(sums), g.kv_heads + g.q_heads),
+            (WRITE_THREADS,),
+            arguments=dict(
+                values=values,
+                outputs=outputs,
+                stops=chunks.stops,
+                counts=chunks.counts,
+                sums=sums,
+                kv_heads=g.kv_heads,
+                value_dim=g.value_dim,
+                value_token=values.stride(0),
+                value_head=values.stride(1),
+                output_token=outputs.stride(0),
+                output_head=outputs.stride(1),
+            ),
+            DTYPE=CODES[values.dtype],
+        )
+
+    def update(self) -> None:
+        """Compute new limits if tokens have been measured since the last call.
+
+        The means are moving averages, as in `OutputScale`. Chunks of a batch whose lengths are in
+        the same class count as one chunk. A chunk in which a number is not finite is ignored.
+        """
+        chunks, self._chunks = self._chunks, None
+        if chunks is None:
+            return
+        heads = self._geometry.kv_heads
+        finite = chunks.sums.sum(-1).isfinite()  # [layers, S]
+        own = chunks.digits[:, None] == torch.arange(LENGTHS, device=chunks.digits.device)
+        chosen = finite[..., None] & own  # [layers, S, LENGTHS]
+        new = (chosen * chunks.counts[:, None]).sum(1)  # [layers, LENGTHS]
+        squares = chunks.sums[:, :, None].masked_fill(~chosen[..., None], 0).sum(1)
+        self._seen += new
+        weights = (new / self._seen.clamp(1, HORIZON)).clamp_max(1)
+        self._means.lerp_(squares / new.clamp_min(1)[..., None], weights[..., None])
+        values, outputs = self._means[..., :heads], self._means[..., heads:]
+        allowed = self._error**2 * outputs.sum(-1, keepdim=True) / heads
+        limits = allowed / values.clamp_min(torch.finfo(torch.float32).tiny)
+        enough = self._seen >= FEWEST
+        differences = self._differences.masked_fill(~enough[:, None], torch.inf)
+        nearest = differences.argmin(-1, keepdim=True)  # [layers, LENGTHS, 1]
+        self.table.copy_(limits.gather(1, nearest.expand_as(limits)))
+        self.known.copy_(enough.any(-1).all())
+
+    def take_found(self) -> float:
+        """Return how many rows decode steps have found since the previous call that returned a
+        number other than 0: for each sequence the mean over KV heads and layers, added up.
+
+        Call this once in each step of the model. Most calls return 0, and the number does not
+        include the last steps. A call that returns a number also sets the attribute `searches` to
+        whether decode steps search (`known`).
+        """
+        self._calls += 1
+        found = self._difference() if self._copied is not None and self._copied.query() else 0.0
+        if self._calls % INTERVAL == 0 and self._copied is None:
+            self._copy.copy_(
+                torch.stack([self.found.sum(), self.known[0].long()]), non_blocking=True
+            )
+            if not self.found.is_cuda:
+                return self._difference()
+            self._copied = torch.cuda.current_stream(self.found.device).record_event()
+        return found
+
+    def _difference(self) -> float:
+        self._copied = None
+        found, known = self._copy.tolist()
+        more, self._taken = found - self._taken, found
+        self.searches = bool(known)
+        return float(more) / (len(self.found) * self.found.shape[2])
