@@ -178,6 +178,136 @@ def test_a_batch_of_sparse_prompts_and_others(entered, flash_fp8, monkeypatch, s
         assert (output[start:] == 9).all()
 
 
+AUTO = {"index": "pariskv:sign_decoder=mean", "k": "auto", "error": 0.5, "dense_below": 400}
+
+
+class Batches:
+    """Layers that choose the number of rows, and the limits that they have in plain torch."""
+
+    def __init__(self, config, scales):
+        from kvindex_adapters.vllm.attention import PagedAttention
+        from kvindex_adapters.vllm.engine import options_of
+        from tests.vllm.on_a_cpu import Attention
+
+        self.layers = layers_of(config, Attention, scales)
+        self.convert = Scales(*scales, torch.float32) if scales else None
+        self.builder = builder_of(config, self.layers)
+        self.plain = [
+            PagedAttention.of(options_of(config), layer.impl.geometry)
+            for layer in self.layers.values()
+        ]
+
+    def run(self, tables, lengths, counts, **more):
+        """Run a step of all layers, and return queries, values and outputs of each layer."""
+        bounds = [(length - count, length) for length, count in zip(lengths, counts, strict=True)]
+        slots, found, total = slots_of(tables, bounds), [], sum(counts)
+        metadata = self.builder.build(0, common(tables, lengths, counts, slots, **more))
+        for number, layer in enumerate(self.layers.values()):
+            queries, output = 2 * torch.randn(total, H, D), torch.empty(total, H, D)
+            keys, values = torch.randn(total, G, D), (1 + number) * torch.randn(total, G, D)
+            if self.convert is None or layer.impl.host is not None:
+                layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
+            else:
+                pages.write_rows(layer.kv_cache, slots, keys, values, self.convert)
+            given = queries, keys, values, layer.kv_cache, metadata, output
+            layer.impl.forward(layer, *given)
+            found.append((queries, values, output))
+        return found
+
+    def measure(self, found, length, own):
+        """Let the limits in plain torch measure a chunk of a prompt: some tokens of a batch."""
+        for plain, (_, values, output) in zip(self.plain, found, strict=True):
+            count = len(plain.budget.places(length, own.stop - own.start))
+            some = slice(own.stop - count, own.stop)
+            given = (part[some].transpose(0, 1)[None] for part in (values, output))
+            plain.budget.measure(*given, length)
+
+    def check(self, tables, lengths, found, **bounds):
+        """Compare decode steps with plain torch, which has the same limits."""
+        from kvindex_adapters.vllm.attention import Sequence
+
+        for layer, plain, (queries, _, output) in zip(
+            self.layers.values(), self.plain, found, strict=True
+        ):
+            rows, records = layer.kv_cache, layer.impl.codes.records
+            if layer.impl.host is not None:
+                rows = layer.impl.host.pages.rows[layer.impl.number]
+            for b, length in enumerate(lengths):
+                sequence = Sequence(rows, records, tables[b], length, self.convert)
+                expected = plain.attend(queries[b, None], sequence)[0]
+                torch.testing.assert_close(output[b], expected, **bounds)
+
+
+@pytest.mark.parametrize(
+    ("more", "scales"),
+    [({}, None), ({}, (0.37, 0.02)), ({"rows": "host", "cached_rows": 1024}, None)],
+)
+def test_as_many_rows_as_the_error_asks_for(entered, flash_fp8, more, scales):
+    """Limits follow from prompts, not from decode steps in the same batch."""
+    config = entered({**EVERY, **AUTO, **more})
+    batches = Batches(config, scales)
+    tables = torch.tensor([[3, 7, 1], [4, 2, 0], [9, 0, 0]]).int()
+    reading = torch.tensor([True, True, True])
+    found = batches.run(tables, (500, 300, 5), (500, 300, 5), is_prefilling=reading)
+    batches.measure(found, 500, slice(0, 500))
+    # a decode step, and the rest of a prompt
+    mixed = torch.tensor([False, True])
+    order = tables[[1, 0]]
+    found = batches.run(order, (301, 690), (1, 190), is_prefilling=mixed)
+    batches.measure(found, 690, slice(1, 191))
+    errors = batches.builder._errors
+    errors.update()
+    for number, plain in enumerate(batches.plain):
+        for length in (500, 690, 5000):
+            limit = plain.budget.limit(torch.zeros(1, H), length).variance[0]
+            bounds = dict(rtol=1e-5, atol=0)
+            torch.testing.assert_close(errors.table[number, length.bit_length()], limit, **bounds)
+    assert batches.layers["layers.0"].impl.codes.errors is errors
+    lengths = (691, 302, 6)
+    for step in range(2):
+        now = tuple(length + step for length in lengths)
+        found = batches.run(tables, now, (1, 1, 1), is_prefilling=~reading)
+        batches.check(tables, now, found, rtol=1e-4, atol=1e-5)
+        few = errors.found[:, :3].clone()
+        assert (few[:, 0] > 0).all()
+        assert not few[:, 1:].any()
+    assert few.max() < 2 * (512 - 4)  # fewer than all rows of the index
+
+
+def test_steps_attend_to_all_tokens_until_a_prompt_is_measured(entered):
+    """A graph of a decode step is captured before that."""
+    batches = Batches(entered({**EVERY, **AUTO}), None)
+    tables = torch.tensor([[3, 7, 1], [4, 2, 5]]).int()
+    found = batches.run(tables, (390, 390), (390, 390))
+    for length in range(391, 400):
+        batches.run(tables, (length, length), (1, 1))
+    batches.builder._capturing = True
+    batches.run(tables, (399 + 300, 399 + 300), (300, 300))  # not measured
+    batches.builder._capturing = False
+    found = batches.run(tables, (700, 700), (1, 1))
+    assert not batches.builder._errors.known.item()
+    for plain in batches.plain:
+        assert not plain.budget.known
+    batches.check(tables, (700, 700), found, rtol=1e-4, atol=1e-5)
+    assert not batches.builder._errors.found.any()
+
+
+def test_which_sequences_are_measured():
+    from kvindex_adapters.vllm.gpu_batch import prompt_chunks
+
+    def chosen(lengths, counts, decoded=1, **more):
+        given = common(torch.zeros(len(lengths), 1).int(), lengths, counts, None, **more)
+        return prompt_chunks(given, 400, decoded)
+
+    lengths = torch.tensor([700, 300, 900, 500]).int()
+    assert chosen(lengths.tolist(), (1, 300, 2, 1)) == [1, 2]
+    assert chosen(lengths.tolist(), (1, 300, 2, 4), decoded=2) == [1, 3]
+    reading = torch.tensor([False, True, False])
+    assert chosen([*lengths.tolist(), 0], (1, 1, 2, 1, 0), is_prefilling=reading) == [1, 2]
+    known = dict(seq_lens_cpu_upper_bound=lengths)
+    assert chosen(lengths.tolist(), (1, 300, 2, 1), **known) == [2]
+
+
 def test_a_layer_that_reads_the_rows_of_another(entered):
     from kvindex_adapters.vllm.gpu import SearchingFlashAttention
 
@@ -247,8 +377,6 @@ def test_graphs_are_of_decoded_tokens_alone(entered):
             "index: on a GPU: coarse: got 'none', allowed is 'sign_votes'",
         ),
         ({**EVERY, "local_window": 0}, "local_window: got 0, allowed is at least 1 on a GPU"),
-        ({"k": "auto"}, "k: got 'auto', allowed is a number on a GPU, because the kernels over"),
-        ({"error": 0.1}, "error: got 0.1, allowed is None on a GPU, because the kernels over"),
     ],
 )
 def test_what_no_fused_step_serves_is_refused(entered, asked, said):
@@ -257,6 +385,19 @@ def test_what_no_fused_step_serves_is_refused(entered, asked, said):
     entered(asked)
     with pytest.raises(ValueError, match=f"kvindex: {said}"):
         SearchingFlashAttention(H, D, 1.0, G, None, None, "auto")
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [({"k": "auto"}, "k: got 'auto' in a model"), ({"error": 0.1}, "error: got 0.1 in a model")],
+)
+def test_layers_that_share_rows_do_not_choose_their_number(entered, asked, said):
+    from kvindex_adapters.vllm.gpu import SearchingFlashAttention
+
+    layers_of(entered(asked))
+    given = H, D, 1.0, G, None, None, "auto", None, "decoder", "layers.1"
+    with pytest.raises(ValueError, match=f"kvindex: {said} whose layers share keys and values"):
+        SearchingFlashAttention(*given)
 
 
 def test_a_gpu_that_cannot_run_the_kernels(entered, monkeypatch):
@@ -336,6 +477,46 @@ def test_prompts_are_read_sparsely(stock, engine, model, emulated):
     assert found == tokens(theirs, prompts, 8)
     assert found == [tokens(mine, [ids], 8)[0] for ids in prompts]  # with cached prefixes
     assert found[0] != tokens(stock, prompts[:1], 8)[0]
+
+
+@pytest.mark.parametrize("more", [{}, SPARSE])
+def test_the_engine_takes_as_many_rows_as_the_error_asks_for(engine, model, emulated, more):
+    """The torch backend, which measures the same prompts, writes the same tokens."""
+    from prometheus_client import REGISTRY
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends import registry
+
+    names = [f"vllm:kvindex_{kind}_total" for kind in ("searched_steps", "dense_steps")]
+    names.append("vllm:kvindex_rows_read_total")
+
+    def counted():
+        return [REGISTRY.get_sample_value(name, {"engine": "0"}) or 0 for name in names]
+
+    asked, results = ASKED | AUTO | more, []
+    prompts = [prompt(length, seed) for seed, length in enumerate((1000, 300, 700, 508))]
+    own = registry.AttentionBackendEnum.CPU_ATTN
+    before = own.get_path()
+    for mine in (True, False):
+        if not mine:
+            registry.register_backend(own, "kvindex_adapters.vllm.backend.SearchingBackend")
+            selector._cached_get_attn_backend.cache_clear()
+        llm, start = emulated(asked), counted()
+        written = [tokens(llm, [ids], 34)[0] for ids in prompts]
+        results.append((written, [new - old for new, old in zip(counted(), start, strict=True)]))
+    registry.register_backend(own, before)
+    (found, steps), (expected, others) = results
+    assert found == expected
+    assert sum(steps[:2]) == sum(others[:2])
+    # on a GPU, rows and the first searches are counted some steps later
+    assert 0.7 * others[0] < steps[0] <= others[0]
+    assert 0.8 * others[2] < steps[2] < 1.2 * others[2]
+
+
+def test_a_tiny_error_gives_the_tokens_of_full_attention(emulated, stock):
+    """Sequences are shorter than the largest number of rows."""
+    mine = emulated(ASKED | AUTO | {"error": 1e-6})
+    prompts = [prompt(length, seed) for seed, length in enumerate((1000, 300, 508))]
+    assert tokens(mine, prompts, 8) == tokens(stock, prompts, 8)
 
 
 def test_a_single_token_that_is_left_of_a_prompt_is_read_by_the_kernels(emulated, stock):

@@ -117,6 +117,26 @@ def test_other_presets(made, taught, index):
     assert written(mine, PROMPTS) == taught[: len(PROMPTS)]
 
 
+AUTO = EVERY | {"index": "pariskv:sign_decoder=mean", "k": "auto"}
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_tiny_error_gives_the_engines_own_tokens(made, taught, graphs):
+    """Graphs are captured before a prompt is measured. Then their steps use full attention."""
+    mine = made(AUTO | {"error": 1e-6}, graphs)
+    few = [number for number, ids in enumerate(PROMPTS) if len(ids) <= 1000]
+    for number in few:
+        assert written(mine, [PROMPTS[number]]) == [taught[number]]
+    assert written(mine, [PROMPTS[number] for number in few]) == [taught[one] for one in few]
+
+
+def test_a_large_error_gives_other_tokens_and_graphs_the_same(made, taught):
+    auto = AUTO | {"error": 4.0, "sink": 0, "local_window": 1}
+    (eager,), (graphs,) = (written(one, [ALONE]) for one in (made(auto), made(auto, True)))
+    assert eager == graphs
+    assert eager != taught[-1]
+
+
 def test_few_rows_give_other_tokens_and_graphs_the_same(made, taught):
     few = EVERY | {"index": "pariskv:preset=fast", "k": 1, "sink": 0, "local_window": 1}
     (eager,), (graphs,) = (written(one, [ALONE]) for one in (made(few), made(few, True)))

@@ -71,6 +71,16 @@ def test_few_rows_are_those_of_rows_on_the_device(made, known, index, dtype):
         assert known.written(host, [ids]) == known.written(device, [ids])
 
 
+@pytest.mark.parametrize("error", [0.5, 1e-6])
+def test_as_many_rows_as_the_error_asks_for_on_the_host(made, known, texts, error):
+    auto = known.AUTO | {"error": error}
+    host, device = made(auto | HOST), made(auto)
+    for ids, text in zip(known.PROMPTS, texts, strict=False):
+        found = known.written(host, [ids])
+        assert found == known.written(device, [ids])
+        assert error > 0.1 or len(ids) > 1000 or found == [text]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [1.0, 0.37])
 def test_bytes_in_fp8_are_those_of_vllm(dtype, scale):

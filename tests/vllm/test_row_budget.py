@@ -1,6 +1,7 @@
 """`k="auto"` over vLLM's pages: as many rows as the error asks for, as a layer of kvindex reads."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,11 +52,20 @@ def test_bad_options(given, said):
         Options.of(given)
 
 
-def test_a_gpu_says_that_it_does_not_support_it():
-    assert row_reasons(100, None) == []
-    (reason,) = row_reasons("auto", None)
-    assert reason.startswith("k: got 'auto', allowed is a number on a GPU")
-    assert row_reasons(100, 0.1)[0].startswith("error: got 0.1, allowed is None on a GPU")
+def test_a_gpu_says_what_it_does_not_support():
+    def reasons(options, shared, ubatching):
+        parallel = SimpleNamespace(use_ubatching=ubatching)
+        config = SimpleNamespace(parallel_config=parallel)
+        return row_reasons(config, options, shared=shared)
+
+    assert reasons(Options(), True, True) == []
+    assert reasons(Options(k="auto"), False, False) == []
+    first, second = reasons(Options(k="auto"), True, True)
+    said = "in a model whose layers share keys and values, allowed is"
+    assert first.startswith(f"k: got 'auto' {said} a number on a GPU")
+    assert second.startswith("use_ubatching: got True, allowed is False with k='auto' on a GPU")
+    (reason,) = reasons(Options(error=0.1), True, False)
+    assert reason.startswith(f"error: got 0.1 {said} None on a GPU")
 
 
 @pytest.mark.parametrize("sinks", [None, torch.tensor([2.0, -1.0, 0.5, 3.0])])

@@ -135,6 +135,23 @@ def test_the_kernels_verify_drafted_tokens(stock, model, tmp_path):
     assert drafted
 
 
+@pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
+def test_drafted_tokens_choose_their_numbers_of_rows(stock, model, tmp_path):
+    """The kernels retrieve as many rows for each token as plain torch."""
+    auto = EVERY | {"index": "pariskv:sign_decoder=mean", "k": "auto", "error": 0.5}
+    auto |= {"dense_below": 350, "local_window": 40}
+    prompts = [prompt(length, 3) * 3 for length in (160, 7)]
+    for name in ("kernels", "torch"):
+        (tmp_path / name).mkdir()
+    found, expected = (
+        speculated(tmp_path / name, model, auto, 12, prompts, emulate=name == "kernels", **WHOLE)
+        for name in ("kernels", "torch")
+    )
+    assert found == expected
+    assert found[1]
+    assert found[0] != tokens(stock, prompts, 12)
+
+
 WHOLE = dict(max_num_batched_tokens=4096, num_gpu_blocks_override=24)
 """Options with which each prompt is one chunk. A single token that is left of a prompt would be a
 decode step, and drafts change how much is left."""

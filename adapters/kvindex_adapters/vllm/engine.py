@@ -219,6 +219,7 @@ class CodesLayer(AttentionLayerBase):
         self.mixed = False  # whether steps also search in batches that contain prompts
         self.host: Any = None  # the `HostRows` of all layers, if keys and values are in host memory
         self.limit = Limit(LEAST)  # the sequences that search
+        self.errors: Any = None  # on a GPU: the `PageLimits`, if the error determines the rows
 
     @staticmethod
     def name(number: int) -> str:
@@ -507,7 +508,7 @@ class StepCounter:
 
         A step that verifies drafted tokens is counted once for each of its tokens. Lookups in the
         row cache are counted some steps later. If searches choose the number of rows, the rows of a
-        batch are counted with the next batch.
+        batch are counted with the next batch, and on a GPU some steps later.
         """
         if self._host is not None:
             self._lookups = self._lookups or self._host.lookup_counter()
@@ -532,16 +533,32 @@ class StepCounter:
         if not self._mixed:
             search = search and batch_searches(self._config, common, self._limit)
         found = None
-        if budgets := self._budgets():
-            search = search and all(budget.known for budget in budgets)
-            self._rows += sum(budget.take_found() for budget in budgets) / len(budgets)
+        if self._options.allowed_error is not None:
+            rows, known = self._found()
+            search = search and known
+            self._rows += rows
             found = int(self._rows)
             self._rows -= found
         how: Any = dict(search=search, found=found)
         self._counters.add(Steps.of(steps, self._options, self._limit, **how))
 
+    def _found(self) -> tuple[float, bool]:
+        """Return how many rows searches have found since the last call, as a mean over layers, and
+        whether all layers know the limits of their error."""
+        if budgets := self._budgets():
+            rows = sum(budget.take_found() for budget in budgets) / len(budgets)
+            return rows, all(budget.known for budget in budgets)
+        codes = (layer for layer in self._layers.values() if isinstance(layer, CodesLayer))
+        # one object for the layers of each metadata builder
+        errors = {id(one.errors): one.errors for one in codes if one.errors is not None}.values()
+        if not errors:
+            return 0.0, False  # there are no pages yet
+        layers = sum(one.layers for one in errors)
+        rows = sum(one.take_found() * one.layers for one in errors) / layers
+        return rows, all(one.searches for one in errors)
+
     def _budgets(self) -> list[RowBudget]:
-        """Return the limits of all layers, or an empty list if each search finds `k` rows."""
+        """Return the limits of all layers on a CPU, or an empty list."""
         layers = attention_layers(self._layers).values()
         plain = (vars(layer.impl).get("paged") for layer in layers)
         return [one.budget for one in plain if one is not None and one.budget is not None]

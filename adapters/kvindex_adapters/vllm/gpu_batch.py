@@ -35,6 +35,7 @@ from kvindex_adapters.vllm.request_hooks import sparse_prompts
 from kvindex_adapters.vllm.unsupported import check_causal, refuse, refuse_memory
 from kvindex_cuda.memory.pages import Pages
 from kvindex_cuda.pariskv.steps.host_rows import HostRows
+from kvindex_cuda.pariskv.steps.page_limits import PageLimits
 from kvindex_cuda.pariskv.steps.paged import PagedSteps
 
 
@@ -151,6 +152,24 @@ class ReadingSparsely:
             output[chunk.tokens] = attend_prompt(queries[chunk.tokens], read, chunk.prompt, g)
 
 
+class Measuring:
+    """Measures the values and outputs of prompts in a batch of vLLM, from which the limits of the
+    error follow.
+
+    Args:
+        limits: The limits of all layers, which have chosen the tokens to measure.
+        numbers: Maps the `CodesLayer` of each layer to the layer's number in `limits`.
+    """
+
+    def __init__(self, limits: PageLimits, numbers: dict[CodesLayer, int]) -> None:
+        self._limits, self._numbers = limits, numbers
+
+    def measure(self, impl: SearchingFlashAttention, values: Tensor, outputs: Tensor) -> None:
+        """Measure a layer's values `[T, G, D]` and outputs `[T, H, D]` of the batch."""
+        assert impl.codes is not None  # true for every layer with an index
+        self._limits.measure(self._numbers[impl.codes], values, outputs)
+
+
 class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
     """vLLM's FlashAttention metadata builder, which also prepares the fused decode steps of layers
     with an index."""
@@ -164,6 +183,7 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         self._geometries: set[Geometry | None] = set()
         self._caches: list[Tensor] = []
         self._steps: PagedSteps | None = None
+        self._errors: PageLimits | None = None
         self._capturing = False
         self._host: HostRows | None = None
         context = vllm_config.compilation_config.static_forward_context
@@ -233,16 +253,16 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         # vLLM's schedule for FlashAttention is not needed, unless one of two graphs contains it
         scheduled = self._graphs and (full or self._capturing)
         metadata = super().build(common_prefix_len, common, fast_build or (alone and not scheduled))
-        metadata.searching = None
+        metadata.searching = metadata.measuring = None
         if not self._layers:
             return metadata
         check_causal(common.causal)
         steps = self._opened()
         steps.begin(tables, lengths, common.slot_mapping, rows=rows, whole=whole)
+        metadata.measuring = self._measuring(common)
         if alone:
-            numbers = {layer.impl.codes: i for i, layer in enumerate(self._layers)}
             parts = self._parts(common, starts, rows) if starts else []
-            metadata.searching = Searching(steps, numbers, rows, parts, common)
+            metadata.searching = Searching(steps, self._numbers, rows, parts, common)
         return metadata
 
     def build_for_cudagraph_capture(
@@ -254,6 +274,22 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
             return super().build_for_cudagraph_capture(common_attn_metadata)
         finally:
             self._capturing = False
+
+    @property
+    def _numbers(self) -> dict[CodesLayer, int]:
+        return {layer.impl.codes: i for i, layer in enumerate(self._layers)}
+
+    def _measuring(self, common: CommonAttentionMetadata) -> Measuring | None:
+        """Return an object that measures the prompts of a batch, or None if there are none or if
+        each search retrieves `k` rows. A CUDA graph never contains it, because graphs are of decode
+        steps."""
+        errors, limit = self._errors, self._layers[0].impl.codes.limit
+        if errors is None or self._capturing or common.max_query_len == 1:
+            return None
+        chosen = prompt_chunks(common, limit.dense_below, 1 + self._drafted)
+        if not errors.begin_batch(common.query_start_loc, common.seq_lens, chosen):
+            return None
+        return Measuring(errors, self._numbers)
 
     @property
     def _graphs(self) -> bool:
@@ -270,16 +306,17 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         return batch_searches(self.vllm_config, common, self._layers[0].impl.codes.limit)
 
     def _build_sparse(
-        self, common: CommonAttentionMetadata, chunks: list[SparseChunk]
+        self, common: CommonAttentionMetadata, sparse: list[SparseChunk]
     ) -> FlashAttentionMetadata:
         """Build the metadata of a batch in which some sequences are read with sparse attention."""
         check_causal(common.causal)
         tables, lengths = common.block_table_tensor, common.seq_lens
         self._opened().begin(tables, lengths, common.slot_mapping, rows=0)
         metadata = super().build(0, common, True)  # for other attributes
-        rest, tokens = others(common, chunks)
+        rest, tokens = others(common, sparse)
         theirs = None if rest is None else super().build(0, rest, True)
-        metadata.searching = ReadingSparsely(chunks, tokens, theirs, tables)
+        metadata.searching = ReadingSparsely(sparse, tokens, theirs, tables)
+        metadata.measuring = self._measuring(common)
         return metadata
 
     def _parts(
@@ -324,11 +361,23 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
                 f"model: got full-attention layers of different shapes, {self._geometries}, "
                 "allowed is a model in which they have one shape"
             )
+        limit = self._layers[0].impl.codes.limit
+        if options.allowed_error is not None and self._errors is None:
+            self._errors = PageLimits(
+                self._layers[0].impl.geometry,
+                layers=len(self._layers),
+                error=options.allowed_error,
+                dense_below=limit.dense_below,
+                most_rows=most_rows,
+            )
+            for layer in self._layers:
+                layer.impl.codes.errors = self._errors
         shared: dict[str, Any] = dict(
+            limits=self._errors,
             k=options.most_rows,
             sink=options.sink,
             local_window=options.local_window,
-            dense_below=self._layers[0].impl.codes.limit.dense_below,
+            dense_below=limit.dense_below,
             most_rows=most_rows,
             new_tokens=max(scheduler.max_num_batched_tokens, most_rows),
         )
@@ -373,6 +422,25 @@ def one_by_one(common: CommonAttentionMetadata) -> tuple[Tensor, Tensor]:
     later = ends[owner] - 1 - tokens  # new tokens of the same sequence after this one
     lengths = (common.seq_lens[owner] - later).masked_fill(later < 0, 0)  # below 0 for padding
     return common.block_table_tensor[owner], lengths.to(common.seq_lens.dtype)
+
+
+def prompt_chunks(common: CommonAttentionMetadata, least: int, decoded: int) -> list[int]:
+    """Return the numbers of the sequences of a batch that read a chunk of their prompt.
+
+    Args:
+        common: vLLM's metadata of the batch.
+        least: Shorter sequences are left out if the host knows their lengths.
+        decoded: Largest number of new tokens of a sequence in a decode step.
+    """
+    counts = common.query_start_loc_cpu[: common.num_reqs + 1].diff()
+    found, reading = counts > decoded, common.is_prefilling
+    if reading is not None:
+        prompts = reading[: common.num_reqs]  # may have no entries for padding
+        found[: len(prompts)] |= prompts & (counts[: len(prompts)] > 0)
+    if (known := common.seq_lens_cpu_upper_bound) is not None:
+        found[: len(known)] &= known[: len(found)] >= least
+    numbers: list[int] = found.nonzero()[:, 0].tolist()
+    return numbers
 
 
 def single_prompts(common: CommonAttentionMetadata) -> Tensor | None:

@@ -74,9 +74,9 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         device = torch.device(config.device_config.device or "cuda")
 
         def more(geometry: Geometry | None) -> list[str]:
-            reasons = row_reasons(options.k, options.error)
+            shared = self.kv_sharing_target_layer_name is not None
+            reasons = row_reasons(config, options, shared=shared)
             if options.rows == "host":
-                shared = self.kv_sharing_target_layer_name is not None
                 reasons += host_reasons(config, sliding=geometry is None, shared=shared)
             if geometry is not None:
                 try:
@@ -153,10 +153,14 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
             or two_graphs.full()
         ):
             given = layer, query, key, value, rows, attn_metadata, output
-            return self.attend_whole(*given, output_scale, output_block_scale)
-        check_output(output_scale, output_block_scale)
-        attn_metadata.searching.attend(self, layer, query, key, value, rows, output)
-        return output
+            found = self.attend_whole(*given, output_scale, output_block_scale)
+        else:
+            check_output(output_scale, output_block_scale)
+            attn_metadata.searching.attend(self, layer, query, key, value, rows, output)
+            found = output
+        if attn_metadata is not None and self.codes is not None and attn_metadata.measuring:
+            attn_metadata.measuring.measure(self, value, output)
+        return found
 
     def _rows(self, kv_cache: Tensor) -> Tensor:
         """Return the part of the pages that contains keys and values.

@@ -53,7 +53,7 @@ class Options:
     Args:
         index: Name and options of the index, for example "pariskv:preset=paper".
         k: Number of rows (a row is one token's key and value) to retrieve per KV head in a decode
-            step, or "auto" for as many as `error` asks for, at most 1,024 (only on a CPU).
+            step, or "auto" for as many as `error` asks for, at most 1,024.
         error: Allowed error of a layer's output, relative to the size of its outputs. A step
             retrieves fewer than `k` rows if fewer are expected to give this error. None: always `k`
             rows, or with `k="auto"` the same as 0.1.

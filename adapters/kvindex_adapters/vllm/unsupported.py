@@ -376,17 +376,34 @@ def sparse_reasons(geometry: Geometry, sinks: Tensor | None) -> list[str]:
     )
 
 
-def row_reasons(k: int | str, error: float | None) -> list[str]:
-    """Return the reasons why searches on a GPU cannot choose the number of rows.
+def row_reasons(config: Any, options: Options, *, shared: bool) -> list[str]:
+    """Return the reasons why searches of a layer on a GPU cannot choose the number of rows. The
+    list is empty if each search retrieves `k` rows.
 
     Args:
-        k: The option `k`.
-        error: The option `error`.
+        config: The engine's `VllmConfig`.
+        options: Options of the plug-in.
+        shared: Whether the layer reads the keys and values of an earlier layer.
     """
-    fixed = "on a GPU, because the kernels over vLLM's pages retrieve as many rows for all KV heads"
+    if options.allowed_error is None:
+        return []
+    chosen = "k", "'auto'", "a number"
+    if options.k != "auto":
+        chosen = "error", str(options.error), "None"
+    name, value, other = chosen
     return _reasons(
-        ("k", repr(k), not isinstance(k, str), f"a number {fixed}"),
-        ("error", error, error is None, f"None {fixed}"),
+        (
+            name,
+            f"{value} in a model whose layers share keys and values",
+            not shared,
+            f"{other} on a GPU for such a model, because both layers would have one limit",
+        ),
+        (
+            "use_ubatching",
+            True,
+            not config.parallel_config.use_ubatching,
+            f"False with {name}={value} on a GPU, because micro-batches would have other limits",
+        ),
     )
 
 

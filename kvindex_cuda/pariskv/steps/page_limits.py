@@ -20,7 +20,8 @@ from kvindex_cuda.runtime.constants import LENGTHS, WRITE_THREADS
 from kvindex_cuda.runtime.launch import launch
 
 INTERVAL = 16
-"""Number of calls of `take_found` from one copy of the counters to the host to the next."""
+"""Number of calls of `take_found` from one copy of the counters to the host to the next, once
+decode steps search."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class PageLimits:
         most_rows: Number of sequences in the largest batch of decode steps.
 
     Attributes:
+        layers: Number of layers.
         table: Largest variance of attention weights for each class, float32 `[layers, LENGTHS, G]`.
             A class with too few measured tokens has that of the most similar length.
         known: Whether each layer has measured enough tokens, bool `[1]`. Until then, decode steps
@@ -70,7 +72,7 @@ class PageLimits:
     def __init__(
         self, geometry: Geometry, *, layers: int, error: float, dense_below: int, most_rows: int
     ) -> None:
-        g, device = geometry, geometry.device
+        g, device, self.layers = geometry, geometry.device, layers
         self._geometry, self._error, self._dense_below = g, error, dense_below
         heads = g.kv_heads + g.q_heads
         self._means = torch.zeros(layers, LENGTHS, heads, device=device)
@@ -118,7 +120,8 @@ class PageLimits:
         counts = torch.minimum(counts, lengths - self._dense_below + 1).clamp_min(0)
         powers = 2 ** torch.arange(LENGTHS - 1, device=device)
         digits = (lengths[:, None] >= powers).sum(-1)
-        sums = self._means.new_full((len(self._means), len(given), self._means.shape[2]), torch.nan)
+        shape = self.layers, len(given), self._means.shape[2]
+        sums = self._means.new_full(shape, torch.nan)
         self._chunks = Chunks(stops, counts, digits, sums)
         return True
 
@@ -200,7 +203,8 @@ class PageLimits:
         """
         self._calls += 1
         found = self._difference() if self._copied is not None and self._copied.query() else 0.0
-        if self._calls % INTERVAL == 0 and self._copied is None:
+        due = self._calls % INTERVAL == 0 or not self.searches
+        if due and self._copied is None:
             self._copy.copy_(
                 torch.stack([self.found.sum(), self.known[0].long()]), non_blocking=True
             )
@@ -214,4 +218,4 @@ class PageLimits:
         found, known = self._copy.tolist()
         more, self._taken = found - self._taken, found
         self.searches = bool(known)
-        return float(more) / (len(self.found) * self.found.shape[2])
+        return float(more) / (self.layers * self.found.shape[2])

@@ -275,16 +275,25 @@ def test_a_chunk_that_is_not_finite_is_ignored(value, part, device):
 
 @on_devices
 def test_rows_that_were_found_are_reported_later(device):
-    limits, found = limits_of(device), []
+    limits = limits_of(device)
+
+    def taken(calls):
+        found = []
+        for _ in range(calls):
+            found.append(limits.take_found())
+            if device == "cuda":
+                torch.cuda.synchronize()
+        return [one for one in found if one]
+
+    assert taken(3) == []
+    assert not limits.searches
     feed(limits, (8000, LAST, 1))
     limits.found[:, 0] = torch.tensor([30, 50], device=device)
-    for call in range(3 * INTERVAL):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        found.append(limits.take_found())
-        assert limits.searches is (call >= INTERVAL - (device == "cpu"))
-    assert sum(found) == 40
-    assert sum(one > 0 for one in found) == 1
+    assert taken(3) == [40]
+    assert limits.searches
+    limits.found[1, 2, 0] += 8
+    assert taken(2) == []
+    assert taken(2 * INTERVAL) == [2]
 
 
 def test_measured_tensors_must_fit():
