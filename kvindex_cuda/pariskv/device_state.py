@@ -66,6 +66,11 @@ class State:
         key_scale: Only if rows are in an engine's pages in FP8: scale of all keys, float32 of one
             element on the device. `codec` is then "fp8", and rows have no scales of their own.
         value_scale: The same for values.
+        known: Only if rows are in an engine's pages and their number follows from the expected
+            error: whether limits of the error are known, bool `[1]`. Before, all sequences have
+            full attention.
+        squares: As `known`: squares of the newest value in each KV head and of the output in each
+            query head, float32 `[B, G + H]`, which a step writes as long as limits are not known.
         segments: Only if rows are in an engine's pages in host memory: numbers of the blocks of
             `rows` among all pages, int32 `[B, S]`. Then `cache` has one group per KV head, for the
             rows of all sequences.
@@ -103,6 +108,8 @@ class State:
     segments: Tensor | None = None
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
+    known: Tensor | None = None
+    squares: Tensor | None = None
 
     # The following properties have the names of kernel parameters, because `runtime.resolve` finds
     # the arguments of a kernel by name.

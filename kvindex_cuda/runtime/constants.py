@@ -114,7 +114,12 @@ FILES: dict[str, dict[str, int]] = {
         FEWEST=row_budget.LEAST,
     ),
     "step/attend.cu": dict(
-        CODECS, MOST_SPLITS=MOST_SPLITS, HEADS_AT_ONCE=HEADS_AT_ONCE, AHEAD=ATTEND_AHEAD, WAYS=WAYS
+        CODECS,
+        MOST_SPLITS=MOST_SPLITS,
+        HEADS_AT_ONCE=HEADS_AT_ONCE,
+        AHEAD=ATTEND_AHEAD,
+        WAYS=WAYS,
+        MEASURED=0,
     ),
     "step/prepare_latents.cu": NOISE | CENTERS,
     "step/sample_latents.cu": dict(NOISE | STEP, SAMPLED=SAMPLED),

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvindex.layer.output_scale import FEWEST
 from kvindex.ops.attention import attend
 from kvindex_adapters.vllm import pages
 from kvindex_adapters.vllm.fp8 import Scales
@@ -274,22 +275,25 @@ def test_as_many_rows_as_the_error_asks_for(entered, flash_fp8, more, scales):
     assert few.max() < 2 * (512 - 4)  # fewer than all rows of the index
 
 
-def test_steps_attend_to_all_tokens_until_a_prompt_is_measured(entered):
+def test_steps_attend_to_all_tokens_until_enough_outputs_are_measured(entered):
     """A graph of a decode step is captured before that."""
     batches = Batches(entered({**EVERY, **AUTO}), None)
     tables = torch.tensor([[3, 7, 1], [4, 2, 5]]).int()
-    found = batches.run(tables, (390, 390), (390, 390))
-    for length in range(391, 400):
+    batches.run(tables, (395, 395), (395, 395))
+    for length in range(396, 400):  # too short to be searched
         batches.run(tables, (length, length), (1, 1))
     batches.builder._capturing = True
     batches.run(tables, (399 + 300, 399 + 300), (300, 300))  # not measured
     batches.builder._capturing = False
-    found = batches.run(tables, (700, 700), (1, 1))
-    assert not batches.builder._errors.known.item()
-    for plain in batches.plain:
-        assert not plain.budget.known
-    batches.check(tables, (700, 700), found, rtol=1e-4, atol=1e-5)
-    assert not batches.builder._errors.found.any()
+    errors = batches.builder._errors
+    for step in range(FEWEST // 2 + 1):
+        known = step == FEWEST // 2
+        lengths = (700 + step,) * 2
+        found = batches.run(tables, lengths, (1, 1))
+        assert errors.known.item() is known
+        assert bool(errors.found.any()) is known
+        assert {plain.budget.known for plain in batches.plain} == {known}
+        batches.check(tables, lengths, found, rtol=1e-4, atol=1e-5)
 
 
 def test_which_sequences_are_measured():

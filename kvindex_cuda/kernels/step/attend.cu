@@ -21,6 +21,8 @@
 // Reads each row once per part of the heads; writes 4 (DV + 2) bytes per head and split.
 // If rows are on the host and none is in the cache, limited by PCIe, first its latency and then its bandwidth.
 // Dynamic shared memory: 4 WORKERS AT_ONCE PARTIAL bytes, or 8 DEPTH ROW bytes if that is more.
+// With MEASURED, a step that has full attention because limits of the error are not known yet also adds up |o|² of each
+// query head, and |v|² of the newest token. The limits follow from them (kvindex_cuda/pariskv/steps/page_limits.py).
 // This file is longer than most because it is one kernel, with a reader for each codec.
 //
 // Compile-time constants:
@@ -44,6 +46,7 @@
 //   ONE_SEQUENCE (1: each `consecutive` "sequences" of the batch are consecutive tokens of one sequence. They share
 //     its resident rows and its row cache, where two of them may store a row twice, as with PAGED = 2. Always with
 //     RAGGED.)
+//   MEASURED (1: measures sizes while limits are not known. Only with PAGED)
 #include "common/row_cache.cuh"
 #include "common/row_codes.cuh"
 
@@ -62,6 +65,7 @@ constexpr bool SLOTS = PAGED == 2;
 constexpr bool ONE_CACHE = SLOTS || ONE_SEQUENCE;  // several "sequences" of the batch share one cache per KV head
 static_assert(!SLOTS || GIVEN != 1, "ids are those of tokens");
 static_assert(!FP8_PAGES || PAGED && CODEC == CODEC_FP8, "pages of an engine");
+static_assert(!MEASURED || PAGED, "sequences have full attention if no tokens are searched");
 static_assert(!SLOTS || PARTS == 1, "their clock is not told how many parts have read it");
 static_assert(!ONE_SEQUENCE || !PAGED && RAGGED, "tokens of one sequence have a buffer of resident rows");
 constexpr int AT_ONCE = GROUP < HEADS_AT_ONCE ? GROUP : HEADS_AT_ONCE;  // heads whose results are merged in one round
@@ -303,6 +307,8 @@ struct Arguments {
                                 // coded
     const float* key_scale;     // [1]: scale of the keys in pages; only if FP8_PAGES
     const float* value_scale;   // [1]: scale of the values; only if FP8_PAGES
+    const bool* known;          // [1]: whether limits are known; only if MEASURED, as is `squares`
+    float* squares;             // [B, KV heads + query heads]: |v|² of the newest token of each sequence, then |o|²
 };
 
 extern "C" __global__ void __launch_bounds__(256, GROUP * VALUES <= 8 ? 2 : 1)
@@ -554,4 +560,31 @@ attend(const __grid_constant__ Arguments args) {
         store(args.output, part * GROUP * DV + 2 * i, sum.x);
         store(args.output, part * GROUP * DV + 2 * i + 1, sum.y);
     }
+#if MEASURED
+    if (*args.known) return;
+    __syncthreads();  // the outputs of this part are written
+    float* squares = args.squares + i64(batch) * args.kv_heads * (GROUP * PARTS + 1);
+    i64 newest = __ldcg(args.resident_count + batch) - 1;  // all tokens are resident
+    if (newest < 0) return;
+    const char* row = reinterpret_cast<const char*>(args.rows[batch * args.row + newest / TOKENS]) + head_offset +
+                      newest % TOKENS * args.row_bytes;
+    for (int h = warp; h < GROUP + (part % PARTS == 0); h += 8) {  // the last one is the value
+        float sum = 0;
+        for (int j = lane; j < DV; j += 32) {
+            float x = 0;
+            if (h < GROUP) x = element(args.output, (i64(part) * GROUP + h) * DV + j);
+#if FP8_PAGES
+            float four[4];
+            from_fp8(four, u8(row[D + j]));
+            if (h == GROUP) x = four[0] * FP8_UNIT * value_scale;
+#else
+            if (h == GROUP) x = element(row, D + j);
+#endif
+            sum += x * x;
+        }
+        sum = warp_sum(sum);
+        i64 to = h == GROUP ? head : args.kv_heads + (head * PARTS + part % PARTS) * GROUP + h;
+        if (lane == 0) squares[to] = sum;
+    }
+#endif
 }

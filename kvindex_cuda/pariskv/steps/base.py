@@ -347,7 +347,8 @@ class BaseStep:
             | self._ragged
             | dict(ONE_SEQUENCE=int(self._one_sequence))
             | dict(PAGED=int(state.sink is not None) + int(state.segments is not None))
-            | dict(FP8_PAGES=int(state.key_scale is not None)),
+            | dict(FP8_PAGES=int(state.key_scale is not None))
+            | dict(MEASURED=int(state.squares is not None)),
             shared_bytes=self._attend_bytes(heads),
             overlap=hits is None,  # with hits, the previous launch may still write rows
             queries=queries,

@@ -20,26 +20,26 @@ from kvindex_cuda.runtime.constants import LENGTHS, WRITE_THREADS
 from kvindex_cuda.runtime.launch import launch
 
 INTERVAL = 16
-"""Number of calls of `take_found` from one copy of the counters to the host to the next, once
-decode steps search."""
+"""Number of steps of the model from one copy of the counters to the host to the next, once decode
+steps search."""
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """The chunks of prompts in a batch whose outputs are measured.
+    """The chunks of prompts in a batch whose outputs are measured, or the tokens of decode steps.
 
     Args:
-        stops: Index in the batch of the token after each chunk, int64 `[S]`.
         counts: Number of the chunk's newest tokens to measure, int64 `[S]`.
         digits: Number of binary digits of the sequence's length, int64 `[S]`.
         sums: Sums of squares of values and outputs, float32 `[layers, S, G + H]`. NaN for a layer
             that has not measured the batch.
+        stops: Index in the batch of the token after each chunk, int64 `[S]`. None for decode steps.
     """
 
-    stops: Tensor
     counts: Tensor
     digits: Tensor
     sums: Tensor
+    stops: Tensor | None = None
 
 
 class PageLimits:
@@ -48,7 +48,9 @@ class PageLimits:
     A limit follows from the mean squares of a layer's values and outputs (`OutputScale`). An engine
     does not identify sequences, so these are measured for all sequences of a similar length
     together: lengths with the same number of binary digits are a class. `begin_batch` chooses the
-    tokens to measure, `measure` measures them in one layer, and `update` computes new limits.
+    tokens of prompts to measure, `measure` measures them in one layer, and `update` computes new
+    limits. Until limits are known, decode steps use full attention. Then the kernel `attend`
+    measures them, in a CUDA graph too.
 
     Args:
         geometry: Geometry that all layers have.
@@ -67,6 +69,9 @@ class PageLimits:
         variances: The limits of the sequences of a decode step, float32 `[layers, most_rows, G]`,
             which the kernel `read_pages` copies from `table`.
         found: Number of rows that decode steps have found, int64 `[layers, most_rows, G]`.
+        squares: Squares of values and outputs of the last decode step, float32 `[layers, most_rows,
+            G + H]`; only as long as limits are not known.
+        searches: What the host knows of `known`, some steps later.
     """
 
     def __init__(
@@ -81,17 +86,35 @@ class PageLimits:
         self.table = torch.zeros(layers, LENGTHS, g.kv_heads, device=device)
         self.known = torch.zeros(1, dtype=torch.bool, device=device)
         self.variances = torch.zeros(layers, most_rows, g.kv_heads, device=device)
+        self.squares = torch.zeros(layers, most_rows, heads, device=device)
         self.found = torch.zeros(layers, most_rows, g.kv_heads, dtype=torch.int64, device=device)
         # for each class, how different the others are; of two equally similar ones, the longer
         digits = torch.arange(LENGTHS, device=device)
         differences = digits[None] - digits[:, None]
         self._differences = (2 * differences.abs() + (differences < 0)).float()
-        self._calls = 0  # of `take_found`
+        self._steps = 0
         self._copy = torch.zeros(2, dtype=torch.int64)  # rows found so far, and `known`
         if device.type == "cuda":
             self._copy = self._copy.pin_memory()
         self._copied: Any = None  # an event that is recorded when `_copy` is complete
-        self._taken, self.searches = 0, False
+        self._read, self._new, self.searches = 0, 0, False  # rows read, and not yet taken
+
+    def begin_step(self, lengths: Tensor) -> None:
+        """Compute new limits before a step of the model. As long as the host does not know of any,
+        measure the step if it is a decode step.
+
+        Args:
+            lengths: Length of each sequence that has a decode step, int32 `[R]`; 0 for an unused
+                entry.
+        """
+        self.update()
+        self._poll()
+        if self.searches or not len(lengths):
+            return
+        sums = self.squares[:, : len(lengths)].fill_(torch.nan)
+        lengths = lengths.long()
+        counts = self._counts(torch.ones_like(lengths), lengths)
+        self._chunks = Chunks(counts, self._digits(lengths), sums)
 
     def begin_batch(self, starts: Tensor, lengths: Tensor, sequences: Sequence[int]) -> bool:
         """Choose the tokens of a batch whose outputs the layers measure: the newest ones of each
@@ -116,14 +139,22 @@ class PageLimits:
             given = given.pin_memory()
         numbers = given.to(device, non_blocking=True)
         stops, lengths = starts[numbers + 1].long(), lengths[numbers].long()
-        counts = (stops - starts[numbers]).clamp_max(LAST)
-        counts = torch.minimum(counts, lengths - self._dense_below + 1).clamp_min(0)
-        powers = 2 ** torch.arange(LENGTHS - 1, device=device)
-        digits = (lengths[:, None] >= powers).sum(-1)
+        counts = self._counts((stops - starts[numbers]).clamp_max(LAST), lengths)
         shape = self.layers, len(given), self._means.shape[2]
         sums = self._means.new_full(shape, torch.nan)
-        self._chunks = Chunks(stops, counts, digits, sums)
+        self._chunks = Chunks(counts, self._digits(lengths), sums, stops)
         return True
+
+    def _counts(self, new: Tensor, lengths: Tensor) -> Tensor:
+        """Return how many of the `new` newest tokens of sequences are measured."""
+        some = torch.minimum(lengths, lengths - self._dense_below + 1)
+        return torch.minimum(new, some).clamp_min(0)
+
+    @staticmethod
+    def _digits(lengths: Tensor) -> Tensor:
+        """Return the number of binary digits of each length."""
+        powers = 2 ** torch.arange(LENGTHS - 1, device=lengths.device)
+        return (lengths[:, None] >= powers).sum(-1)
 
     def measure(self, layer: int, values: Tensor, outputs: Tensor) -> None:
         """Measure the tokens that `begin_batch` has chosen, in one layer.
@@ -134,7 +165,8 @@ class PageLimits:
             outputs: Their attention outputs, `[T, H, Dv]`, in the dtype of the values.
         """
         chunks, g = self._chunks, self._geometry
-        assert chunks is not None  # `begin_batch` has returned True
+        assert chunks is not None
+        assert chunks.stops is not None  # `begin_batch` has returned True
         of_type("values", values, *CODES)
         of_shape("values", values, len(values), g.kv_heads, g.value_dim)
         of_type("outputs", outputs, values.dtype)
@@ -170,15 +202,16 @@ class PageLimits:
         """Compute new limits if tokens have been measured since the last call.
 
         The means are moving averages, as in `OutputScale`. Chunks of a batch whose lengths are in
-        the same class count as one chunk. A chunk in which a number is not finite is ignored.
+        the same class count as one chunk. A chunk is ignored if a number in it is not finite, or if
+        all values are 0, as in the empty pages of a step that warms up an engine.
         """
         chunks, self._chunks = self._chunks, None
         if chunks is None:
             return
         heads = self._geometry.kv_heads
-        finite = chunks.sums.sum(-1).isfinite()  # [layers, S]
+        some = chunks.sums.sum(-1).isfinite() & (chunks.sums[..., :heads].sum(-1) > 0)
         own = chunks.digits[:, None] == torch.arange(LENGTHS, device=chunks.digits.device)
-        chosen = finite[..., None] & own  # [layers, S, LENGTHS]
+        chosen = some[..., None] & own  # [layers, S, LENGTHS]
         new = (chosen * chunks.counts[:, None]).sum(1)  # [layers, LENGTHS]
         squares = chunks.sums[:, :, None].masked_fill(~chosen[..., None], 0).sum(1)
         self._seen += new
@@ -194,28 +227,27 @@ class PageLimits:
         self.known.copy_(enough.any(-1).all())
 
     def take_found(self) -> float:
-        """Return how many rows decode steps have found since the previous call that returned a
-        number other than 0: for each sequence the mean over KV heads and layers, added up.
+        """Return how many rows decode steps have found since the last call: for each sequence the
+        mean over KV heads and layers, added up. The last steps are not included yet."""
+        found, self._new = self._new, 0
+        return found / (self.layers * self.found.shape[2])
 
-        Call this once in each step of the model. Most calls return 0, and the number does not
-        include the last steps. A call that returns a number also sets the attribute `searches` to
-        whether decode steps search (`known`).
-        """
-        self._calls += 1
-        found = self._difference() if self._copied is not None and self._copied.query() else 0.0
-        due = self._calls % INTERVAL == 0 or not self.searches
+    def _poll(self) -> None:
+        """Copy the counters to the host from time to time, without waiting for the device."""
+        self._steps += 1
+        if self._copied is not None and self._copied.query():
+            self._receive()
+        due = self._steps % INTERVAL == 0 or not self.searches
         if due and self._copied is None:
-            self._copy.copy_(
-                torch.stack([self.found.sum(), self.known[0].long()]), non_blocking=True
-            )
-            if not self.found.is_cuda:
-                return self._difference()
-            self._copied = torch.cuda.current_stream(self.found.device).record_event()
-        return found
+            counters = torch.stack([self.found.sum(), self.known[0].long()])
+            self._copy.copy_(counters, non_blocking=True)
+            if not counters.is_cuda:
+                self._receive()
+                return
+            self._copied = torch.cuda.current_stream(counters.device).record_event()
 
-    def _difference(self) -> float:
+    def _receive(self) -> None:
         self._copied = None
         found, known = self._copy.tolist()
-        more, self._taken = found - self._taken, found
+        self._new, self._read = self._new + found - self._read, found
         self.searches = bool(known)
-        return float(more) / (self.layers * self.found.shape[2])

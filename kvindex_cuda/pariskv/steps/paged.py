@@ -194,7 +194,7 @@ class PagedSteps:
         if rows:
             self._scales.zero_()
         if errors is not None:
-            errors.update()
+            errors.begin_step(lengths[:rows])
         layers, codes = len(self._pages.rows), self._pages.codes[0]
         splits = WAVES * multiprocessors(self._geometry.device) // (layers * max(rows, 1))
         most = -(-self._codes.shape[2] * self._geometry.kv_heads * (BLOCK // 16) // UPDATE_THREADS)
@@ -244,7 +244,8 @@ class PagedSteps:
             g = self._geometry
             queries = torch.zeros(rows, g.q_heads, g.head_dim, dtype=g.dtype, device=g.device)
             # compiles kernels now, as none can be compiled in a graph
-            step(queries, replace(states[0], found_sum=None))
+            unused = None if errors is None else torch.empty_like(errors.squares[0])
+            step(queries, replace(states[0], found_sum=None, squares=unused))
 
     def attend(
         self, layer: int, queries: Tensor, output: Tensor, *, sinks: Tensor | None = None
@@ -322,12 +323,13 @@ class PagedSteps:
             ]
         errors: Sequence[dict[str, Any]] = [{} for _ in self._pages.rows]
         if self._errors is not None:
-            limits = zip(self._errors.variances, self._errors.found, strict=True)
-            errors = [dict(variances=own, found_sum=found) for own, found in limits]
-        names = "codes", "rows", "weight_scale", "cache"
+            shared, names = self._errors, ("variances", "found_sum", "squares")
+            limits = zip(shared.variances, shared.found, shared.squares, strict=True)
+            errors = [dict(zip(names, own, strict=True), known=shared.known) for own in limits]
+        kinds = "codes", "rows", "weight_scale", "cache"
         places = zip(self._codes, self._rows, self._scales, self._caches, strict=True)
         return [
-            State(**dict(zip(names, place, strict=True)), **common, **coded, **limited)
+            State(**dict(zip(kinds, place, strict=True)), **common, **coded, **limited)
             for place, coded, limited in zip(places, fp8, errors, strict=True)
         ]
 

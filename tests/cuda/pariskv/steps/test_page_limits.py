@@ -138,24 +138,44 @@ def test_learned_sinks_have_a_part_of_the_attention_weight(device):
 
 
 @on_devices
-def test_full_attention_until_every_layer_has_measured_enough(device):
-    engine = limited(Engine, device, dense_below=400)
-    measure(engine, [(1100, FEWEST - 1)])
-    whole = [True] * len(LENGTHS)
-    queries = engine.normal(len(LENGTHS), engine.geometry.q_heads, engine.geometry.head_dim)
-    for known in (False, True):
-        engine.begin(torch.tensor([-1], device=device), rows=len(LENGTHS))
-        assert engine.limits.known.item() is known
-        for layer in range(LAYERS):
-            output = torch.empty_like(queries)
-            with on(device):
-                engine.steps.attend(layer, queries, output)
-            full = engine.expected(layer, queries, LENGTHS, whole)
-            torch.testing.assert_close(output[2], full[2], rtol=1e-4, atol=1e-5)
-            close = torch.allclose(output, full, rtol=1e-4, atol=1e-5)
-            assert close is not known
-            assert bool(rows_of(engine).any()) is known
-        measure(engine, [(1100, 1)])
+@pytest.mark.parametrize(
+    ("kind", "scales"),
+    mostly_slow([(Engine, None), (Engine, FP8), (HostEngine, FP8)], (Engine, FP8)),
+)
+def test_full_attention_until_every_layer_has_measured_enough(kind, scales, device):
+    """Decode steps are measured, too: a token of each of three sequences."""
+    engine = limited(kind, device, scales=scales)
+    measure(engine, [(1100, FEWEST - 4)])
+    before = engine.limits
+    for found in (False, False, True):
+        pairs = list(engine.decode())
+        assert bool(before.found.any()) is found
+        assert_close(pairs)
+        assert bool(engine.layers[0].budget.rows) is found
+        before.update()
+        budget = engine.layers[0].budget
+        for length in (700, 1100):
+            for layer in range(LAYERS) if budget.known else ():
+                expected = engine.layers[layer].budget.limit(torch.zeros(1, 4), length).variance[0]
+                digits = length.bit_length()
+                torch.testing.assert_close(before.table[layer, digits].cpu(), expected.cpu())
+
+
+@on_devices
+def test_empty_pages_are_not_measured(device):
+    """An engine warms up with them."""
+    limits = limits_of(device)
+    for value in (0.0, 1.0):
+        limits.begin_step(torch.tensor([5000] * 3, device=device).int())
+        limits.squares.fill_(1.0)
+        limits.squares[..., :2] = value
+        limits.update()
+        assert limits._seen.sum().item() == 3 * LAYERS * value
+    limits.begin_step(torch.tensor([0, 599, 5000], device=device).int())
+    assert limits._chunks.counts.tolist() == [0, 0, 1]
+    limits._dense_below = 0
+    limits.begin_step(torch.tensor([0, 599, 5000], device=device).int())
+    assert limits._chunks.counts.tolist() == [0, 1, 1]
 
 
 @on_devices
@@ -277,23 +297,23 @@ def test_a_chunk_that_is_not_finite_is_ignored(value, part, device):
 def test_rows_that_were_found_are_reported_later(device):
     limits = limits_of(device)
 
-    def taken(calls):
-        found = []
-        for _ in range(calls):
-            found.append(limits.take_found())
+    def taken(steps):
+        for _ in range(steps):
+            limits.begin_step(torch.empty(0, device=device).int())
             if device == "cuda":
                 torch.cuda.synchronize()
-        return [one for one in found if one]
+        return limits.take_found()
 
-    assert taken(3) == []
+    assert taken(3) == 0
     assert not limits.searches
     feed(limits, (8000, LAST, 1))
     limits.found[:, 0] = torch.tensor([30, 50], device=device)
-    assert taken(3) == [40]
+    assert taken(3) == 40
     assert limits.searches
     limits.found[1, 2, 0] += 8
-    assert taken(2) == []
-    assert taken(2 * INTERVAL) == [2]
+    assert taken(2) == 0
+    assert taken(2 * INTERVAL) == 2
+    assert taken(2 * INTERVAL) == 0
 
 
 def test_measured_tensors_must_fit():
