@@ -56,12 +56,17 @@ def layers_of(config, kind=None, scales=None):
     made, kind = {}, kind or SearchingFlashAttention
     for number in range(LAYERS):
         impl = kind(H, D, D**-0.5, G, None, None, "fp8" if scales else "auto")
-        impl.codes.kv_cache = torch.zeros(
-            impl.codes.get_kv_cache_spec(config).page_size_bytes * BLOCKS, dtype=torch.uint8
-        ).view(BLOCKS, G, 256, -1)
         layer, dtype = torch.nn.Module(), torch.uint8 if scales else torch.float32
         layer.impl = impl
-        layer.kv_cache = torch.zeros(BLOCKS, 256, G, 2 * D, dtype=dtype).transpose(1, 2)
+        if impl.codes.kv_cache is None:  # codes are in the pages of keys and values
+            more = impl.codes.token_bytes // dtype.itemsize
+            layer.kv_cache = torch.zeros(BLOCKS, G, 256, 2 * D + more, dtype=dtype)
+            impl.codes._layer = layer
+        else:
+            impl.codes.kv_cache = torch.zeros(
+                impl.codes.get_kv_cache_spec(config).page_size_bytes * BLOCKS, dtype=torch.uint8
+            ).view(BLOCKS, G, 256, -1)
+            layer.kv_cache = torch.zeros(BLOCKS, 256, G, 2 * D, dtype=dtype).transpose(1, 2)
         for name, scale in zip("kv", scales or (), strict=False):
             layer.register_buffer(f"_{name}_scale", torch.tensor(scale))
             vars(layer)[f"_{name}_scale_float"] = scale

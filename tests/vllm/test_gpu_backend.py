@@ -1,6 +1,7 @@
 """The plug-in's GPU backend in vLLM's own classes, with kernels emulated on a CPU."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -88,6 +89,81 @@ def test_the_last_token_of_a_prompt_in_a_batch_of_decode_steps(entered):
             expected = attend(queries[b, None], rows.keys, rows.values, scale=D**-0.5)[0]
             same = torch.allclose(output[b], expected, rtol=1e-4, atol=1e-5)
             assert same is (b == 1)
+
+
+def connector():
+    """Return the configuration of a KV connector."""
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_loaded_blocks_are_encoded_after_the_step_that_admits_them(entered, monkeypatch, captured):
+    """A KV connector has loaded 512 tokens of each of two sequences, of which one continues with a
+    single token of its answer. This token gets full attention. The next one searches."""
+    from kvindex_adapters.vllm import gpu_batch
+
+    asked = {**EVERY, "k": 1, "dense_below": 0, "sink": 0, "local_window": 1}
+    config = entered(asked, kv_transfer_config=connector())
+    layers = layers_of(config)
+    builder = builder_of(config, layers)
+    tables = torch.tensor([[3, 7, 1], [4, 2, 5], [6, 0, 0]]).int()
+    for layer in layers.values():
+        rows = layer.impl.codes.rows(layer.kv_cache)
+        rows.copy_(torch.randn(rows.shape))
+        layer.impl.codes.records.fill_(85)
+
+    def attended(lengths, counts):
+        """Build a step, and return whether each sequence has the results of full attention."""
+        monkeypatch.setattr(gpu_batch, "admitted", lambda: counts)
+        slots = slots_of(tables, [(length - 1, length) for length in lengths])
+        make = builder.build_for_cudagraph_capture if captured else partial(builder.build, 0)
+        reading = torch.zeros(3, dtype=torch.bool)
+        metadata = make(common(tables, lengths, [1, 1, 1], slots, is_prefilling=reading))
+        found = []
+        for layer in layers.values():
+            queries, output = torch.randn(3, H, D), torch.empty(3, H, D)
+            layer.impl.forward(layer, queries, None, None, layer.kv_cache, metadata, output)
+            kept = layer.impl.codes.rows(layer.kv_cache)
+            for b, length in enumerate(lengths):
+                rows = pages.read_rows(kept, tables[b], 0, length)
+                expected = attend(queries[b, None], rows.keys, rows.values, scale=D**-0.5)[0]
+                found.append(torch.allclose(output[b], expected, rtol=1e-4, atol=1e-5))
+        assert found[:3] == found[3:]
+        return found[:3]
+
+    assert attended([513, 600, 20], [512, 512, 0]) == [True, True, True]
+    for layer in layers.values():
+        assert (layer.impl.codes.records == 85).all()
+    assert attended([514, 601, 21], []) == [False, False, True]
+    found = [layer.impl.codes.records.clone() for layer in layers.values()]
+    for layer in layers.values():
+        layer.impl.codes.records.fill_(85)
+    filled = torch.tensor([3, 7, 4, 2]) * 256 + 255
+    for slots in (filled, torch.tensor([-1])):  # as if a step had filled these blocks
+        builder.build(0, common(tables[:1], [20], [1], slots))
+    for records, layer in zip(found, layers.values(), strict=True):
+        assert torch.equal(records, layer.impl.codes.records)
+        changed = (records != 85).flatten(1).any(1).nonzero()[:, 0]
+        assert changed.tolist() == [2, 3, 4, 7]
+
+
+def test_all_blocks_of_all_sequences_may_have_been_loaded(entered, monkeypatch):
+    """They are more than the tokens of a step can fill."""
+    from kvindex_adapters.vllm import gpu_batch
+
+    config = entered(kv_transfer_config=connector(), max_num_batched_tokens=256, max_num_seqs=4)
+    layers = layers_of(config)
+    builder = builder_of(config, layers)
+    for layer in layers.values():
+        layer.impl.codes.rows(layer.kv_cache).normal_()
+    tables = torch.arange(BLOCKS).view(3, 4).int()
+    for counts in ([1024] * 3, []):
+        monkeypatch.setattr(gpu_batch, "admitted", lambda counts=counts: counts)
+        builder.build(0, common(tables, [1024] * 3, [1, 1, 1], torch.tensor([-1, -1, -1])))
+    for layer in layers.values():
+        assert layer.impl.codes.records.flatten(1).any(1).all()
 
 
 def test_flash_attention_computes_batches_in_which_a_search_does_not_pay(entered):

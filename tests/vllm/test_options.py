@@ -75,6 +75,13 @@ def engine(additional=None, backend="KVINDEX", **other):
     return SimpleNamespace(**{f"{name}_config": part for name in names}, **values)
 
 
+def connector(name, module=None, **extra):
+    """Return the fields of a `KVTransferConfig` that the checks read."""
+    return SimpleNamespace(
+        kv_connector=name, kv_connector_module_path=module, kv_connector_extra_config=extra
+    )
+
+
 def test_options_of_an_engine():
     given = {"kvindex": {"k": 7}, "gdn_prefill_backend": "triton"}
     assert Options.of_engine(engine(given)) == Options(k=7)
@@ -117,7 +124,11 @@ REFUSED = [
         {"speculative_config": SimpleNamespace(method="eagle3")},
         "speculative_config: got the method eagle3, allowed is the method 'ngram'",
     ),
-    ({"kv_transfer_config": "a connector"}, "kv_transfer_config: got a connector"),
+    (
+        {"kv_transfer_config": connector("OffloadingConnector")},
+        "kv_transfer_config: got a connector with this version of vLLM, in which codes have pages "
+        "of their own, allowed is vLLM 0.28 or newer; or leave out",
+    ),
     (
         {"attention_chunk_size": 8192, "block_size": 768},
         "block_size: got 768, allowed is a divisor of 8192",
@@ -226,6 +237,40 @@ def test_codes_are_packed_where_vllm_needs_pages_of_one_size(monkeypatch):
     assert unsupported.engine_reasons(engine(is_hybrid=True)) == []
     (reason,) = unsupported.engine_reasons(engine({"kvindex": {"rows": "host"}}, is_hybrid=True))
     assert "with rows='host', allowed is rows='device'" in reason
+
+
+def test_connectors_that_are_supported(monkeypatch):
+    for name in ("can_pack", "names_runner"):
+        monkeypatch.setattr(unsupported, name, lambda: True)
+    known = "ExampleConnector", "OffloadingConnector", "SimpleCPUOffloadConnector"
+    both = connector("MultiConnector", connectors=[{"kv_connector": name} for name in known[:2]])
+    for given in (None, connector(None), both, *map(connector, known)):
+        setting = dict(kv_transfer_config=given)
+        assert unsupported.engine_reasons(engine(**setting)) == []
+        packed = given is not None and given.kv_connector is not None
+        assert unsupported.packs(engine(**setting), Options()) is packed
+    for asked, more, said in (
+        ({"rows": "host"}, {}, "with rows='host', allowed is rows='device', because connectors"),
+        ({}, {"use_ubatching": True}, "with use_ubatching, allowed is use_ubatching=False"),
+    ):
+        given = engine({"kvindex": asked}, kv_transfer_config=both, **more)
+        (reason,) = unsupported.engine_reasons(given)
+        assert reason.startswith(f"kv_transfer_config: got a connector {said}")
+        assert reason.endswith("; or leave out --kv-transfer-config")
+    parts = [{"kv_connector": "OffloadingConnector"}, {"kv_connector": "NixlConnector"}]
+    for given, name in (
+        (connector("LMCacheConnectorV1"), "LMCacheConnectorV1"),
+        (connector("ExampleConnector", "my.module"), "my.module.ExampleConnector"),
+        (connector("MultiConnector", "my.module"), "my.module.MultiConnector"),
+        (connector("MultiConnector", connectors=parts), "NixlConnector"),
+    ):
+        (reason,) = unsupported.engine_reasons(engine(kv_transfer_config=given))
+        allowed = f"one of {', '.join(known)}, or MultiConnector with these, because others are not"
+        said = f"kv_transfer_config: got the connector {name}, allowed is {allowed} tested"
+        assert reason.startswith(said)
+    monkeypatch.setattr(unsupported, "names_runner", lambda: False)
+    (reason,) = unsupported.engine_reasons(engine(kv_transfer_config=both))
+    assert "allowed is vLLM 0.28 or newer" in reason
 
 
 def test_latents_are_searched_on_a_cpu_in_pages_with_codes(monkeypatch):

@@ -43,6 +43,17 @@ def test_a_configuration_of_vllm_has_what_is_asked_of_it(configured):
         assert unsupported.engine_reasons(get_current_vllm_config()) == []
 
 
+@pytest.mark.skipif(not can_pack(), reason="connectors need vLLM 0.28")
+def test_pages_in_host_memory_by_a_setting_of_the_cache(configured):
+    """vLLM chooses the connector for it."""
+    from vllm.config import get_current_vllm_config
+
+    with configured(kv_offloading_size=1):
+        config = get_current_vllm_config()
+        assert unsupported.packs(config, Options())
+        assert config.kv_transfer_config.kv_connector == "OffloadingConnector"
+
+
 @pytest.mark.parametrize(
     ("asked", "options", "said"),
     [
@@ -58,7 +69,7 @@ def test_engines(engine, model, asked, options, said):
 
 def test_all_settings_of_an_engine_are_in_one_error(configured):
     """vLLM has made no layer and has started no process by then."""
-    connector = dict(kv_connector="ExampleConnector", kv_role="kv_both")
+    connector = dict(kv_connector="NixlConnector", kv_role="kv_both")
     with pytest.raises(ValueError, match="kvindex: 4 settings are not supported:") as caught:
         configured(
             {"k": 0}, block_size=320, kv_transfer_config=connector, kv_cache_dtype="fp8_e5m2"

@@ -315,7 +315,7 @@ def test_the_runner_that_lists_a_batch_late(monkeypatch):
     assert seen == [[Prompt(7, reading), Prompt(5, reading)], [], []]
     del Runner.prepare_attn
     with pytest.raises(
-        ValueError, match="prefill: got 'sparse' for a model runner of vLLM without"
+        ValueError, match="got 'sparse' or a connector for a model runner of vLLM without"
     ):
         request_hooks.install_runner(SimpleNamespace(use_v2_model_runner=True))
 

@@ -9,11 +9,12 @@ it behaves exactly like vLLM's own.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import get_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -34,12 +35,14 @@ from kvindex_adapters.vllm.engine import (
     options_of,
 )
 from kvindex_adapters.vllm.fp8 import NAMES, Scales
+from kvindex_adapters.vllm.loaded import as_prompts, last_slots
 from kvindex_adapters.vllm.packed import codes_layer
-from kvindex_adapters.vllm.request_hooks import install_runner, sparse_prompts
+from kvindex_adapters.vllm.request_hooks import admitted, install_runner, sparse_prompts
 from kvindex_adapters.vllm.unsupported import (
     check_causal,
     check_output,
     device_reasons,
+    has_connector,
     sparse_reasons,
 )
 
@@ -65,6 +68,12 @@ class SearchingBuilder(CPUAttentionMetadataBuilder):
     still reading its prompt, and `sparse`, the prompts that are read with sparse attention. A list
     is empty if vLLM does not say so."""
 
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._loaded = LoadedBlocks(vllm_config, layer_names)
+
     def build(
         self,
         common_prefix_len: int,
@@ -72,8 +81,9 @@ class SearchingBuilder(CPUAttentionMetadataBuilder):
         fast_build: bool = False,
     ) -> CPUAttentionMetadata:
         """Build the metadata of a batch."""
-        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        vars(metadata)["prompts"] = prompts_of(common_attn_metadata)
+        common = self._loaded.begin(common_attn_metadata)
+        metadata = super().build(common_prefix_len, common, fast_build)
+        vars(metadata)["prompts"] = prompts_of(common)
         vars(metadata)["sparse"] = sparse_prompts()
         return metadata
 
@@ -83,6 +93,52 @@ def prompts_of(common: CommonAttentionMetadata) -> list[bool]:
     if vLLM does not say so."""
     reading = vars(common).get("is_prefilling")
     return [] if reading is None else reading.tolist()
+
+
+class LoadedBlocks:
+    """Encodes the blocks of requests that may have been loaded by a KV connector (see `loaded`).
+
+    Args:
+        config: The engine's configuration.
+        layer_names: Names of the layers of a metadata builder, in one KV cache group.
+    """
+
+    def __init__(self, config: VllmConfig, layer_names: list[str]) -> None:
+        self._layers: list[Any] = []
+        self._slots: Tensor | None = None  # of the last tokens of blocks, from the last step
+        if options_of(config) is None or not has_connector(config):
+            return
+        context = config.compilation_config.static_forward_context
+        found = [context[name] for name in layer_names]
+        # a layer that reads the keys and values of an earlier layer has the same codes
+        own = {
+            layer.impl.codes: layer
+            for layer in reversed(found)
+            if isinstance(layer.impl, TorchAttention) and layer.impl.codes is not None
+        }
+        self._layers = list(own.values())
+
+    def begin(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        """Encode the blocks of the requests that the last step admitted.
+
+        Args:
+            common: vLLM's metadata of the next step.
+
+        Returns:
+            The metadata, in which the requests that this step admits read their prompts.
+        """
+        counts = admitted() if self._layers else []
+        if self._slots is not None:
+            for layer in self._layers:
+                layer.impl.encode(layer, self._slots)
+            self._slots = None
+        if not counts:
+            return common
+        first = self._layers[0]
+        page_tokens = first.impl.codes.rows(first.kv_cache).shape[2]
+        self._slots = last_slots(common.block_table_tensor, counts, page_tokens)
+        reading = as_prompts(common.is_prefilling, counts, common.num_reqs)
+        return replace(common, is_prefilling=reading)
 
 
 class LocalAttention(PluginAttention, CPUAttentionBackendImpl):
@@ -130,7 +186,7 @@ class TorchAttention(PluginAttention):
         self.codes.mixed = True
         self.codes.limit = self.paged.limit
         self.context = config.compilation_config.static_forward_context
-        if options.reading.sparse:
+        if options.reading.sparse or has_connector(config):
             install_runner(config)
 
     def explain(self) -> str:
@@ -159,6 +215,17 @@ class TorchAttention(PluginAttention):
         some = keys[:count], None if values is None else values[:count]
         pages.write_rows(rows, slots, *some, scales)
         self.paged.encode(rows, self.codes.records, slots, scales)
+
+    def scales_of(self, layer: Any) -> Scales | None:
+        """Return the scales of a layer whose keys and values are in FP8, otherwise None."""
+        return None
+
+    def encode(self, layer: Any, slots: Tensor) -> None:
+        """Encode the segments of 256 tokens of which the last slot is in `slots`, int64 `[T]`, from
+        the keys in the pages of `layer`."""
+        assert self.codes is not None  # layers without an index have nothing to encode
+        rows = self.codes.rows(layer.kv_cache)
+        self.paged.encode(rows, self.codes.records, slots, self.scales_of(layer))
 
     def sequences(
         self, kv_cache: Tensor, tables: Tensor, lengths: Tensor, scales: Scales | None = None

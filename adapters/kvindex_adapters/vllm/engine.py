@@ -215,7 +215,7 @@ class CodesLayer(AttentionLayerBase):
         layers[self.counted_with] = self
         self.kv_heads, self.record_bytes = kv_heads, record_bytes
         self.token_bytes = -(-record_bytes // BLOCK)
-        self.kv_cache = torch.empty(0)
+        self.kv_cache: Tensor | None = torch.empty(0)
         self.mixed = False  # whether steps also search in batches that contain prompts
         self.host: Any = None  # the `HostRows` of all layers, if keys and values are in host memory
         self.limit = Limit(LEAST)  # the sequences that search
@@ -240,6 +240,7 @@ class CodesLayer(AttentionLayerBase):
 
         Each record of `bytes` bytes has the codes of 256 tokens of one KV head.
         """
+        assert self.kv_cache is not None  # true for pages of codes alone
         blocks, heads, _, token_bytes = self.kv_cache.shape
         records = self.kv_cache.view(blocks, heads, -1, BLOCK * token_bytes)
         return records[..., : self.record_bytes]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,10 +29,16 @@ from kvindex_adapters.vllm.engine import (
 from kvindex_adapters.vllm.fp8 import device_scales
 from kvindex_adapters.vllm.gpu_layer import SearchingFlashAttention
 from kvindex_adapters.vllm.host import Part, single, split
+from kvindex_adapters.vllm.loaded import as_prompts, last_slots
 from kvindex_adapters.vllm.pages import read_rows
 from kvindex_adapters.vllm.reading import Prompt, attend_prompt
-from kvindex_adapters.vllm.request_hooks import sparse_prompts
-from kvindex_adapters.vllm.unsupported import check_causal, refuse, refuse_memory
+from kvindex_adapters.vllm.request_hooks import admitted, sparse_prompts
+from kvindex_adapters.vllm.unsupported import (
+    check_causal,
+    has_connector,
+    refuse,
+    refuse_memory,
+)
 from kvindex_cuda.memory.pages import Pages
 from kvindex_cuda.pariskv.steps.host_rows import HostRows
 from kvindex_cuda.pariskv.steps.page_limits import PageLimits
@@ -228,7 +234,7 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         fast_build: bool = False,
     ) -> FlashAttentionMetadata:
         """Build the metadata of a batch, and prepare the fused decode steps in it."""
-        common = common_attn_metadata
+        common, slots = self._admitting(common_attn_metadata)
         rows, starts, whole = 0, [], None
         sparse: list[SparseChunk] = []
         tables, lengths = common.block_table_tensor, common.seq_lens
@@ -258,12 +264,34 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
             return metadata
         check_causal(common.causal)
         steps = self._opened()
-        steps.begin(tables, lengths, common.slot_mapping, rows=rows, whole=whole)
+        steps.begin(tables, lengths, slots, rows=rows, whole=whole)
         metadata.measuring = self._measuring(common)
         if alone:
             parts = self._parts(common, starts, rows) if starts else []
             metadata.searching = Searching(steps, self._numbers, rows, parts, common)
         return metadata
+
+    def _admitting(self, common: CommonAttentionMetadata) -> tuple[CommonAttentionMetadata, Tensor]:
+        """Treat the requests that a step admits as prompts, if a KV connector may have loaded their
+        blocks (see `loaded`).
+
+        Args:
+            common: vLLM's metadata of the step.
+
+        Returns:
+            The metadata, and the slots of the step's new tokens and of the last tokens of these
+            blocks, int64 `[T]`. All blocks that end at these slots are encoded before the next
+            step.
+        """
+        counts = admitted() if self._layers else []
+        if not counts:
+            return common, common.slot_mapping
+        layer = self._layers[0]
+        page_tokens = layer.impl.codes.rows(layer.kv_cache).shape[2]
+        more = last_slots(common.block_table_tensor, counts, page_tokens)
+        reading = as_prompts(common.is_prefilling, counts, common.num_reqs)
+        slots = torch.cat([common.slot_mapping, more])
+        return replace(common, is_prefilling=reading), slots
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -380,6 +408,7 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
             dense_below=limit.dense_below,
             most_rows=most_rows,
             new_tokens=max(scheduler.max_num_batched_tokens, most_rows),
+            loads=has_connector(config),
         )
         codes = [layer.impl.codes.records for layer in self._layers]
         if self._host is None:

@@ -32,6 +32,7 @@ from kvindex_adapters.vllm.packed import codes_layer
 from kvindex_adapters.vllm.request_hooks import install_runner
 from kvindex_adapters.vllm.unsupported import (
     check_output,
+    has_connector,
     host_reasons,
     kernel_reasons,
     refuse,
@@ -111,7 +112,7 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         if options.rows == "host":
             self.host = self.codes.host = host_of(config, self.geometry, options, fp8=self.fp8)
             self.number = self.host.add_layer()
-        if options.reading.sparse:
+        if options.reading.sparse or has_connector(config):
             install_runner(config)
         if options.dense_graphs:
             two_graphs.install()

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.attention.mla_attention import QueryLenSupport
 from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
-from kvindex_adapters.vllm.backend import TorchAttention, prompts_of
+from kvindex_adapters.vllm.backend import LoadedBlocks, TorchAttention, prompts_of
 from kvindex_adapters.vllm.engine import options_of
 from kvindex_adapters.vllm.unsupported import check_causal
 
@@ -67,6 +67,7 @@ def searching(builder: Any) -> Any:
             if options_of(vllm_config) is not None:
                 self.query_len_support = QueryLenSupport.VARLEN
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+            self._loaded = LoadedBlocks(vllm_config, layer_names)
 
         def build(
             self,
@@ -75,8 +76,9 @@ def searching(builder: Any) -> Any:
             fast_build: bool = False,
         ) -> Any:
             """Build the metadata of a batch."""
-            metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-            vars(metadata)["prompts"] = prompts_of(common_attn_metadata)
+            common = self._loaded.begin(common_attn_metadata)
+            metadata = super().build(common_prefix_len, common, fast_build)
+            vars(metadata)["prompts"] = prompts_of(common)
             return metadata
 
     return Searching

@@ -5,7 +5,8 @@ kinds of state, for example linear attention or sliding windows in some of its l
 that the pages of all layers have the same size, and pages of codes are smaller than others. Then
 codes and rows share a page: each token of a KV head takes more bytes, and the additional bytes of
 all tokens of a page are at the end of each head's part of the page. So do they in models with
-multi-head latent attention.
+multi-head latent attention, and in engines with a KV connector, which expects one cache for each
+attention layer.
 
 ```
 page: head 0: [ row 0 | row 1 | … | row n-1 | record 0 | … ] head 1: [ … ] …
@@ -91,6 +92,7 @@ class PackedCodes(CodesLayer):
         values = 0 if geometry.value_in_key else geometry.value_dim
         self._row = geometry.head_dim + values
         self._layer: Any = None
+        self.kv_cache = None  # KV connectors of vLLM skip a layer without a cache
 
     @property
     def records(self) -> Tensor:

@@ -1,12 +1,14 @@
-"""Patches of vLLM that sparse attention of prompts needs. They only affect engines with the option
-`prefill="sparse"`, and requests that have options of the plug-in.
+"""Patches of vLLM that sparse attention of prompts and KV connectors need. They only affect engines
+with the option `prefill="sparse"` or with a connector, and requests that have options of the
+plug-in.
 
 - vLLM's input processor checks the options of a request.
 - The engine core gives each request a salt for the prefix cache, so that a prefix is never used for
   a request whose prompt is read in another way.
 - The scheduler divides prompts into chunks of whole blocks.
 - The model runner passes the lengths of the prompts of a batch to the attention layers, which
-  otherwise do not know where a prompt ends.
+  otherwise do not know where a prompt ends. In an engine with a KV connector, it passes which
+  requests a step admits (see `loaded`).
 """
 
 from __future__ import annotations
@@ -18,16 +20,18 @@ from typing import Any
 from vllm.sampling_params import SamplingParams
 
 from kvindex_adapters.vllm.engine import options_of
+from kvindex_adapters.vllm.loaded import Admitted
 from kvindex_adapters.vllm.options import Options
 from kvindex_adapters.vllm.patches import patch
 from kvindex_adapters.vllm.reading import PREFIX, Prompt, Prompts, Reading
-from kvindex_adapters.vllm.unsupported import ALIGN, refuse
+from kvindex_adapters.vllm.unsupported import ALIGN, has_connector, refuse
 
 RUNNERS = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
 """Modules with vLLM's two model runners: V1 and V2."""
 
-_running: Prompts | None = None
-"""The prompts of the model runner that executes a step at this moment, in this process."""
+_running: Prompts | Admitted | None = None
+"""What layers read about the requests of the model runner that executes a step at this moment, in
+this process."""
 
 
 def install() -> None:
@@ -43,8 +47,8 @@ def install() -> None:
 
 
 def install_runner(config: Any) -> None:
-    """Patch the model runner of this process, if its prompts are read with sparse attention.
-    Repeated calls have no effect.
+    """Patch the model runner of this process, if its prompts are read with sparse attention or the
+    engine has a KV connector. Repeated calls have no effect.
 
     Args:
         config: The engine's configuration.
@@ -58,8 +62,8 @@ def install_runner(config: Any) -> None:
         methods["prepare_attn"] = _listing
     if not methods.keys() <= vars(runner).keys():
         refuse(
-            "prefill: got 'sparse' for a model runner of vLLM without the methods "
-            f"{', '.join(methods)}, allowed is 'dense'"
+            "prefill or kv_transfer_config: got 'sparse' or a connector for a model runner of vLLM "
+            f"without the methods {', '.join(methods)}, allowed is 'dense' and None"
         )
     for name, wrap in methods.items():
         patch(runner, name, wrap, __name__)
@@ -71,7 +75,17 @@ def sparse_prompts() -> list[Prompt | None]:
     An element is None if the prompt of the request is read with full attention. The list is empty
     outside of a step of a model runner, for example while vLLM measures memory.
     """
-    return [] if _running is None else _running.of_batch()
+    return _running.of_batch() if isinstance(_running, Prompts) else []
+
+
+def admitted() -> list[int]:
+    """Return for each request of the current batch the number of its tokens that were computed
+    before this step admits it, in the order of the batch. It is 0 for other requests.
+
+    The list is empty if all are 0, in an engine without a KV connector, and outside of a step of a
+    model runner.
+    """
+    return _running.of_batch() if isinstance(_running, Admitted) else []
 
 
 def reading_of_request(request: Any, reading: Reading) -> Reading:
@@ -170,21 +184,38 @@ def _aligning(own: Callable[..., Any]) -> Callable[..., Any]:
     return align
 
 
+def _follower(runner: Any) -> Prompts | Admitted | None:
+    """Return what follows the requests of a model runner, or None if its layers do not need it. It
+    is stored in the runner."""
+    stored = vars(runner)
+    if "kvindex_follower" not in stored:
+        reading = _reading(runner)
+
+        def batch() -> Any:
+            # the V2 runner lists the requests of a batch in `prepare_attn`
+            return runner.input_batch.req_ids
+
+        found: Prompts | Admitted | None = None
+        if reading is not None and reading.sparse:
+            found = Prompts(reading, batch)
+        elif reading is not None and has_connector(runner.vllm_config):
+            found = Admitted(batch)
+        stored["kvindex_follower"] = found
+    follower: Prompts | Admitted | None = stored["kvindex_follower"]
+    return follower
+
+
 def _following(own: Callable[..., Any]) -> Callable[..., Any]:
     def execute_model(self: Any, scheduled: Any, *given: Any, **named: Any) -> Any:
-        """Execute a step while `sparse_prompts` returns its prompts."""
+        """Execute a step while `sparse_prompts` returns its prompts, or `admitted` the requests
+        that it admits."""
         global _running
-        reading = _reading(self)
         dummy = named.get("dummy_run") or (len(given) > 1 and given[1])
-        if reading is None or not reading.sparse or dummy:
+        follower = None if dummy else _follower(self)
+        if follower is None:
             return own(self, scheduled, *given, **named)
-        prompts = vars(self).get("kvindex_prompts")
-        if prompts is None:
-            # the V2 runner lists the requests of a batch in `prepare_attn`
-            prompts = Prompts(reading, lambda: self.input_batch.req_ids)
-            vars(self)["kvindex_prompts"] = prompts
-        prompts.update(scheduled)
-        before, _running = _running, prompts
+        follower.update(scheduled)
+        before, _running = _running, follower
         try:
             return own(self, scheduled, *given, **named)
         finally:

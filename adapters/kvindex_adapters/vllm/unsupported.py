@@ -27,6 +27,12 @@ MOST_WIDE = 256
 DRAFT_MODELS = "draft_model", "eagle", "mtp"
 """Methods of speculative decoding with a draft model that are supported on a CPU."""
 
+CONNECTORS = "ExampleConnector", "OffloadingConnector", "SimpleCPUOffloadConnector"
+"""KV connectors of vLLM that are tested. They copy whole pages, whatever these contain."""
+
+CONNECTOR_OF_SEVERAL = "MultiConnector"
+"""KV connector of vLLM that consists of other connectors."""
+
 ALIGN = "_mamba_block_aligned_split"
 """Method of vLLM's scheduler that shortens a chunk of a prompt. It exists for linear attention."""
 
@@ -34,10 +40,16 @@ ALIGN = "_mamba_block_aligned_split"
 def can_align() -> bool:
     """Return True if this version of vLLM lets the plug-in shorten the chunks of a prompt, and says
     which model runner it uses."""
-    from vllm.config import VllmConfig
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    return ALIGN in vars(Scheduler) and "use_v2_model_runner" in vars(VllmConfig)
+    return ALIGN in vars(Scheduler) and names_runner()
+
+
+def names_runner() -> bool:
+    """Return True if the configuration of this version of vLLM says which model runner it uses."""
+    from vllm.config import VllmConfig
+
+    return "use_v2_model_runner" in vars(VllmConfig)
 
 
 def can_pack() -> bool:
@@ -60,7 +72,8 @@ def packs(config: Any, options: Options) -> bool:
 
     This is the case for models with multi-head latent attention, and if vLLM needs pages of one
     size: for models with linear attention, and for models with sliding windows or chunked
-    attention, unless vLLM's hybrid KV cache manager is disabled.
+    attention, unless vLLM's hybrid KV cache manager is disabled. It is also the case with a KV
+    connector, which knows one cache of each attention layer.
 
     Args:
         config: The engine's `VllmConfig`.
@@ -69,7 +82,18 @@ def packs(config: Any, options: Options) -> bool:
     model, disabled = config.model_config, config.scheduler_config.disable_hybrid_kv_cache_manager
     windows = model.get_sliding_window() is not None or model.attention_chunk_size is not None
     kinds = model.use_mla or model.is_hybrid or (windows and not disabled)
-    return bool(kinds) and options.rows == "device" and can_pack()
+    needed = bool(kinds) or has_connector(config)
+    return needed and options.rows == "device" and can_pack()
+
+
+def has_connector(config: Any) -> bool:
+    """Return True if an engine has a KV connector.
+
+    Args:
+        config: The engine's `VllmConfig`.
+    """
+    transfer = config.kv_transfer_config
+    return transfer is not None and transfer.kv_connector is not None
 
 
 def refuse(*reasons: str) -> None:
@@ -117,7 +141,7 @@ def engine_reasons(config: Any) -> list[str]:
         return reasons
     assert options is not None
     reasons += _setting_reasons(config) + _model_reasons(config, options)
-    reasons += _draft_reasons(config, options)
+    reasons += _draft_reasons(config, options) + _connector_reasons(config, options)
     reasons += fp8_reasons(config, options, config.cache_config.cache_dtype)
     reasons += _graph_reasons(config, options) if options.dense_graphs else []
     return reasons + (_sparse_engine_reasons(config, options) if options.reading.sparse else [])
@@ -159,12 +183,6 @@ def _setting_reasons(config: Any) -> list[str]:
             "are not tested; or leave out --speculative-config",
         ),
         (
-            "kv_transfer_config",
-            _kind(config.kv_transfer_config),
-            config.kv_transfer_config is None,
-            "None; leave out --kv-transfer-config",
-        ),
-        (
             "kv_sharing_fast_prefill",
             True,
             not cache.kv_sharing_fast_prefill,
@@ -194,9 +212,10 @@ def _draft_reasons(config: Any, options: Options) -> list[str]:
         ),
         (
             "speculative_config",
-            f"the method {_method(config)} for a model whose codes are in the pages of its keys",
+            f"the method {_method(config)} for an engine whose codes are in the pages of its keys "
+            "(as with a KV connector)",
             not packs(config, options),
-            "the method 'ngram' for such a model",
+            "the method 'ngram' for such an engine",
         ),
         (
             "speculative_config",
@@ -211,6 +230,67 @@ def _draft_reasons(config: Any, options: Options) -> list[str]:
             "1 with a draft model",
         ),
     )
+
+
+def _connector_reasons(config: Any, options: Options) -> list[str]:
+    """Return the reasons that concern a KV connector."""
+    if not has_connector(config):
+        return []
+    without = "or leave out --kv-transfer-config"
+    known = ", ".join(CONNECTORS)
+    return _reasons(
+        *(
+            (
+                "kv_transfer_config",
+                f"the connector {name}",
+                name in CONNECTORS,
+                f"one of {known}, or {CONNECTOR_OF_SEVERAL} with these, because others are not "
+                f"tested with pages that contain codes after keys and values; {without}",
+            )
+            for name in _connectors(config.kv_transfer_config)
+        ),
+        (
+            "kv_transfer_config",
+            "a connector with this version of vLLM, in which codes have pages of their own",
+            can_pack() and names_runner(),
+            f"vLLM 0.28 or newer; {without}",
+        ),
+        (
+            "kv_transfer_config",
+            f"a connector with rows={options.rows!r}",
+            options.rows == "device",
+            f"rows='device', because connectors copy vLLM's pages, which then have no rows; "
+            f"{without}",
+        ),
+        (
+            "kv_transfer_config",
+            "a connector with prefill='sparse'",
+            not options.reading.sparse,
+            f"prefill='dense', because a connector may load what another engine has read with full "
+            f"attention; {without}",
+        ),
+        (
+            "kv_transfer_config",
+            "a connector with use_ubatching",
+            not config.parallel_config.use_ubatching,
+            f"use_ubatching=False; {without}",
+        ),
+    )
+
+
+def _connectors(transfer: Any) -> list[str]:
+    """Return the names of the connectors of a `KVTransferConfig`. A connector from a module that
+    does not belong to vLLM has the name of the module in front."""
+
+    def name(connector: str, module: str | None) -> str:
+        return f"{module}.{connector}" if module else connector
+
+    if transfer.kv_connector != CONNECTOR_OF_SEVERAL or transfer.kv_connector_module_path:
+        return [name(transfer.kv_connector, transfer.kv_connector_module_path)]
+    return [
+        name(str(one.get("kv_connector")), one.get("kv_connector_module_path"))
+        for one in transfer.kv_connector_extra_config.get("connectors", [])
+    ]
 
 
 def fp8_reasons(config: Any, options: Options, kv_cache_dtype: str) -> list[str]:
@@ -670,11 +750,6 @@ def _method(config: Any) -> str | None:
     """Return the name of an engine's method of speculative decoding, or None."""
     speculative = config.speculative_config
     return None if speculative is None else str(speculative.method)
-
-
-def _kind(value: object) -> object:
-    """Return a short description of an optional configuration object."""
-    return value if value is None or isinstance(value, str) else f"a {type(value).__name__}"
 
 
 def _reasons(*limits: tuple[str, object, bool, str]) -> list[str]:

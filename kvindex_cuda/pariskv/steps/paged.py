@@ -99,6 +99,8 @@ class PagedSteps:
         most_rows: Number of sequences in the largest batch.
         tokens: Length of the longest sequence.
         new_tokens: Largest number of new tokens in one step of the model.
+        loads: Whether the argument `slots` of `begin` may also contain the last slots of all blocks
+            of all sequences of a batch, so that these blocks are encoded too.
         caches: If rows are on the host, a row cache for each layer, with a group for each KV head.
             All caches must have the same tensor `clocks`, which counts decode steps. `write_pages`
             removes the rows that it overwrites from the cache.
@@ -122,6 +124,7 @@ class PagedSteps:
         most_rows: int,
         tokens: int,
         new_tokens: int,
+        loads: bool = False,
         caches: Sequence[RowCache] | None = None,
         limits: PageLimits | None = None,
     ) -> None:
@@ -158,7 +161,8 @@ class PagedSteps:
         self._length, self._resident_count = zeros(most_rows), zeros(most_rows)
         self._counted, self._wanted = (zeros(most_rows, dtype=torch.int32) for _ in range(2))
         self._scales = zeros(layers, most_rows, G, dtype=torch.float32)
-        self._due = zeros(1 + min(new_tokens, new_tokens // BLOCK + most_rows))
+        filled = min(new_tokens, new_tokens // BLOCK + most_rows)
+        self._due = zeros(1 + filled + (most_rows * blocks if loads else 0))
         seen = torch.arange(max(blocks, 1) * BLOCK, device=device) >= sink
         self._valid = words_of(seen[None], max(blocks, 1)).expand(most_rows, -1, -1).contiguous()
         self._none = torch.empty(0, 0, 0, 0, device=device)
@@ -183,6 +187,7 @@ class PagedSteps:
                 entry.
             slots: Slots to which new tokens are written, int64 `[T]`; below 0 if a token is not
                 written.
+                Blocks whose last slot is among them are encoded by the next call.
             rows: Number of sequences for which `attend` will run: `R`, or 0 if it will not run.
             whole: True for each sequence that gets full attention whatever its length, bool `[R]`;
                 None if there is no such sequence.
