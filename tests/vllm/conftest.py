@@ -35,14 +35,20 @@ EVERY = {"k": 2048, "dense_below": 0, "sink": 4, "local_window": 16}
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory):
-    """Make a folder with a model of random weights."""
-    transformers = pytest.importorskip("transformers")
+    """Make a folder with a model of random weights, or return that of an earlier call.
+
+    An engine may change classes of transformers, so that no second model can be made with them.
+    """
+    transformers, folders = pytest.importorskip("transformers"), {}
 
     def save(family="Llama", model=None, **config):
+        if (known := repr((family, model, config))) in folders:
+            return folders[known]
         torch.manual_seed(0)
         made = getattr(transformers, f"{family}Config")(**{**SMALL, **config})
         folder = tmp_path_factory.mktemp("model")
         getattr(transformers, model or f"{family}ForCausalLM")(made).save_pretrained(folder)
+        folders[known] = str(folder)
         return str(folder)
 
     return save

@@ -6,6 +6,7 @@ Models run in bfloat16, and their best token leads by far, so that rounding does
 import pytest
 import torch
 
+from kvindex_adapters.vllm.unsupported import can_pack
 from tests.vllm.conftest import SMALL, prompt, tokens
 
 pytest.importorskip("vllm")
@@ -135,6 +136,19 @@ def test_a_large_error_gives_other_tokens_and_graphs_the_same(made, taught):
     (eager,), (graphs,) = (written(one, [ALONE]) for one in (made(auto), made(auto, True)))
     assert eager == graphs
     assert eager != taught[-1]
+
+
+@pytest.mark.skipif(not can_pack(), reason="connectors need vLLM 0.28")
+@pytest.mark.parametrize("name", ["OffloadingConnector", "SimpleCPUOffloadConnector"])
+def test_pages_in_host_memory(made, taught, name):
+    from tests.vllm.connected import Connected, transfer
+
+    given = transfer(name, cpu_bytes_to_use=1 << 30)
+    mine = Connected(lambda: made(EVERY, True, kv_transfer_config=given))
+    with mine.entered():
+        for _ in range(2):
+            assert written(mine.llm, PROMPTS) == taught[: len(PROMPTS)]
+            assert mine.llm.reset_prefix_cache()
 
 
 def test_few_rows_give_other_tokens_and_graphs_the_same(made, taught):
