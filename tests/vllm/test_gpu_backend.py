@@ -372,6 +372,19 @@ def test_steps_attend_to_all_tokens_until_enough_outputs_are_measured(entered):
         batches.check(tables, lengths, found, rtol=1e-4, atol=1e-5)
 
 
+def test_steps_that_verify_drafts_are_measured(entered):
+    """Each drafted token counts, as long as no limit is known."""
+    speculation = dict(method="ngram", num_speculative_tokens=2, prompt_lookup_max=3)
+    batches = Batches(entered({**EVERY, **AUTO}, speculative_config=speculation), None)
+    tables, reading = torch.tensor([[3, 7, 1], [4, 2, 5]]).int(), torch.tensor([True, True])
+    batches.run(tables, (395, 395), (395, 395), is_prefilling=reading)
+    errors = batches.builder._errors
+    for step in range(FEWEST // 6 + 2):
+        batches.run(tables, (700 + step,) * 2, (3, 3), is_prefilling=~reading)
+        assert errors.known.item() is (step * 6 >= FEWEST)
+    assert errors.found.any()
+
+
 def test_which_sequences_are_measured():
     from kvindex_adapters.vllm.gpu_batch import prompt_chunks
 

@@ -23,6 +23,9 @@ INTERVAL = 16
 """Number of steps of the model from one copy of the counters to the host to the next, once decode
 steps search."""
 
+AT_ONCE = 1 << 22
+"""Most numbers in a temporary tensor of `update`, unless a single layer has more."""
+
 
 @dataclass(frozen=True)
 class Chunks:
@@ -82,7 +85,7 @@ class PageLimits:
         heads = g.kv_heads + g.q_heads
         self._means = torch.zeros(layers, LENGTHS, heads, device=device)
         self._seen = torch.zeros(layers, LENGTHS, dtype=torch.int64, device=device)
-        self._chunks: Chunks | None = None
+        self._chunks: list[Chunks] = []  # of the current step: of decode steps, and of prompts
         self.table = torch.zeros(layers, LENGTHS, g.kv_heads, device=device)
         self.known = torch.zeros(1, dtype=torch.bool, device=device)
         self.variances = torch.zeros(layers, most_rows, g.kv_heads, device=device)
@@ -99,26 +102,29 @@ class PageLimits:
         self._copied: Any = None  # an event that is recorded when `_copy` is complete
         self._read, self._new, self.searches = 0, 0, False  # rows read, and not yet taken
 
-    def begin_step(self, lengths: Tensor) -> None:
+    def begin_step(self, lengths: Tensor, *, longest: int | None = None) -> None:
         """Compute new limits before a step of the model. As long as the host does not know of any,
         measure the step if it is a decode step.
 
         Args:
             lengths: Length of each sequence that has a decode step, int32 `[R]`; 0 for an unused
                 entry.
+            longest: No sequence is longer; None if the host does not know. An engine that only has
+                sequences below `dense_below` then computes nothing here.
         """
         self.update()
         self._poll()
-        if self.searches or not len(lengths):
+        short = longest is not None and longest < self._dense_below
+        if self.searches or short or not len(lengths):
             return
         sums = self.squares[:, : len(lengths)].fill_(torch.nan)
         lengths = lengths.long()
         counts = self._counts(torch.ones_like(lengths), lengths)
-        self._chunks = Chunks(counts, self._digits(lengths), sums)
+        self._chunks.append(Chunks(counts, self._digits(lengths), sums))
 
     def begin_batch(self, starts: Tensor, lengths: Tensor, sequences: Sequence[int]) -> bool:
         """Choose the tokens of a batch whose outputs the layers measure: the newest ones of each
-        chunk.
+        chunk. Call `begin_step` before, for the decode steps of the batch.
 
         Args:
             starts: Index in the batch of each sequence's first new token, followed by the total
@@ -130,7 +136,6 @@ class PageLimits:
         Returns:
             True if there is such a sequence. Then call `measure` in each layer.
         """
-        self.update()
         if not sequences:
             return False
         device = self._geometry.device
@@ -142,7 +147,7 @@ class PageLimits:
         counts = self._counts((stops - starts[numbers]).clamp_max(LAST), lengths)
         shape = self.layers, len(given), self._means.shape[2]
         sums = self._means.new_full(shape, torch.nan)
-        self._chunks = Chunks(counts, self._digits(lengths), sums, stops)
+        self._chunks.append(Chunks(counts, self._digits(lengths), sums, stops))
         return True
 
     def _counts(self, new: Tensor, lengths: Tensor) -> Tensor:
@@ -164,8 +169,7 @@ class PageLimits:
             values: Values of the tokens of the batch, `[T, G, Dv]`.
             outputs: Their attention outputs, `[T, H, Dv]`, in the dtype of the values.
         """
-        chunks, g = self._chunks, self._geometry
-        assert chunks is not None
+        chunks, g = self._chunks[-1], self._geometry
         assert chunks.stops is not None  # `begin_batch` has returned True
         of_type("values", values, *CODES)
         of_shape("values", values, len(values), g.kv_heads, g.value_dim)
@@ -205,18 +209,21 @@ class PageLimits:
         the same class count as one chunk. A chunk is ignored if a number in it is not finite, or if
         all values are 0, as in the empty pages of a step that warms up an engine.
         """
-        chunks, self._chunks = self._chunks, None
-        if chunks is None:
+        chunks, self._chunks = self._chunks, []
+        if not chunks:
             return
         heads = self._geometry.kv_heads
-        some = chunks.sums.sum(-1).isfinite() & (chunks.sums[..., :heads].sum(-1) > 0)
-        own = chunks.digits[:, None] == torch.arange(LENGTHS, device=chunks.digits.device)
+        counts = torch.cat([one.counts for one in chunks])
+        digits = torch.cat([one.digits for one in chunks])
+        sums = torch.cat([one.sums for one in chunks], dim=1)
+        some = sums.sum(-1).isfinite() & (sums[..., :heads].sum(-1) > 0) & (counts > 0)
+        own = digits[:, None] == torch.arange(LENGTHS, device=digits.device)
         chosen = some[..., None] & own  # [layers, S, LENGTHS]
-        new = (chosen * chunks.counts[:, None]).sum(1)  # [layers, LENGTHS]
-        squares = chunks.sums[:, :, None].masked_fill(~chosen[..., None], 0).sum(1)
+        new = (chosen * counts[:, None]).sum(1)  # [layers, LENGTHS]
         self._seen += new
         weights = (new / self._seen.clamp(1, HORIZON)).clamp_max(1)
-        self._means.lerp_(squares / new.clamp_min(1)[..., None], weights[..., None])
+        found = self._added(sums, chosen) / new.clamp_min(1)[..., None]
+        self._means.lerp_(found, weights[..., None])
         values, outputs = self._means[..., :heads], self._means[..., heads:]
         allowed = self._error**2 * outputs.sum(-1, keepdim=True) / heads
         limits = allowed / values.clamp_min(torch.finfo(torch.float32).tiny)
@@ -225,6 +232,25 @@ class PageLimits:
         nearest = differences.argmin(-1, keepdim=True)  # [layers, LENGTHS, 1]
         self.table.copy_(limits.gather(1, nearest.expand_as(limits)))
         self.known.copy_(enough.any(-1).all())
+
+    @staticmethod
+    def _added(sums: Tensor, chosen: Tensor) -> Tensor:
+        """Add up the sums of the chunks in each class.
+
+        Every addition is in a fixed order, so the result is the same in each run.
+
+        Args:
+            sums: Float32 `[layers, S, heads]`.
+            chosen: For each chunk, whether it belongs to a class, bool `[layers, S, LENGTHS]`.
+
+        Returns:
+            Float32 `[layers, LENGTHS, heads]`.
+        """
+        at_once = max(1, AT_ONCE // (LENGTHS * sums[0].numel()))  # layers
+        parts = zip(torch.split(sums, at_once), torch.split(chosen, at_once), strict=True)
+        return torch.cat(
+            [part[:, :, None].masked_fill(~some[..., None], 0).sum(1) for part, some in parts]
+        )
 
     def take_found(self) -> float:
         """Return how many rows decode steps have found since the last call: for each sequence the

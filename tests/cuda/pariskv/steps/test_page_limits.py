@@ -9,6 +9,7 @@ import torch
 from kvindex.core.geometry import Geometry
 from kvindex.layer.output_scale import FEWEST, LAST
 from kvindex_adapters.vllm.row_budget import RowBudget
+from kvindex_cuda.pariskv.steps import page_limits
 from kvindex_cuda.pariskv.steps.page_limits import INTERVAL, PageLimits
 from tests.cuda.devices import on, on_devices
 from tests.cuda.graphs import KeptGraph
@@ -172,10 +173,56 @@ def test_empty_pages_are_not_measured(device):
         limits.update()
         assert limits._seen.sum().item() == 3 * LAYERS * value
     limits.begin_step(torch.tensor([0, 599, 5000], device=device).int())
-    assert limits._chunks.counts.tolist() == [0, 0, 1]
+    assert limits._chunks[0].counts.tolist() == [0, 0, 1]
     limits._dense_below = 0
     limits.begin_step(torch.tensor([0, 599, 5000], device=device).int())
-    assert limits._chunks.counts.tolist() == [0, 1, 1]
+    assert limits._chunks[0].counts.tolist() == [0, 1, 1]
+
+
+@on_devices
+def test_sequences_that_are_too_short_do_not_count(device):
+    """Not even for longer ones of the same class."""
+    limits = limits_of(device)
+    for longest in (None, 700):
+        lengths = torch.tensor([599, 700, 0], device=device).int()
+        limits.begin_step(lengths, longest=longest)
+        limits.squares[:, 0], limits.squares[:, 1] = 5.0, 1.0
+        limits.update()
+    assert limits._seen.sum(1).tolist() == [2] * LAYERS
+    assert limits._means.sum(1).eq(1).all()
+    limits.begin_step(lengths.clamp_max(599), longest=599)
+    assert not limits._chunks
+
+
+@on_devices
+def test_decode_steps_and_prompts_of_a_batch_are_measured(device):
+    limits = limits_of(device)
+    for prompts in ([], [1]):
+        limits.begin_step(torch.tensor([700], device=device).int())
+        starts, lengths = torch.tensor([0, 1, 9]).int(), torch.tensor([700, 5000]).int()
+        limits.begin_batch(starts.to(device), lengths.to(device), prompts)
+        limits.squares[:, 0] = 1.0
+        for layer in range(LAYERS) if prompts else ():
+            values, outputs = torch.ones(9, 2, 8, device=device), torch.ones(9, 4, 8, device=device)
+            with on(device):
+                limits.measure(layer, values, outputs)
+        limits.update()
+    assert limits._seen[:, 10].tolist() == [2] * LAYERS
+    assert limits._seen[:, 13].tolist() == [8] * LAYERS
+    assert limits._means[:, 10].eq(1).all()
+    assert limits._means[:, 13].eq(8).all()
+
+
+def test_large_batches_are_added_up_in_parts(monkeypatch):
+    found = []
+    for at_once in (page_limits.AT_ONCE, 1):
+        monkeypatch.setattr(page_limits, "AT_ONCE", at_once)
+        limits = limits_of("cpu")
+        limits.begin_step(torch.tensor([700, 5000, 900]).int())
+        limits.squares.copy_(torch.arange(1.0, limits.squares.numel() + 1).view_as(limits.squares))
+        limits.update()
+        found.append(limits._means)
+    assert torch.equal(*found)
 
 
 @on_devices
@@ -268,13 +315,13 @@ def test_which_tokens_are_measured(device):
     starts = torch.tensor([0, 599, 649, 654, 4654, 4655], device=device).int()
     lengths = torch.tensor([599, 601, 900, 5000, 1023], device=device).int()
     assert limits.begin_batch(starts, lengths, [0, 1, 2, 3, 4])
-    chunks = limits._chunks
+    (chunks,) = limits._chunks
     assert chunks.counts.tolist() == [0, 2, 5, LAST, 1]
     assert chunks.stops.tolist() == starts[1:].tolist()
     assert chunks.digits.tolist() == [10, 10, 10, 13, 10]
     assert not limits.begin_batch(starts, lengths, [])
-    assert limits._chunks is None  # no layer has measured them, so they are ignored
-    limits.update()
+    limits.update()  # no layer has measured them, so they are ignored
+    assert limits._chunks == []
     assert not limits.known.item()
 
 
