@@ -358,6 +358,7 @@ def test_steps_attend_to_all_tokens_until_enough_outputs_are_measured(entered):
     batches.run(tables, (395, 395), (395, 395))
     for length in range(396, 400):  # too short to be searched
         batches.run(tables, (length, length), (1, 1))
+        assert not batches.builder._errors._chunks  # the host knows that nothing is measured
     batches.builder._capturing = True
     batches.run(tables, (399 + 300, 399 + 300), (300, 300))  # not measured
     batches.builder._capturing = False

@@ -264,7 +264,8 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
             return metadata
         check_causal(common.causal)
         steps = self._opened()
-        steps.begin(tables, lengths, slots, rows=rows, whole=whole)
+        longest = 0 if full else common.max_seq_len  # a graph with FlashAttention measures nothing
+        steps.begin(tables, lengths, slots, rows=rows, whole=whole, longest=longest)
         metadata.measuring = self._measuring(common)
         if alone:
             parts = self._parts(common, starts, rows) if starts else []

@@ -177,6 +177,7 @@ class PagedSteps:
         *,
         rows: int,
         whole: Tensor | None = None,
+        longest: int | None = None,
     ) -> None:
         """Read the engine's tables before a step of the model, and encode the blocks that have
         become full. Do not call this during the capture of a CUDA graph.
@@ -191,6 +192,7 @@ class PagedSteps:
             rows: Number of sequences for which `attend` will run: `R`, or 0 if it will not run.
             whole: True for each sequence that gets full attention whatever its length, bool `[R]`;
                 None if there is no such sequence.
+            longest: No sequence of these `R` is longer; None if the host does not know.
         """
         self._encode_due()
         if rows > self._most_rows:
@@ -199,7 +201,7 @@ class PagedSteps:
         if rows:
             self._scales.zero_()
         if errors is not None:
-            errors.begin_step(lengths[:rows])
+            errors.begin_step(lengths[:rows], longest=longest)
         layers, codes = len(self._pages.rows), self._pages.codes[0]
         splits = WAVES * multiprocessors(self._geometry.device) // (layers * max(rows, 1))
         most = -(-self._codes.shape[2] * self._geometry.kv_heads * (BLOCK // 16) // UPDATE_THREADS)
