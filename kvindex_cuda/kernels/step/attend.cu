@@ -309,6 +309,8 @@ struct Arguments {
     const float* value_scale;   // [1]: scale of the values; only if FP8_PAGES
     const bool* known;          // [1]: whether limits are known; only if MEASURED, as is `squares`
     float* squares;             // [B, KV heads + query heads]: |v|² of the newest token of each sequence, then |o|²
+    const float* limit_lse;     // [B, query heads]: logits of learned sinks, which are not in `output` yet, or null;
+                                // only if MEASURED
 };
 
 extern "C" __global__ void __launch_bounds__(256, GROUP * VALUES <= 8 ? 2 : 1)
@@ -546,6 +548,11 @@ attend(const __grid_constant__ Arguments args) {
         float total = warp_sum(own.y * shrink);
         if (lane < splits) weights[lane * GROUP + h] = total > 0 ? shrink / total : 0.0f;
         if (lane == 0) args.lse[part * GROUP + h] = total > 0 ? peak + logf(total) : NEVER;
+#if MEASURED
+        // fraction of the attention weight that the learned sink does not have
+        if (lane == 0)
+            peaks[h][0] = args.limit_lse ? total / (total + expf(args.limit_lse[part * GROUP + h] - peak)) : 1;
+#endif
     }
     __syncthreads();
     for (int i = threadIdx.x; i < GROUP * (DV / 2); i += 256) {
@@ -583,6 +590,7 @@ attend(const __grid_constant__ Arguments args) {
             sum += x * x;
         }
         sum = warp_sum(sum);
+        if (h < GROUP) sum *= peaks[h][0] * peaks[h][0];
         i64 to = h == GROUP ? head : args.kv_heads + (head * PARTS + part % PARTS) * GROUP + h;
         if (lane == 0) squares[to] = sum;
     }

@@ -180,6 +180,22 @@ def test_empty_pages_are_not_measured(device):
 
 
 @on_devices
+@pytest.mark.parametrize("kind", mostly_slow([Engine, HostEngine], Engine))
+def test_decode_steps_are_measured_with_their_learned_sinks(kind, device):
+    engine = limited(kind, device)
+    engine.sinks = torch.tensor([1.0, 7.0, 8.0, 6.0], device=device)
+    measure(engine, [(1100, FEWEST - 2)])
+    for _ in range(2):
+        assert_close(list(engine.decode()))
+    engine.limits.update()
+    assert engine.limits.known.item()
+    for layer, own in zip(engine.layers, engine.limits.table, strict=True):
+        for length in (700, 1100):
+            expected = layer.budget.limit(torch.zeros(1, 4), length).variance[0]
+            torch.testing.assert_close(own[length.bit_length()].cpu(), expected.cpu())
+
+
+@on_devices
 def test_sequences_that_are_too_short_do_not_count(device):
     """Not even for longer ones of the same class."""
     limits = limits_of(device)
