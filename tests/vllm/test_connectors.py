@@ -130,6 +130,35 @@ def test_prompts_of_a_batch_and_a_prefix(stock, connected, codes, tmp_path):
     assert codes.searches
 
 
+def test_pages_of_a_running_sequence_are_loaded_again(engine, model, connected, codes, tmp_path):
+    """`ExampleConnector` also loads blocks that the prefix cache has and other sequences read."""
+    from vllm import SamplingParams
+
+    start = prompt(600)[:512]
+    ids = [start + prompt(300, 1), prompt(20, 2), start + prompt(600, 3)]
+    extra = dict(shared_storage_path=str(tmp_path))
+    options = WHOLE | dict(enable_prefix_caching=True, max_num_seqs=2, num_gpu_blocks_override=16)
+    given = [{"prompt_token_ids": one} for one in ids]
+    params = [
+        SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+        for count in (40, 8, 8)  # the third one starts when the second one ends
+    ]
+
+    def found(llm):
+        made = llm.generate(given, params, use_tqdm=False)
+        return [list(one.outputs[0].token_ids) for one in made], made[2].num_cached_tokens
+
+    plain = engine(model, EVERY, **options)
+    expected, _ = found(plain)
+    first, second = (connected("ExampleConnector", extra=extra, **options) for _ in range(2))
+    with first.entered():
+        stored(first.llm, ids[2:], codes)
+    codes.searches.clear()
+    with second.entered():
+        assert found(second.llm) == (expected, 1024)
+    assert codes.searches
+
+
 @pytest.mark.parametrize("name", ["OffloadingConnector", "SimpleCPUOffloadConnector"])
 @pytest.mark.parametrize("asked", [EVERY, FEW])
 def test_pages_in_host_memory(engine, model, connected, codes, monkeypatch, name, asked):

@@ -101,14 +101,15 @@ def connector():
 @pytest.mark.parametrize("captured", [False, True])
 def test_loaded_blocks_are_encoded_after_the_step_that_admits_them(entered, monkeypatch, captured):
     """A KV connector has loaded 512 tokens of each of two sequences, of which one continues with a
-    single token of its answer. This token gets full attention. The next one searches."""
+    single token of its answer. This token gets full attention, and so does the token of a sequence
+    with the same prefix. The next ones search."""
     from kvindex_adapters.vllm import gpu_batch
 
     asked = {**EVERY, "k": 1, "dense_below": 0, "sink": 0, "local_window": 1}
     config = entered(asked, kv_transfer_config=connector())
     layers = layers_of(config)
     builder = builder_of(config, layers)
-    tables = torch.tensor([[3, 7, 1], [4, 2, 5], [6, 0, 0]]).int()
+    tables = torch.tensor([[3, 7, 1], [4, 2, 5], [6, 0, 0], [3, 7, 8], [9, 10, 11]]).int()
     for layer in layers.values():
         rows = layer.impl.codes.rows(layer.kv_cache)
         rows.copy_(torch.randn(rows.shape))
@@ -119,24 +120,25 @@ def test_loaded_blocks_are_encoded_after_the_step_that_admits_them(entered, monk
         monkeypatch.setattr(gpu_batch, "admitted", lambda: counts)
         slots = slots_of(tables, [(length - 1, length) for length in lengths])
         make = builder.build_for_cudagraph_capture if captured else partial(builder.build, 0)
-        reading = torch.zeros(3, dtype=torch.bool)
-        metadata = make(common(tables, lengths, [1, 1, 1], slots, is_prefilling=reading))
+        reading, new = torch.zeros(5, dtype=torch.bool), [1] * 5
+        metadata = make(common(tables, lengths, new, slots, is_prefilling=reading))
         found = []
         for layer in layers.values():
-            queries, output = torch.randn(3, H, D), torch.empty(3, H, D)
+            queries, output = torch.randn(5, H, D), torch.empty(5, H, D)
             layer.impl.forward(layer, queries, None, None, layer.kv_cache, metadata, output)
             kept = layer.impl.codes.rows(layer.kv_cache)
             for b, length in enumerate(lengths):
                 rows = pages.read_rows(kept, tables[b], 0, length)
                 expected = attend(queries[b, None], rows.keys, rows.values, scale=D**-0.5)[0]
                 found.append(torch.allclose(output[b], expected, rtol=1e-4, atol=1e-5))
-        assert found[:3] == found[3:]
-        return found[:3]
+        assert found[:5] == found[5:]
+        return found[:5]
 
-    assert attended([513, 600, 20], [512, 512, 0]) == [True, True, True]
+    admitting = attended([513, 600, 20, 700, 700], [512, 512, 0, 0, 0])
+    assert admitting == [True, True, True, True, False]
     for layer in layers.values():
         assert (layer.impl.codes.records == 85).all()
-    assert attended([514, 601, 21], []) == [False, False, True]
+    assert attended([514, 601, 21, 701, 701], []) == [False, False, True, False, False]
     found = [layer.impl.codes.records.clone() for layer in layers.values()]
     for layer in layers.values():
         layer.impl.codes.records.fill_(85)

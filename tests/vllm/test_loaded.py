@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from kvindex_adapters.vllm.loaded import Admitted, as_prompts, last_slots
+from kvindex_adapters.vllm.loaded import Admitted, as_prompts, last_slots, sharing
 
 
 def step(new=(), cached=(), resumed=()):
@@ -46,3 +46,12 @@ def test_the_last_slots_of_whole_blocks():
     # pages of 512 tokens have two blocks
     assert last_slots(tables, [0, 800], 512).tolist() == [2303, 2559, 1279]
     assert last_slots(tables, [1300], 512).tolist() == [1791, 2047, 3839, 4095, 767]
+
+
+def test_sequences_that_share_blocks():
+    tables = torch.tensor([[3, 7, 1], [3, 2, 5], [6, 1, 9], [0, 0, 0]]).int()
+    slots = last_slots(tables, [0, 512], 256)
+    assert sharing(tables, slots, 10, 256).tolist() == [True, True, False, False]
+    assert not sharing(tables, last_slots(tables, [255], 256), 10, 256).any()
+    slots = last_slots(tables, [1536], 512)
+    assert sharing(tables, slots, 10, 512).tolist() == [True, True, True, False]

@@ -35,7 +35,7 @@ from kvindex_adapters.vllm.engine import (
     options_of,
 )
 from kvindex_adapters.vllm.fp8 import NAMES, Scales
-from kvindex_adapters.vllm.loaded import as_prompts, last_slots
+from kvindex_adapters.vllm.loaded import as_prompts, last_slots, sharing
 from kvindex_adapters.vllm.packed import codes_layer
 from kvindex_adapters.vllm.request_hooks import admitted, install_runner, sparse_prompts
 from kvindex_adapters.vllm.unsupported import (
@@ -125,7 +125,8 @@ class LoadedBlocks:
             common: vLLM's metadata of the next step.
 
         Returns:
-            The metadata, in which the requests that this step admits read their prompts.
+            The metadata, in which the requests that this step admits read their prompts, and those
+            that share blocks with them.
         """
         counts = admitted() if self._layers else []
         if self._slots is not None:
@@ -134,10 +135,11 @@ class LoadedBlocks:
             self._slots = None
         if not counts:
             return common
-        first = self._layers[0]
-        page_tokens = first.impl.codes.rows(first.kv_cache).shape[2]
-        self._slots = last_slots(common.block_table_tensor, counts, page_tokens)
+        first, tables = self._layers[0], common.block_table_tensor[: common.num_reqs]
+        count, _, page_tokens, _ = first.impl.codes.rows(first.kv_cache).shape
+        self._slots = last_slots(tables, counts, page_tokens)
         reading = as_prompts(common.is_prefilling, counts, common.num_reqs)
+        reading |= sharing(tables, self._slots, count, page_tokens)
         return replace(common, is_prefilling=reading)
 
 

@@ -29,7 +29,7 @@ from kvindex_adapters.vllm.engine import (
 from kvindex_adapters.vllm.fp8 import device_scales
 from kvindex_adapters.vllm.gpu_layer import SearchingFlashAttention
 from kvindex_adapters.vllm.host import Part, single, split
-from kvindex_adapters.vllm.loaded import as_prompts, last_slots
+from kvindex_adapters.vllm.loaded import as_prompts, last_slots, sharing
 from kvindex_adapters.vllm.pages import read_rows
 from kvindex_adapters.vllm.reading import Prompt, attend_prompt
 from kvindex_adapters.vllm.request_hooks import admitted, sparse_prompts
@@ -234,7 +234,7 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         fast_build: bool = False,
     ) -> FlashAttentionMetadata:
         """Build the metadata of a batch, and prepare the fused decode steps in it."""
-        common, slots = self._admitting(common_attn_metadata)
+        common, slots, shared = self._admitting(common_attn_metadata)
         rows, starts, whole = 0, [], None
         sparse: list[SparseChunk] = []
         tables, lengths = common.block_table_tensor, common.seq_lens
@@ -244,6 +244,8 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
             pass  # FlashAttention computes the batch
         elif self._layers and common.max_query_len == 1:
             rows, whole = common.num_reqs, single_prompts(common)
+            if whole is not None and shared is not None:
+                whole |= shared
         elif self._layers and common.max_query_len <= 1 + self._drafted and not reads(common):
             rows = common.num_actual_tokens
             tables, lengths = one_by_one(common)
@@ -272,7 +274,9 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
             metadata.searching = Searching(steps, self._numbers, rows, parts, common)
         return metadata
 
-    def _admitting(self, common: CommonAttentionMetadata) -> tuple[CommonAttentionMetadata, Tensor]:
+    def _admitting(
+        self, common: CommonAttentionMetadata
+    ) -> tuple[CommonAttentionMetadata, Tensor, Tensor | None]:
         """Treat the requests that a step admits as prompts, if a KV connector may have loaded their
         blocks (see `loaded`).
 
@@ -282,17 +286,19 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         Returns:
             The metadata, and the slots of the step's new tokens and of the last tokens of these
             blocks, int64 `[T]`. All blocks that end at these slots are encoded before the next
-            step.
+            step. The third result is bool `[R]` on the device: the sequences that have such blocks,
+            None if there are none. They must not search in this step.
         """
         counts = admitted() if self._layers else []
         if not counts:
-            return common, common.slot_mapping
-        layer = self._layers[0]
-        page_tokens = layer.impl.codes.rows(layer.kv_cache).shape[2]
-        more = last_slots(common.block_table_tensor, counts, page_tokens)
+            return common, common.slot_mapping, None
+        layer, tables = self._layers[0], common.block_table_tensor[: common.num_reqs]
+        count, _, page_tokens, _ = layer.impl.codes.rows(layer.kv_cache).shape
+        more = last_slots(tables, counts, page_tokens)
+        shared = sharing(tables, more, count, page_tokens)
         reading = as_prompts(common.is_prefilling, counts, common.num_reqs)
         slots = torch.cat([common.slot_mapping, more])
-        return replace(common, is_prefilling=reading), slots
+        return replace(common, is_prefilling=reading), slots, shared
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata

@@ -8,7 +8,8 @@ on its 256 keys. So the plug-in ignores loaded codes, and encodes loaded blocks 
   tokens that were computed before the request is admitted to the batch, that is, before the first
   step in which it has new tokens. Later blocks are filled by the engine itself.
 - In the step that admits a request, a layer may still wait for its rows. So the request does not
-  search in this step: its new tokens use full attention, like those of a prompt.
+  search in this step: its new tokens use full attention, like those of a prompt. Nor do sequences
+  that share blocks with it, because some connectors load also blocks that vLLM's prefix cache has.
 - Before the next step, all rows are there, and the whole blocks of the request are encoded.
 
 This module does not import vLLM.
@@ -72,6 +73,23 @@ def as_prompts(reading: Tensor | None, counts: list[int], requests: int) -> Tens
         found[: len(known)] = known
     found[: len(counts)] |= torch.tensor(counts) > 0
     return found
+
+
+def sharing(tables: Tensor, slots: Tensor, pages: int, page_tokens: int) -> Tensor:
+    """Return which sequences have a page with one of the slots, bool `[R]` on the device of the
+    tables.
+
+    It may also be true for a sequence whose table has such a page after its last one.
+
+    Args:
+        tables: Block tables of a batch, int `[R, pages]`.
+        slots: The result of `last_slots`.
+        pages: Number of pages that exist.
+        page_tokens: Number of tokens of a page.
+    """
+    found = torch.zeros(pages, dtype=torch.bool, device=tables.device)
+    found.index_fill_(0, torch.div(slots, page_tokens, rounding_mode="floor"), True)
+    return found[tables.long()].any(1)
 
 
 def last_slots(tables: Tensor, counts: list[int], page_tokens: int) -> Tensor:
