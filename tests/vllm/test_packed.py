@@ -107,6 +107,8 @@ def test_a_page_has_a_place_for_each_row_and_record(tokens_of_a_page, dtype):
     assert (rows == 1).all()
     assert torch.equal(codes.records, torch.full_like(records, 255))
     assert codes.get_kv_cache_spec(config) is None
+    codes.kv_cache = []  # as vLLM does after it has measured the memory of CUDA graphs
+    assert codes.kv_cache is None
 
 
 @pytest.mark.parametrize("name", ["hybrid", "sliding"])

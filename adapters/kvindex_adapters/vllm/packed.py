@@ -92,7 +92,15 @@ class PackedCodes(CodesLayer):
         values = 0 if geometry.value_in_key else geometry.value_dim
         self._row = geometry.head_dim + values
         self._layer: Any = None
-        self.kv_cache = None  # KV connectors of vLLM skip a layer without a cache
+
+    @property
+    def kv_cache(self) -> None:
+        """None, because KV connectors of vLLM skip a layer whose cache is None."""
+
+    @kv_cache.setter
+    def kv_cache(self, value: object) -> None:
+        """Do nothing. After vLLM has measured the memory of CUDA graphs, it removes the caches of
+        all layers. It would set this attribute to an empty list."""
 
     @property
     def records(self) -> Tensor:
