@@ -107,7 +107,8 @@ def last_slots(tables: Tensor, counts: list[int], page_tokens: int) -> Tensor:
     owners = [
         (row, segment) for row, count in enumerate(counts) for segment in range(count // BLOCK)
     ]
-    places = torch.tensor(owners, dtype=torch.int64).view(-1, 2).to(tables.device)
+    places = torch.tensor(owners, dtype=torch.int64).view(-1, 2)
+    places = places.to(tables.device, non_blocking=True)
     rows, segments = places.unbind(1)
     pages = tables[rows, torch.div(segments, parts, rounding_mode="floor")].long()
     return pages * page_tokens + segments % parts * BLOCK + BLOCK - 1
