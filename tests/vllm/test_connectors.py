@@ -397,18 +397,27 @@ def test_a_request_does_not_search_in_the_step_that_admits_it(stock, configured,
         builder = builder(made.get_kv_cache_spec(config), ["layers.0"], config, "cpu")
     width = 2 * SMALL["head_dim"] + made.impl.codes.token_bytes // 4
     made.kv_cache = torch.randn(8, 2, 256, width)
-    records, tables = made.impl.codes.records, torch.tensor([[3, 7, 1], [4, 2, 5]]).int()
+    records, tables = made.impl.codes.records, torch.tensor([[3, 7, 1], [4, 2, 5], [3, 6, 0]]).int()
     records.zero_()
+    encoded, encode = [], made.impl.encode
+
+    def watch(layer, slots):
+        encoded.append(slots.tolist())
+        encode(layer, slots)
+
+    monkeypatch.setattr(made.impl, "encode", watch)
+    monkeypatch.setattr(backend, "AT_ONCE", 2)
     for counts, lengths, prompts in (
-        ([512, 0], [513, 600], [True, False]),
-        ([], [514, 601], [False, False]),
+        ([512, 0, 512], [513, 600, 513], [True, False, True]),
+        ([], [514, 601, 514], [False, False, False]),
     ):
         assert not records.any()
         monkeypatch.setattr(backend, "admitted", lambda counts=counts: counts)
-        slots, reading = torch.tensor([300, 600]), torch.zeros(2, dtype=torch.bool)
-        given = common(tables, lengths, [1, 1], slots, is_prefilling=reading)
+        slots, reading = torch.tensor([300, 600, 5]), torch.zeros(3, dtype=torch.bool)
+        given = common(tables, lengths, [1, 1, 1], slots, is_prefilling=reading)
         assert vars(builder.build(0, given))["prompts"] == prompts
-    assert [bool(one.any()) for one in records] == [number in (3, 7) for number in range(8)]
+    assert encoded == [[1023, 1791], [2047]]  # a few blocks at a time, and shared blocks once
+    assert [bool(one.any()) for one in records] == [number in (3, 6, 7) for number in range(8)]
 
 
 @pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")

@@ -95,6 +95,11 @@ def prompts_of(common: CommonAttentionMetadata) -> list[bool]:
     return [] if reading is None else reading.tolist()
 
 
+AT_ONCE = 8
+"""Number of loaded blocks that a layer encodes at a time. More of them would take more memory, and
+were not faster."""
+
+
 class LoadedBlocks:
     """Encodes the blocks of requests that may have been loaded by a KV connector (see `loaded`).
 
@@ -131,13 +136,15 @@ class LoadedBlocks:
         counts = admitted() if self._layers else []
         if self._slots is not None:
             for layer in self._layers:
-                layer.impl.encode(layer, self._slots)
+                for some in torch.split(self._slots, AT_ONCE):
+                    layer.impl.encode(layer, some)
             self._slots = None
         if not counts:
             return common
         first, tables = self._layers[0], common.block_table_tensor[: common.num_reqs]
         count, _, page_tokens, _ = first.impl.codes.rows(first.kv_cache).shape
-        self._slots = last_slots(tables, counts, page_tokens)
+        slots = last_slots(tables, counts, page_tokens)
+        self._slots = torch.unique(slots)  # requests may share blocks
         reading = as_prompts(common.is_prefilling, counts, common.num_reqs)
         reading |= sharing(tables, self._slots, count, page_tokens)
         return replace(common, is_prefilling=reading)
