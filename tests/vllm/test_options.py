@@ -256,7 +256,7 @@ def test_connectors_that_are_supported(monkeypatch):
         given = engine({"kvindex": asked}, kv_transfer_config=both, **more)
         (reason,) = unsupported.engine_reasons(given)
         assert reason.startswith(f"kv_transfer_config: got a connector {said}")
-        assert reason.endswith("; or leave out --kv-transfer-config")
+        assert reason.endswith("; or leave out --kv-transfer-config and --kv-offloading-size")
     parts = [{"kv_connector": "OffloadingConnector"}, {"kv_connector": "NixlConnector"}]
     for given, name in (
         (connector("LMCacheConnectorV1"), "LMCacheConnectorV1"),

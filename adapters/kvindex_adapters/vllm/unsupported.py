@@ -236,7 +236,7 @@ def _connector_reasons(config: Any, options: Options) -> list[str]:
     """Return the reasons that concern a KV connector."""
     if not has_connector(config):
         return []
-    without = "or leave out --kv-transfer-config"
+    without = "or leave out --kv-transfer-config and --kv-offloading-size"
     known = ", ".join(CONNECTORS)
     return _reasons(
         *(
