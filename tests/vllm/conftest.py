@@ -1,9 +1,12 @@
 """Small models and engines for the plug-in's tests with vLLM, which `make test-vllm` installs."""
 
 import os
+from contextlib import contextmanager
 
 import pytest
 import torch
+
+from tests.cuda import emulator
 
 SMALL = dict(
     vocab_size=128,
@@ -31,6 +34,24 @@ os.environ |= {
 
 EVERY = {"k": 2048, "dense_below": 0, "sink": 4, "local_window": 16}
 """Number of rows to retrieve: all, so that a search gives full attention."""
+
+
+@contextmanager
+def kernels_on_a_cpu():
+    """Put the GPU backend in place of the CPU's, with emulated kernels."""
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends import registry
+
+    own = registry.AttentionBackendEnum.CPU_ATTN
+    before = own.get_path()
+    registry.register_backend(own, "tests.vllm.on_a_cpu.Backend")
+    selector._cached_get_attn_backend.cache_clear()
+    try:
+        with emulator.emulated():
+            yield
+    finally:
+        registry.register_backend(own, before)
+        selector._cached_get_attn_backend.cache_clear()
 
 
 @pytest.fixture(scope="session")

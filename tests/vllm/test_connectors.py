@@ -17,7 +17,7 @@ from kvindex_adapters.vllm.attention import PagedAttention
 from kvindex_adapters.vllm.loaded import Admitted
 from kvindex_adapters.vllm.unsupported import can_pack
 from tests.cuda import emulator
-from tests.vllm.conftest import EVERY, SMALL, answers, prompt, settings, tokens
+from tests.vllm.conftest import EVERY, SMALL, answers, kernels_on_a_cpu, prompt, settings, tokens
 from tests.vllm.gpu_layers import common
 from tests.vllm.processes import printed_tokens, run
 from tests.vllm.test_engine import LATENT
@@ -425,30 +425,19 @@ def test_a_request_does_not_search_in_the_step_that_admits_it(stock, configured,
 def test_the_gpu_backend(engine, model, stock, connected, tmp_path, name):
     """It encodes the blocks of a step before the next one. Pages that are saved in between have no
     codes."""
-    from vllm.v1.attention import selector
-    from vllm.v1.attention.backends import registry
-
     from tests.vllm.on_a_cpu import Attention
 
     ids, asked = [prompt(1024), prompt(300, 1)], {**EVERY, "index": "pariskv:preset=fast"}
     expected = tokens(stock, ids, 8)
     extra = OFFLOADING | dict(shared_storage_path=str(tmp_path))
-    own = registry.AttentionBackendEnum.CPU_ATTN
-    before = own.get_path()
-    registry.register_backend(own, "tests.vllm.on_a_cpu.Backend")
-    selector._cached_get_attn_backend.cache_clear()
-    try:
-        with emulator.emulated():
-            mine = [connected(name, asked, extra=extra, **WHOLE)]
-            few = asked | {"k": 24, "sink": 0, "local_window": 1}
-            mine.append(connected(name, few, extra=extra, **WHOLE))
-            exact = tokens(engine(model, few, **WHOLE), ids, 8)
-            for llm, wanted in zip(mine, (expected, exact), strict=True):
-                with llm.entered():
-                    for _ in range(2):
-                        count = Attention.searched
-                        assert tokens(llm.llm, ids, 8) == wanted
-                        assert Attention.searched > count
-    finally:
-        registry.register_backend(own, before)
-        selector._cached_get_attn_backend.cache_clear()
+    with kernels_on_a_cpu():
+        mine = [connected(name, asked, extra=extra, **WHOLE)]
+        few = asked | {"k": 24, "sink": 0, "local_window": 1}
+        mine.append(connected(name, few, extra=extra, **WHOLE))
+        exact = tokens(engine(model, few, **WHOLE), ids, 8)
+        for llm, wanted in zip(mine, (expected, exact), strict=True):
+            with llm.entered():
+                for _ in range(2):
+                    count = Attention.searched
+                    assert tokens(llm.llm, ids, 8) == wanted
+                    assert Attention.searched > count

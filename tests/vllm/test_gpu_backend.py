@@ -12,7 +12,7 @@ from kvindex.ops.attention import attend
 from kvindex_adapters.vllm import pages
 from kvindex_adapters.vllm.fp8 import Scales
 from tests.cuda import emulator
-from tests.vllm.conftest import answers, prompt, tokens
+from tests.vllm.conftest import answers, kernels_on_a_cpu, prompt, tokens
 from tests.vllm.gpu_layers import (
     BLOCKS,
     EVERY,
@@ -541,17 +541,8 @@ SPARSE = {"prefill": "sparse", "prefill_mass": 0.4, "prefill_last": 64}
 @pytest.fixture
 def emulated(stock, engine, model):
     """Make engines on a CPU whose decode steps search with the GPU kernels."""
-    from vllm.v1.attention import selector
-    from vllm.v1.attention.backends import registry
-
-    own = registry.AttentionBackendEnum.CPU_ATTN
-    before = own.get_path()
-    registry.register_backend(own, "tests.vllm.on_a_cpu.Backend")
-    selector._cached_get_attn_backend.cache_clear()
-    with emulator.emulated():
+    with kernels_on_a_cpu():
         yield lambda asked: engine(model, asked)
-    registry.register_backend(own, before)
-    selector._cached_get_attn_backend.cache_clear()
 
 
 def test_prompts_are_read_sparsely(stock, engine, model, emulated):

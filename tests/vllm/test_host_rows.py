@@ -7,7 +7,7 @@ from kvindex.ops.attention import attend
 from kvindex_adapters.vllm import pages
 from kvindex_adapters.vllm.fp8 import Scales
 from tests.cuda import emulator
-from tests.vllm.conftest import answers, prompt, settings, tokens
+from tests.vllm.conftest import answers, kernels_on_a_cpu, prompt, settings, tokens
 from tests.vllm.gpu_layers import (
     BLOCKS,
     EVERY,
@@ -46,17 +46,8 @@ __all__ = ["entered", "flash_fp8"]  # fixtures
 @pytest.fixture
 def on_a_cpu(stock):
     """Put the GPU backend in place of the CPU's, with emulated kernels."""
-    from vllm.v1.attention import selector
-    from vllm.v1.attention.backends import registry
-
-    own = registry.AttentionBackendEnum.CPU_ATTN
-    before = own.get_path()
-    registry.register_backend(own, "tests.vllm.on_a_cpu.Backend")
-    selector._cached_get_attn_backend.cache_clear()
-    with emulator.emulated():
+    with kernels_on_a_cpu():
         yield
-    registry.register_backend(own, before)
-    selector._cached_get_attn_backend.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from kvindex.core.geometry import Geometry
 from kvindex_adapters.vllm.unsupported import can_pack
 from tests.cuda import emulator
-from tests.vllm.conftest import EVERY, answers, prompt, settings, tokens
+from tests.vllm.conftest import EVERY, answers, kernels_on_a_cpu, prompt, settings, tokens
 from tests.vllm.processes import printed_tokens, run
 
 pytest.importorskip("vllm")
@@ -185,24 +185,13 @@ def test_two_processes(engine, request, tmp_path, name):
 @pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
 def test_the_engine_decodes_by_the_kernels(stock, engine, hybrid):
     """GPU kernels read codes and rows from the same pages."""
-    from vllm.v1.attention import selector
-    from vllm.v1.attention.backends import registry
-
     from tests.vllm.on_a_cpu import Attention
 
     options = OPTIONS["hybrid"]
     expected = tokens(engine(hybrid, **options), PROMPTS, 8)
-    own = registry.AttentionBackendEnum.CPU_ATTN
-    before = own.get_path()
-    registry.register_backend(own, "tests.vllm.on_a_cpu.Backend")
-    selector._cached_get_attn_backend.cache_clear()
-    try:
-        with emulator.emulated():
-            asked = {**EVERY, "index": "pariskv:preset=fast"}
-            mine, count = engine(hybrid, asked, **options), Attention.searched
-            assert tokens(mine, PROMPTS, 8) == expected
-            assert Attention.searched > count
-            assert all(codes.records.any() for codes in codes_of(mine))
-    finally:
-        registry.register_backend(own, before)
-        selector._cached_get_attn_backend.cache_clear()
+    with kernels_on_a_cpu():
+        asked = {**EVERY, "index": "pariskv:preset=fast"}
+        mine, count = engine(hybrid, asked, **options), Attention.searched
+        assert tokens(mine, PROMPTS, 8) == expected
+        assert Attention.searched > count
+        assert all(codes.records.any() for codes in codes_of(mine))
