@@ -11,7 +11,7 @@ weights in the shape of a model. Each runs in a process of its own:
     python -m benchmarks.serving [--shape SHAPE] [--layers L]
         [--context N --batch B … | --cases NxB …] [--shared]
         [--index SPEC] [--k K] [--rows WHERE] [--dense-below TOKENS] [--dense-graphs]
-        [--written T] [--rounds R] [--stock-block TOKENS] [--plain]
+        [--written T] [--rounds R] [--stock-block TOKENS] [--plain] [--gpus N]
         [--arrivals PER_S --requests N] [--without-check] [--plans PLAN …]
         [--resume FILE] [--seconds S] --json OUT
 
@@ -46,7 +46,8 @@ results are lost.
 
 `--rows host` stores keys and values in pinned host memory, with a device cache for 2,048 tokens of
 each sequence. The engine then gets as many pages as the sequences need. `--plain` lets the engines
-start faster: it turns off torch.compile, and captures CUDA graphs only for decode steps.
+start faster: it turns off torch.compile, and captures CUDA graphs only for decode steps. `--gpus 2`
+divides each engine's model among two GPUs of this machine (tensor parallelism).
 """
 
 from __future__ import annotations
@@ -207,6 +208,12 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         help="Run vLLM without torch.compile, both with the plug-in and without the plug-in",
     )
     parser.add_argument(
+        "--gpus",
+        type=int,
+        default=1,
+        help="Number of GPUs of this machine among which the model is divided (tensor parallelism)",
+    )
+    parser.add_argument(
         "--arrivals",
         type=float,
         help="Mean number of requests that arrive per second at random times. Without this "
@@ -263,7 +270,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     low_context = min(case.context for case in found.cases)
     if low_context < 2 * TAIL:
         parser.error(f"context: got {low_context}, allowed is at least {2 * TAIL}")
-    least = dict(k=1, written=8, rounds=1, requests=2)
+    least = dict(k=1, written=8, rounds=1, requests=2, gpus=1)
     for name, low in least.items():
         if getattr(found, name) < low:
             parser.error(f"{name}: got {getattr(found, name)}, allowed is at least {low}")
@@ -300,14 +307,20 @@ def configuration(shape: Shape, layers: int, tokens: int) -> dict[str, Any]:
 
 
 def randomize(model: torch.nn.Module) -> None:
-    """Set random weights that preserve the variance of activations, the same in every process.
+    """Set random weights that preserve the variance of activations, the same in every engine.
+
+    If the model is divided among several GPUs, each of them has other weights.
 
     Rounding should rarely change which token the model generates. Therefore, in the output head,
     the weights of token 1 are those of token 0 with the opposite sign, and the weights of all other
     tokens are small. So the model generates token 0 or 1, depending on the sign of one logit, and
     rounding rarely changes this sign.
     """
-    draw = torch.Generator(next(model.parameters()).device).manual_seed(1)
+    from vllm.distributed import get_tensor_model_parallel_rank as rank_of
+    from vllm.distributed import get_tensor_model_parallel_world_size as size_of
+
+    rank, size = rank_of(), size_of()
+    draw = torch.Generator(next(model.parameters()).device).manual_seed(1 + rank)
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             if weight.ndim == 1:
@@ -315,10 +328,12 @@ def randomize(model: torch.nn.Module) -> None:
             elif "embed" in name:
                 weight.normal_(generator=draw)
             else:
-                weight.normal_(std=weight.shape[-1] ** -0.5, generator=draw)
+                # the outputs of these two layers are added up over all GPUs
+                parts = size if "o_proj" in name or "down_proj" in name else 1
+                weight.normal_(std=(parts * weight.shape[-1]) ** -0.5, generator=draw)
             if "lm_head" in name:
                 weight[1] = -weight[0]
-                weight[2:] *= 2**-12
+                weight[0 if rank else 2 :] *= 2**-12  # the first GPU has tokens 0 and 1
 
 
 def opened(given: argparse.Namespace, plan: str, folder: str, **options: Any) -> Any:
@@ -355,6 +370,8 @@ def opened(given: argparse.Namespace, plan: str, folder: str, **options: Any) ->
         extra |= dict(attention_backend="KVINDEX", additional_config={"kvindex": options})
     elif given.stock_block:
         extra |= dict(block_size=given.stock_block)
+    if given.gpus > 1:
+        extra |= dict(tensor_parallel_size=given.gpus, distributed_executor_backend="mp")
     if "disable_cascade_attn" in vars(EngineArgs):  # not in vLLM 0.33
         extra |= dict(disable_cascade_attn=True)
     made = LLM(

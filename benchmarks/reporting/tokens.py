@@ -292,7 +292,8 @@ def serving(result: Result) -> str:
                 ", shared" if about["shared"] else ""
             )
             compiled = "no" if about["plain"] else "yes"
-            line = (str(batch["batch"]), lengths, gpu(one), compiled, words, where, times, ratio)
+            gpus = gpu(one) if about.get("gpus", 1) == 1 else f"{about['gpus']} × {gpu(one)}"
+            line = (str(batch["batch"]), lengths, gpus, compiled, words, where, times, ratio)
             rows.append(line)
     words = (
         "The table shows the time per token in vLLM, with FlashAttention and with an index. It is "
