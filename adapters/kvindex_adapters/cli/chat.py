@@ -26,6 +26,7 @@ from kvindex_adapters.cli.options import (
     Device,
     Dtype,
     Engine,
+    Error,
     GgufFile,
     K,
     Local,
@@ -72,6 +73,7 @@ def chat(
     lora: Lora = None,
     index: Annotated[str, typer.Option(help=f"{INDEX}, or none for full attention.")] = "pariskv",
     k: K = 100,
+    error: Error = None,
     sink: Sink = 64,
     local_window: Local = 256,
     update_every: UpdateEvery = 256,
@@ -129,6 +131,7 @@ def chat(
         prefill=prefill,
         prefill_mass=prefill_mass,
         prefill_selector=prefill_selector,
+        **({} if error is None else {"error": error}),
     )
     common.check_attention(index, k, device, regions)
     common.check_size("max_new_tokens", max_new_tokens, 1)

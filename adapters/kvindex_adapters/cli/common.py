@@ -75,10 +75,15 @@ def check_attention(index: str, k: int | str, device: str, regions: Mapping[str,
     """Check the options of a command that also accepts `--index none`, for full attention.
 
     Raise ValueError for the same reasons as `check_search`, or if a prompt would be read sparsely
-    without an index.
+    or an error would be allowed without an index.
     """
     if index != "none":
         check_search(index, k, device, regions)
+    elif "error" in regions:
+        raise ValueError(
+            f"error: got {regions['error']} with --index none, which reads all tokens; pass an "
+            "index, or leave out --error"
+        )
     elif regions["prefill"] != "dense":
         raise ValueError(
             f"prefill: got {regions['prefill']!r} with --index none, which allows only 'dense'; "

@@ -18,6 +18,7 @@ from kvindex_adapters.cli.options import (
     INDEX,
     DenseBelow,
     Device,
+    Error,
     JsonFile,
     K,
     Local,
@@ -76,6 +77,7 @@ def demo(
     ] = None,
     index: Annotated[str, typer.Option(help=f"{INDEX}.")] = "pariskv",
     k: K = 100,
+    error: Error = None,
     sink: Sink = 64,
     local_window: Local = 256,
     update_every: UpdateEvery = 256,
@@ -107,8 +109,8 @@ def demo(
     """Let a small model answer questions about a long document.
 
     The model reads the document once. Then it answers each question with full attention and with an
-    index, and the command compares answers, rows read, memory and time. With --prefill sparse, the
-    model reads the document a second time, with sparse attention, for the index.
+    index, and the command compares answers, rows read, memory and time. With --prefill sparse, -k
+    auto or --error, the model reads the document a second time, for the index.
     """
     check_stdout()
     if model is not None:
@@ -139,6 +141,7 @@ def demo(
         prefill=prefill,
         prefill_mass=prefill_mass,
         prefill_selector=prefill_selector,
+        **({} if error is None else {"error": error}),
     )
     common.check_search(index, k, device, regions)
     check.seed(seed)
@@ -211,7 +214,9 @@ def _compared(
         prefill(model, document, past, stop=stop, chunk=chunk, report=report)
     read_s = time.perf_counter() - start
     full, attached, plain_bytes = Asked(), Asked(), _nbytes(past)
-    name, again = split_spec(index.partition("+")[0])[0], regions["prefill"] == "sparse"
+    name = split_spec(index.partition("+")[0])[0]
+    # a limit of the error follows from the outputs of the document, which `past` does not contain
+    again = regions["prefill"] == "sparse" or k == "auto" or "error" in regions
     attaching = partial(attach, model, index=index, k=k, **punctuated(index, tokenizer, regions))
     prompts, asked = list(enumerate(hidden.prompts, start=1)), 0
     fills = []

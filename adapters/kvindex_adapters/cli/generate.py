@@ -23,6 +23,7 @@ from kvindex_adapters.cli.options import (
     Device,
     Dtype,
     Engine,
+    Error,
     GgufFile,
     JsonFile,
     K,
@@ -71,6 +72,7 @@ def generate(
     lora: Lora = None,
     index: Annotated[str, typer.Option(help=f"{INDEX}, or none for full attention.")] = "pariskv",
     k: K = 100,
+    error: Error = None,
     sink: Sink = 64,
     local_window: Local = 256,
     update_every: UpdateEvery = 256,
@@ -199,6 +201,7 @@ def generate(
         prefill=prefill,
         prefill_mass=prefill_mass,
         prefill_selector=prefill_selector,
+        **({} if error is None else {"error": error}),
     )
     common.check_attention(index, k, device, regions)
     request = answers.Request(

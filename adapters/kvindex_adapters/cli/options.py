@@ -37,6 +37,13 @@ K = Annotated[
         "as the expected error asks for.",
     ),
 ]
+Error = Annotated[
+    float | None,
+    typer.Option(
+        help="Retrieve fewer than -k tokens if they are expected to give an error of each layer's "
+        "output that is at most this fraction of its size (default: 0.1 with -k auto)."
+    ),
+]
 Sink = Annotated[
     int,
     typer.Option(

@@ -27,7 +27,7 @@ from kvindex_adapters.cli.answers import shared_length
 from kvindex_adapters.cli.progress import Answer, Bars, bars
 from kvindex_adapters.hf.model.load_model import DTYPES, load, smollm2
 from tests.adapters.hf.generation.test_generation import Words
-from tests.adapters.tiny import build
+from tests.adapters.tiny import build, byte_pairs
 from tests.support.helpers import mostly_slow, sampled, slow
 
 
@@ -651,6 +651,51 @@ def test_wrong_options_of_sparse_prompts_are_told_first(command, option, value, 
     needed = ["--model", "nowhere", "--prompt", "Hi"] if command == "generate" else []
     result = run(command, *needed, option, value)
     assert str(result.exception) == message
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "demo"])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--error", "0"), "error: got 0.0, allowed is a positive finite number"),
+        (("--error", "0.1", "--index", "exact"), "error: got 0.1, but Exact with these options"),
+        (("--error", "0.1", "--index", "none"), "error: got 0.1 with --index none, which reads"),
+    ],
+)
+def test_wrong_errors_are_told_first(command, given, message):
+    if command == "demo" and "none" in given:
+        return  # the demo always has an index
+    needed = ["--model", "nowhere", "--prompt", "Hi"] if command == "generate" else []
+    result = run(command, *needed, *given)
+    assert str(result.exception).startswith(message)
+
+
+def test_a_smaller_error_reads_more_rows(tiny, tmp_path):
+    asked = ("--prompt", words(300), "--index", "pariskv", "-k", "auto")
+    found = {}
+    for error in (0.01, 5):
+        written, shown = generated(tmp_path, *asked, "--error", error)
+        assert written["regions"]["error"] == error
+        found[error] = written["rows_read_fraction"]
+        assert "searches found" in " ".join(shown.stderr.split())
+    assert found[0.01] > found[5]
+    assert "error" not in generated(tmp_path, *asked)[0]["regions"]
+
+
+@pytest.mark.parametrize("given", [(), ("-k", "auto"), ("--error", 2)])
+def test_the_demo_measures_outputs_of_the_document(monkeypatch, tmp_path, given):
+    """With a limit of the error, the model reads the document again, so that all steps search."""
+    model = build("llama", eos_token_id=None, vocab_size=2000, num_hidden_layers=2)
+    loaded = model, byte_pairs()
+    monkeypatch.setattr(
+        "kvindex_adapters.hf.model.load_model.load", lambda *args, **options: loaded
+    )
+    out = tmp_path / "out.json"
+    asked = ("demo", "--tokens", 700, "--questions", 2, "--dtype", "float32", "--json", out)
+    assert run(*asked, *REGIONS, *given).exit_code == 0
+    told = json.loads(out.read_text())["index"]
+    assert told["read"].startswith(f"{demo_module.ANSWER_TOKENS - 1} searching steps read")
+    assert (told["fill_s"] is None) is bool(given)  # it read the document itself
 
 
 def test_full_attention_without_an_index_does_not_read_sparsely():
