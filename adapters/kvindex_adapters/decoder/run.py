@@ -146,13 +146,23 @@ class Run:
         text = self.session.explain(graphs=self.graphs)
         if self.speculation is None:
             return text
-        return f"{text}\nspeculation: {self.speculation}; {self._explained_drafts()}"
+        text = f"{text}\nspeculation: {self.speculation}; {self._explained_drafts()}"
+        return f"{text}; {self._explained_pass()}" if self.verifies_fully else text
 
     @property
     def _draft_size(self) -> int | None:
         """Number of tokens of a step that verifies drafts, or None if it varies."""
         tokens = None if self.speculation is None else self.speculation.tokens
         return tokens + 1 if isinstance(tokens, int) else None
+
+    def _explained_pass(self) -> str:
+        """Say how many bytes one verification by full attention reads."""
+        batch, prompt = self.ids.shape
+        each, tokens = self.session.token_bytes, self.session.length + prompt
+        return (
+            f"each verification reads the keys and values of all tokens: {each / 2**10:,.1f} KiB "
+            f"for a token, {batch * tokens * each / 2**30:,.2f} GiB for {batch} × {tokens:,}"
+        )
 
     def _explained_drafts(self) -> str:
         """Say how steps of several tokens run."""

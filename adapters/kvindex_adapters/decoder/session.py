@@ -19,6 +19,7 @@ from kvindex.core.graphs import GRAPHS
 from kvindex.core.protocol import Explains, KVIndex
 from kvindex.core.transaction import in_plain_torch
 from kvindex.layer import AttentionLayer
+from kvindex.layer.retrieval import row_bytes
 from kvindex.ops.block_sparse import BLOCK
 from kvindex.wrappers import Sharded
 from kvindex_adapters.common.exclusive import Exclusive
@@ -408,6 +409,12 @@ class Session:
         See `common.speculation.draft_cost`.
         """
         return draft_cost(self._indexed(), self._weights.read_bytes)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the rows of one token of one sequence, in all layers with an index."""
+        indexes = [layer.index for layer in self._indexed()]
+        return sum(index.geometry.kv_heads * row_bytes(index) for index in indexes)
 
     def check_verifiable(self) -> None:
         """Check that full attention can verify drafts that are written with the indexes.

@@ -457,3 +457,20 @@ def test_the_report_and_the_description(decoder):
     text = decoder.explain(speculative_tokens="auto", verify="full")
     assert "speculation: a number by the acceptance seen tokens drafted with the index" in text
     assert decoder.generate(prompt, max_new_tokens=2, **ALL).acceptance is None
+
+
+def test_the_bytes_of_a_verification_are_known_before_it_starts(decoder):
+    """They are those that all rows of the prompt have in the indexes of both layers."""
+    prompts = [ids_of(600), ids_of(500)]
+    run = decoder.start(prompts, speculative_tokens=4, verify="full", **ALL)
+    told = run.explain()
+    session, made = run.session, run.tokens()
+    assert session.length == 0
+    next(made)
+    made.close()
+    rows = [rows_of(layer) for layer in session._attentions]
+    stored = sum(part.nbytes for row in rows for part in (row.keys, row.values))
+    each = stored / session.length / 2
+    assert f"of all tokens: {each / 2**10:,.1f} KiB for a token, " in told
+    assert told.endswith(f"{1200 * each / 2**30:.2f} GiB for 2 × 600")
+    assert "each verification" not in decoder.explain(speculative_tokens=4)
