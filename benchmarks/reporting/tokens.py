@@ -198,12 +198,23 @@ def verified(result: Result) -> str:
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 
+COUNTS = {1: "one question", 2: "two questions", 3: "three questions"}
+"""Numbers of questions in words."""
+
+
 def acceptance(result: Result) -> str:
     """Make the table of how many drafts of the index full attention accepts."""
-    rows, answers = [], 0
-    cells = [cell for cell in result["cells"] if cell["way"].startswith("verified")]
-    for tokens, way in sorted({(cell["tokens"], int(cell["way"].split()[1])) for cell in cells}):
-        each = some(cells, tokens=tokens, way=f"verified {way}")
+    rows, answers, results = [], 0, stored_like("speculation_long", result)
+    cells = [
+        {**cell, "dtype": one["dtype"]}
+        for one in results
+        for cell in one["cells"]
+        if cell["way"].startswith("verified")
+    ]
+    dtypes, longest = values(cells, "dtype"), max(cell["new"] for cell in cells)
+    lines = {(cell["dtype"], cell["tokens"], int(cell["way"].split()[1])) for cell in cells}
+    for dtype, tokens, way in sorted(lines, key=lambda line: (dtypes.index(line[0]), *line[1:])):
+        each = some(cells, dtype=dtype, tokens=tokens, way=f"verified {way}")
         sums = {
             name: sum(one[name] for one in each)
             for name in ("drafted", "accepted", "rounds", "same", "compared")
@@ -212,19 +223,24 @@ def acceptance(result: Result) -> str:
         per_round = f"{sums['accepted'] / sums['rounds']:.1f}"
         drafts = f"{sums['accepted']:,} of {sums['drafted']:,}"
         equal = f"{sums['same']:,} of {sums['compared']:,}"
-        rows.append((f"{tokens:,}", str(way), drafts, per_round, equal))
+        kind = (dtype,) if len(dtypes) > 1 else ()
+        rows.append((*kind, f"{tokens:,}", str(way), drafts, per_round, equal))
+    asked = {(cell["topic"], cell["question"]) for cell in cells}
+    most = max(sum(topic == one for one, _ in asked) for topic, _ in asked)
     about = (
-        f"The model is {result['model']} with {result['lora']}, in {result['dtype']}. It read the "
-        "beginning of several topics of the Python language reference, and answered up to two "
-        f"questions about each (up to {answers} answers of 100 tokens per line), greedily, with "
+        f"The model is {result['model']} with {result['lora']}, in {' and '.join(dtypes)}. It read "
+        "the beginning of several topics of the Python language reference, and answered up to "
+        f"{COUNTS.get(most, most)} about each (up to {answers} answers of up to {longest} tokens "
+        "per line), greedily, with "
         f"the index `{result['index']}` and k = {result['k']}. The last column compares with full "
         "attention, one token at a time."
     )
     head = (
+        *(("dtype",) if len(dtypes) > 1 else ()),
         *("tokens read", "drafts of a round", "accepted of all drafts"),
         *("accepted per round", "equal tokens at the beginning"),
     )
-    return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
+    return f"{about}\n\n{table(head, rows)}\n\n{machines(results)}"
 
 
 def row_budget(result: Result) -> str:

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import speculation
 from benchmarks.common import reading
+from benchmarks.reporting import parts, tokens
 from tests.adapters.tiny import build, byte_pairs
 
 
@@ -34,3 +35,24 @@ def test_a_text_that_is_too_short(tmp_path, monkeypatch):
     monkeypatch.setattr(speculation, "topics", {name: topics[name] for name in ("pass", "assert")})
     with pytest.raises(SystemExit, match="--tokens: got 5000, but all topics have"):
         speculation.main(["--topic", "pass", "--tokens", "5000", "--model", "tiny"])
+
+
+def test_answers_of_two_dtypes_are_in_one_table(tmp_path, monkeypatch):
+    """Acceptance in bfloat16 is measured in a run of its own, which may have longer answers."""
+    machine = dict(gpu="a GPU", torch="2", transformers="5")
+    cell = dict(topic="types", question="?", tokens=200, way="verified 2", new=8)
+    cell |= dict(drafted=6, accepted=5, rounds=3, same=8, compared=8)
+    first = dict(model="tiny", lora="long", index="pariskv", k=9, machine=machine)
+    first |= dict(dtype="float32", cells=[cell, {**cell, "way": "index"}])
+    alone = tokens.acceptance(first)
+    assert "in float32. It read" in alone
+    assert "up to one questions" not in alone
+    assert "| 200 | 2 | 5 of 6 | 1.7 | 8 of 8 |" in alone
+    other = {**first, "dtype": "bfloat16", "cells": [{**cell, "new": 9, "same": 4}]}
+    (tmp_path / "speculation_long_bfloat16.json").write_text(json.dumps(other), encoding="utf-8")
+    monkeypatch.setattr(parts, "RESULTS", tmp_path)
+    both = tokens.acceptance(first)
+    assert "in float32 and bfloat16. It read" in both
+    assert "answers of up to 9 tokens" in both
+    assert "| float32 | 200 | 2 | 5 of 6 | 1.7 | 8 of 8 |" in both
+    assert "| bfloat16 | 200 | 2 | 5 of 6 | 1.7 | 4 of 8 |" in both
