@@ -112,6 +112,8 @@ def test_options_without_the_backend(backend):
 
 PER_HEAD = {"strategy": "attn_head"}
 
+DRAFT = SimpleNamespace(method="eagle", num_speculative_tokens=3, attention_backend=None)
+
 REFUSED = [
     ({"block_size": 128}, "block_size: got 128, allowed is a multiple of 256; leave out"),
     ({"block_size": 384}, "block_size: got 384"),
@@ -198,6 +200,57 @@ def test_two_graphs_are_not_supported_with_all_settings(asked, setting, said):
     )
     assert reason == f"dense_graphs: got True with {said}"
     assert unsupported.engine_reasons(engine({"kvindex": asked}, **setting)) == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"runner_type": "pooling"}, "prefill: got 'sparse' for the runner 'pooling', allowed is"),
+        ({"prefix_match_unit": 64}, "prefix_match_unit: got 64, allowed is None or a multiple of"),
+        ({"use_ubatching": True}, "use_ubatching: got True, allowed is False with prefill="),
+        (
+            {"kv_transfer_config": connector("ExampleConnector")},
+            "kv_transfer_config: got a connector with prefill='sparse', allowed is prefill='dense'",
+        ),
+        (
+            {"speculative_config": DRAFT},
+            "speculative_config: got the method eagle with prefill='sparse', allowed is the method",
+        ),
+    ],
+)
+def test_settings_that_sparse_prompts_do_not_support(monkeypatch, setting, said):
+    for name in ("can_pack", "names_runner", "can_align", "on_a_cpu"):
+        monkeypatch.setattr(unsupported, name, lambda: True)
+    sparse = {"kvindex": {"prefill": "sparse"}}
+    room = dict(max_num_seqs=8, max_num_batched_tokens=2048, long_prefill_token_threshold=0)
+    fine = dict(runner_type="generate", prefix_match_unit=None, **room)
+    assert unsupported.engine_reasons(engine(sparse, **fine)) == []
+    (reason,) = unsupported.engine_reasons(engine(sparse, **fine | setting))
+    assert reason.startswith(said)
+    monkeypatch.setattr(unsupported, "can_align", lambda: False)
+    (reason,) = unsupported.engine_reasons(engine(sparse, **fine))
+    assert reason.startswith("prefill: got 'sparse' with this version of vLLM, whose scheduler")
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: got 2, allowed is 1 with a draft"),
+        ({"is_hybrid": True}, "speculative_config: got the method eagle for an engine whose codes"),
+        (
+            {"kv_transfer_config": connector("ExampleConnector")},
+            "speculative_config: got the method eagle for an engine whose codes are in the pages",
+        ),
+    ],
+)
+def test_settings_that_draft_models_do_not_support(monkeypatch, setting, said):
+    for name in ("can_pack", "names_runner", "on_a_cpu"):
+        monkeypatch.setattr(unsupported, name, lambda: True)
+    assert unsupported.engine_reasons(engine(speculative_config=DRAFT)) == []
+    (reason,) = unsupported.engine_reasons(engine(speculative_config=DRAFT, **setting))
+    assert reason.startswith(said)
+    ngram = SimpleNamespace(method="ngram")
+    assert unsupported.engine_reasons(engine(speculative_config=ngram, **setting)) == []
 
 
 @pytest.mark.usefixtures("separate")
