@@ -527,6 +527,7 @@ def test_the_backend_has_a_name_of_its_own(entered):
 
     assert AttentionBackendEnum.KVINDEX.get_class() is SearchingFlashBackend
     assert AttentionBackendEnum.FLASH_ATTN.get_class() is FlashAttentionBackend
+    assert SearchingFlashBackend.supports_kv_cache_update_bypass is False
     entered(None)
     assert SearchingFlashBackend.get_impl_cls() is FlashAttentionImpl
     entered()

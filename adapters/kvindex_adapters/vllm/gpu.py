@@ -28,6 +28,9 @@ from kvindex_adapters.vllm.gpu_layer import LocalFlashAttention, SearchingFlashA
 class SearchingFlashBackend(FlashAttentionBackend):
     """vLLM's FlashAttention backend, with an index if the engine's backend is "KVINDEX"."""
 
+    # vLLM 0.33 asks for this: a model must not write keys and values in place of the layer
+    supports_kv_cache_update_bypass = False
+
     @classmethod
     def get_impl_cls(cls) -> type[FlashAttentionImpl]:
         """Return the attention class: vLLM's own for engines without kvindex, or the plug-in's."""
