@@ -70,6 +70,7 @@ PUBLISHED = {
     "h2o": Published("h2o", 2048, None, "authors' script: 1,024 heavy hitters, 1,024 recent rows"),
     "icecache": Published("icecache", 256, None, "paper: 256 tokens"),
     "infllm": Published("infllm", 2048, None, "authors' code: 16 blocks of 128, and a window"),
+    "locks": Published("locks", 2016, None, "package: 126 pages of 16 tokens"),
     "louiskv": Published("louiskv+reuse:tau=0.7", 512, None, "paper: 512 to 2,048 rows, τ = 0.7"),
     "magicpig": Published(
         "magicpig", 1024, None, "authors' code: 10 bits, 150 tables; k limits the sampled rows"
@@ -78,10 +79,14 @@ PUBLISHED = {
     "pqcache": Published("pqcache", None, 0.05, "authors' script: half of 1/10 of the tokens"),
     "quest": Published("quest", 1024, None, "authors' scripts: 512 to 4,096 tokens in pages of 16"),
     "retroinfer": Published("retroinfer", None, 0.0325, "paper: 1.8% and 23.2% of the clusters"),
+    "sentencekv": Published("sentencekv", 1024, None, "authors' scripts: 1,024 tokens"),
     "shadowkv": Published(
         "shadowkv", 2432, None, "authors' code: 2,048 rows and 48 outlier chunks of 8; rank 160"
     ),
     "snapkv": Published("snapkv", 2048, None, "authors' code: 2,048 rows"),
+    "socket": Published(
+        "socket", None, 0.1, "authors' code: 1/10 of the tokens, with 60 tables of 8 bits"
+    ),
     "squeezed": Published("squeezed", None, 0.1, "authors' script: threshold at 90%"),
     "streaming": Published("streaming", 2004, None, "authors' script: 4 first, 2,000 latest rows"),
     "triattention": Published("triattention", 2048, None, "paper: 2,048 rows"),
