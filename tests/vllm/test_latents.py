@@ -234,3 +234,26 @@ def test_a_copy_of_the_pages_of_prompts():
     assert places.dtype == table.dtype
     assert torch.equal(pages[places.long()], rows[table[:, :3].long()])
     assert len(pages) == 6
+
+
+@pytest.mark.parametrize("more", [(), (True,)])
+def test_pages_are_written_with_the_arguments_of_each_version(monkeypatch, more):
+    """vLLM 0.33 passes one argument more than 0.32."""
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+
+    from kvindex_adapters.vllm.latents import LatentAttention
+
+    layer, passed, written = object.__new__(LatentAttention), [], []
+    for kind, name, seen in (
+        (CPUMLAImpl, "do_kv_cache_update", passed),
+        (LatentAttention, "write", written),
+    ):
+        monkeypatch.setattr(kind, name, lambda layer, *given, seen=seen: seen.append(given))
+    given = (torch.ones(2, 4), torch.zeros(2, 1, 3), torch.zeros(1, 8), torch.arange(2), "auto")
+    layer.codes = None
+    layer.do_kv_cache_update(*given, torch.ones(()), *more)
+    assert passed[0][6:] == more
+    layer.codes = object()
+    layer.do_kv_cache_update(*given, torch.ones(()), *more)
+    assert written[0][2].shape == (2, 1, 7)
+    assert len(passed) == len(written) == 1

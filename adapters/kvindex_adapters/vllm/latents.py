@@ -107,11 +107,15 @@ class LatentAttention(TorchAttention, CPUMLAImpl):
         slot_mapping: Tensor,
         kv_cache_dtype: str,
         k_scale: Tensor,
+        *more: Any,
     ) -> None:
         """Write latents `[T, r]` and rotated keys `[T, 1, Dr]` to the pages, and encode each
-        segment of 256 tokens that they complete."""
+        segment of 256 tokens that they complete.
+
+        vLLM 0.33 passes one more argument, which concerns pages in FP8.
+        """
         if self.codes is None:
-            given = kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale
+            given = kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, *more
             super().do_kv_cache_update(*given)
         elif kv_cache.numel():  # while vLLM measures memory, there are no pages
             keys = torch.cat([kv_c_normed[:, None], k_pe.view(len(k_pe), 1, -1)], dim=-1)
