@@ -1,13 +1,20 @@
 """Engines of several worker processes give the tokens of one process."""
 
+import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 from tests.vllm.conftest import EVERY, prompt, settings, tokens
-from tests.vllm.processes import printed_tokens, run
+from tests.vllm.processes import ENVIRONMENT, printed_tokens, run
+from tests.vllm.test_page import environment
 
 pytest.importorskip("vllm")
+
+__all__ = ["environment"]  # a fixture
 
 PROMPTS = [prompt(length, seed) for seed, length in enumerate((700, 300, 20, 1000))]
 
@@ -45,6 +52,28 @@ def test_two_processes_with_half_of_the_layers_each(engine, saved, tmp_path):
     text = done.stdout + done.stderr
     for layers in ("2 of 2 attention layers search: model.layers.0.", "1 of 1 attention layers"):
         assert text.count(layers) == 1
+
+
+def test_two_hosts(engine, model, environment, tmp_path):
+    """The second host is a command of its own, which shares no temporary files with the first."""
+    hosts = dict(tensor_parallel_size=2, nnodes=2, master_addr="127.0.0.1", master_port=29531)
+    asked = settings(model, FEW, **hosts, distributed_executor_backend="mp")
+    words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--headless"]
+    for name, value in (asked | {"node_rank": 1}).items():
+        if name != "model":
+            given = json.dumps(value) if isinstance(value, dict) else str(value)
+            words += [f"--{name.replace('_', '-')}"] + [given] * (value is not True)
+    (tmp_path / "second").mkdir()
+    env = os.environ | ENVIRONMENT | environment | {"TMPDIR": str(tmp_path / "second")}
+    with (tmp_path / "log").open("w") as log:
+        second = subprocess.Popen(words, env=env, stdout=log, stderr=log)
+        try:
+            done = run(tmp_path, asked | {"node_rank": 0}, PROMPTS)
+        finally:
+            second.terminate()
+            second.wait(120)
+    assert done.returncode == 0, done.stderr
+    assert printed_tokens(done) == tokens(engine(model, FEW), PROMPTS)
 
 
 def test_layers_of_codes_have_different_names_in_all_stages():
