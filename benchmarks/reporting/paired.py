@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.common.paired import way
+from benchmarks.common.paired import summary, way
 from benchmarks.reporting.answers import points
 from benchmarks.reporting.parts import (
     Result,
@@ -27,9 +27,11 @@ def one(result: Result) -> str:
     lines = some(result["summary"], task=None)
     lengths = {line["tokens"] for line in lines} - {None}
     several = any("low_all" in line for line in lines)
+    if len(lengths) > 1:
+        lines += _of_every_way(result)
     rows = [
         (
-            "all" if line["tokens"] is None else f"{line['tokens']:,}",
+            line.get("scope") or ("all" if line["tokens"] is None else f"{line['tokens']:,}"),
             way(line["way"]).described,
             f"{line['prompts']:,}",
             "" if line["rows"] is None else f"{line['rows']:.0f}",
@@ -64,6 +66,17 @@ def one(result: Result) -> str:
     machines = result.get("machines", [result["machine"]])
     where = dict.fromkeys(machine({"machine": each}) for each in machines)
     return "\n\n".join([about, table(head, rows), *_by_task(result, base), " ".join(where)])
+
+
+def _of_every_way(result: Result) -> list[Result]:
+    """Return a line for each way, over the prompts that were answered in every way. Return [] if
+    these are all prompts, or none."""
+    cells, ways = result["cells"], result["ways"]
+    complete = [cell for cell in cells if all(name in cell["scores"] for name in ways)]
+    if len(complete) in (0, len(cells)):
+        return []
+    found = [line for line in summary(complete, ways) if line["tokens"] is line["task"] is None]
+    return [{**line, "scope": "all, answered in every way"} for line in found]
 
 
 def _corrected(line: Result) -> str:

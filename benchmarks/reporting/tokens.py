@@ -244,24 +244,28 @@ def acceptance(result: Result) -> str:
 
 
 def row_budget(result: Result) -> str:
-    """Make the table of the time per token if the expected error determines the number of rows."""
-    found, rows = result["decoder"], []
-    plans = {
-        "cached": f"{found['k']}",
-        "auto": "{mean:.0f} (99th percentile {p99})".format(**found["rows"][-1]),
-    }
-    for plan, words in plans.items():
-        ms, low, high = (found[plan][f"device_ms{part}"] for part in ("", "_low", "_high"))
-        ratio = found["ratio"].get(plan, {}).get("device_ms", 1)
-        rows.append((words, f"{ms:.2f} ({low:.2f} to {high:.2f})", f"{ratio:.2f}"))
+    """Make the table of the time per token with a fixed number of rows, and with one that follows
+    from the expected error."""
+    rows = []
+    for one in stored_like("row_budget_tokens", result):
+        found = one["decoder"]
+        times = [
+            "{device_ms:.2f} ({device_ms_low:.2f} to {device_ms_high:.2f})".format(**found[plan])
+            for plan in ("cached", "auto")
+        ]
+        automatic = "{mean:.0f} (99th percentile {p99})".format(**found["rows"][-1])
+        ratio = f"{found['ratio']['auto']['device_ms']:.2f}"
+        rows.append((found["k"], times[0], automatic, times[1], ratio))
     about = (
         f"The model has random weights in the shape of {result['model']}, in {result['dtype']}, "
-        f"and a context of {found['context']:,} tokens. The allowed error is chosen so that "
-        "searches find about the given mean number of rows. Each decode step is one CUDA graph. "
-        "Times are medians, with quartiles in parentheses."
+        f"and a context of {result['decoder']['context']:,} tokens. Each line is one run. The "
+        "allowed error is chosen so that searches find about the given mean number of rows. Each "
+        "decode step is one CUDA graph. Times are medians, with quartiles in parentheses."
     )
-    head = ("rows per KV head", "ms per token", "ratio")
-    return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
+    head = ("`k`", "ms per token", 'rows with `k="auto"`', "ms per token", "ratio")
+    lines = [(str(first), *rest) for first, *rest in sorted(rows)]
+    of = machines(stored_like("row_budget_tokens", result))
+    return f"{about}\n\n{table(head, lines)}\n\n{of}"
 
 
 def ahead(result: Result) -> str:

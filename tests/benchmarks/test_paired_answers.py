@@ -333,6 +333,7 @@ def test_the_table_compares_ways_with_the_first(monkeypatch):
     assert "| 800 | full attention | 2 |  |  | 50.0 |  |" in page
     assert f"| 800 | {auto} | 1 | 920 | 8.0% | 50.0 | -50.0 (-50.0 to -50.0) |" in page
     assert f"| all | {auto} | 2 | 720 | 6.0% | 75.0 | -25.0 (-50.0 to +0.0) |" in page
+    assert "| all, answered in every way | full attention | 2 |  |  | 100.0 |  |" in page
     assert "| decode steps with | `chain` | `copy` |" in page
     assert f"| {auto} | +0.0 (+0.0 to +0.0) | -50.0 (-50.0 to -50.0) |" in page
     assert page.endswith("with torch 2 and transformers 5.")
