@@ -91,6 +91,41 @@ def test_the_last_token_of_a_prompt_in_a_batch_of_decode_steps(entered):
             assert same is (b == 1)
 
 
+def test_a_graph_of_several_tokens_serves_later_batches(entered):
+    """A graph is captured with a dummy batch, and replayed after a batch has been prepared. In that
+    batch, one sequence verifies drafts, another reads the last tokens of its prompt, and there is
+    padding."""
+    speculation = dict(method="ngram", num_speculative_tokens=2, prompt_lookup_max=3)
+    asked = {**EVERY, "k": 1, "dense_below": 0, "local_window": 3}
+    config = entered(asked, speculative_config=speculation)
+    layers = layers_of(config)
+    builder = builder_of(config, layers)
+    tables = torch.tensor([[3, 7, 1], [4, 2, 5], [0, 0, 0]]).int()
+    slots = slots_of(tables[:2], [(0, 597)] * 2)
+    for layer in layers.values():
+        pages.write_rows(layer.kv_cache, slots, *torch.randn(2, len(slots), G, D))
+    builder.build(0, common(tables[:2], [597] * 2, [597] * 2, slots))
+    unused = torch.full((9,), -1)
+    dummy = common(torch.zeros_like(tables), [3] * 3, [3] * 3, unused)
+    captured = builder.build_for_cudagraph_capture(dummy)
+    slots = slots_of(tables[:2], [(597, 600)] * 2)
+    for layer in layers.values():
+        pages.write_rows(layer.kv_cache, slots, *torch.randn(2, len(slots), G, D))
+    slots = torch.cat([slots, unused[:3]])
+    reading = torch.tensor([False, True])
+    batch = common(tables, [600, 600, 0], [3, 3, 0], slots, is_prefilling=reading)
+    builder.build(0, replace(batch, num_actual_tokens=9))
+    for layer in layers.values():
+        queries, output = torch.randn(9, H, D), torch.empty(9, H, D)
+        layer.impl.forward(layer, queries, None, None, layer.kv_cache, captured, output)
+        assert not output[6:].any()
+        for token in range(6):
+            rows = pages.read_rows(layer.kv_cache, tables[token // 3], 0, 598 + token % 3)
+            expected = attend(queries[token, None], rows.keys, rows.values, scale=D**-0.5)[0]
+            same = torch.allclose(output[token], expected, rtol=1e-4, atol=1e-5)
+            assert same is (token >= 3)
+
+
 def connector():
     """Return the configuration of a KV connector."""
     from vllm.config import KVTransferConfig
@@ -454,6 +489,10 @@ def test_graphs_are_of_decoded_tokens_alone(entered):
     config = entered()
     found = SearchingFlashBuilder.get_cudagraph_support(config, None)
     assert found is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    speculation = dict(method="ngram", num_speculative_tokens=2, prompt_lookup_max=3)
+    drafts = entered(speculative_config=speculation)
+    found = SearchingFlashBuilder.get_cudagraph_support(drafts, None)
+    assert found is AttentionCGSupport.UNIFORM_BATCH
     assert CodesBuilder.get_cudagraph_support(config, None) is AttentionCGSupport.ALWAYS
 
 

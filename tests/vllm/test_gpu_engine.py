@@ -158,6 +158,17 @@ def test_a_large_error_reads_few_rows_and_graphs_the_same(made, limits):
     assert 8 < rows[0] < 64
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_drafts_give_the_engines_own_tokens(made, taught, graphs):
+    """Each token of the vocabulary is in the prompts, so n-grams of one token give drafts, most of
+    which are wrong. Alone, a sequence verifies as many drafts in each step, which is a graph."""
+    ngram = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=1)
+    mine = made(EVERY, graphs, speculative_config=ngram)
+    for number, ids in enumerate(PROMPTS):
+        assert written(mine, [ids]) == [taught[number]]
+    assert written(mine, PROMPTS) == taught[: len(PROMPTS)]
+
+
 @pytest.mark.skipif(not can_pack(), reason="connectors need vLLM 0.28")
 @pytest.mark.parametrize("name", ["OffloadingConnector", "SimpleCPUOffloadConnector"])
 def test_pages_in_host_memory(made, taught, name):

@@ -100,8 +100,9 @@ def test_each_new_token_as_a_sequence():
         seq_lens=torch.tensor([10, 0, 257, 30]).int(),
         block_table_tensor=torch.arange(8).int().view(4, 2),
     )
-    tables, lengths = one_by_one(common)
+    tables, lengths, owner = one_by_one(common)
     assert lengths.tolist() == [8, 9, 10, 257, 29, 30, 0]
+    assert owner.tolist() == [0, 0, 0, 2, 3, 3, 3]
     assert tables[:, 0].tolist() == [0, 0, 0, 4, 6, 6, 6]
     assert tables.dtype == lengths.dtype == torch.int32
 

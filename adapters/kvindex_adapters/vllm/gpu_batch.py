@@ -218,9 +218,11 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> Any:
         """Return which batches can run as CUDA graphs. With an index, only batches of decode steps
-        can."""
+        can, or of steps that all verify as many drafted tokens."""
         if options_of(vllm_config) is None:
             return super().get_cudagraph_support(vllm_config, kv_cache_spec)
+        if drafted_tokens(vllm_config):
+            return AttentionCGSupport.UNIFORM_BATCH
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
@@ -242,13 +244,14 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         two_graphs.choose(full and self._graphs)
         if full and not self._graphs:
             pass  # FlashAttention computes the batch
-        elif self._layers and common.max_query_len == 1:
-            rows, whole = common.num_reqs, single_prompts(common)
+        elif self._layers and common.max_query_len <= 1 + self._drafted:
+            rows, whole = common.num_reqs, short_prompts(common)
             if whole is not None and shared is not None:
                 whole |= shared
-        elif self._layers and common.max_query_len <= 1 + self._drafted and not reads(common):
-            rows = common.num_actual_tokens
-            tables, lengths = one_by_one(common)
+            if common.max_query_len > 1:
+                rows = common.num_actual_tokens
+                tables, lengths, owner = one_by_one(common)
+                whole = None if whole is None else whole[owner]
         elif self._host is not None:
             starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
             reading = common.is_prefilling
@@ -441,15 +444,15 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         return [device_scales(layer) for layer in self._layers]
 
 
-def one_by_one(common: CommonAttentionMetadata) -> tuple[Tensor, Tensor]:
+def one_by_one(common: CommonAttentionMetadata) -> tuple[Tensor, Tensor, Tensor]:
     """Treat each new token of a batch as a sequence that ends with this token.
 
     Args:
         common: vLLM's metadata of the batch, with `T` new tokens.
 
     Returns:
-        Block tables int32 `[T, blocks]` and lengths int32 `[T]`. The host does not wait for the
-        device.
+        Block tables int32 `[T, blocks]`, lengths int32 `[T]`, and the number of each token's
+        sequence, int64 `[T]`. The host does not wait for the device.
     """
     starts, count = common.query_start_loc, common.num_actual_tokens
     tokens = torch.arange(count, dtype=starts.dtype, device=starts.device)
@@ -457,7 +460,7 @@ def one_by_one(common: CommonAttentionMetadata) -> tuple[Tensor, Tensor]:
     owner = torch.searchsorted(ends, tokens, right=True).clamp_max(common.num_reqs - 1)
     later = ends[owner] - 1 - tokens  # new tokens of the same sequence after this one
     lengths = (common.seq_lens[owner] - later).masked_fill(later < 0, 0)  # below 0 for padding
-    return common.block_table_tensor[owner], lengths.to(common.seq_lens.dtype)
+    return common.block_table_tensor[owner], lengths.to(common.seq_lens.dtype), owner
 
 
 def prompt_chunks(common: CommonAttentionMetadata, least: int, decoded: int) -> list[int]:
@@ -479,9 +482,9 @@ def prompt_chunks(common: CommonAttentionMetadata, least: int, decoded: int) -> 
     return numbers
 
 
-def single_prompts(common: CommonAttentionMetadata) -> Tensor | None:
-    """Return which sequences of a batch of single tokens read the only token that is left of their
-    prompt, bool `[R]` on the device of the batch, or None if there are none.
+def short_prompts(common: CommonAttentionMetadata) -> Tensor | None:
+    """Return which sequences of a batch of decode steps read the last tokens of their prompt, bool
+    `[R]` on the device of the batch, or None if there are none.
 
     Such a token attends to all tokens before it, like the other tokens of its prompt. vLLM may
     still replay the CUDA graph of a decode step, so the choice must be data on the device.
