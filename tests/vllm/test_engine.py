@@ -196,13 +196,17 @@ LATENT = dict(
 @pytest.mark.skipif(VERSION < (0, 28), reason="codes have no place in the pages of latents")
 @pytest.mark.parametrize("first", [EVERY, None])
 def test_latent_attention_whichever_engine_comes_first(engine, saved, first):
-    """vLLM caches the selected backend, but only an engine that uses kvindex searches."""
+    """vLLM caches the selected backend, but only an engine that uses kvindex searches.
+
+    The backend that vLLM selects on CPUs with AMX does not support float32.
+    """
     from vllm.v1.attention import selector
 
     folder = saved("DeepseekV3", **LATENT)
+    options = dict(dtype="bfloat16", num_gpu_blocks_override=None, block_size=None)
     selector._cached_get_attn_backend.cache_clear()
     for asked in (first, None if first else EVERY):
-        mine = engine(folder, asked, num_gpu_blocks_override=None, block_size=None)
+        mine = engine(folder, asked, **options)
         assert tokens(mine, [prompt(20)], 2)
         layers = mine.llm_engine.vllm_config.compilation_config.static_forward_context.values()
         found = [vars(layer).get("impl") for layer in layers]
