@@ -12,10 +12,12 @@ from tests.cuda import emulator
 from tests.vllm.conftest import EVERY, answers, kernels_on_a_cpu, prompt, settings, tokens
 from tests.vllm.processes import printed_tokens, run
 
-pytest.importorskip("vllm")
+vllm = pytest.importorskip("vllm")
 pytestmark = pytest.mark.skipif(
     not can_pack(), reason="vLLM before 0.28 gives codes no place in the pages of keys and values"
 )
+
+OLDER = tuple(int(part) for part in vllm.__version__.split(".")[:2]) < (0, 32)
 
 HYBRID = dict(
     num_hidden_layers=4,
@@ -47,15 +49,21 @@ PROMPTS = [prompt(length, seed) for seed, length in enumerate((700, 300, 20, 100
 OPTIONS = {
     # on a CPU, vLLM cannot cache the states of this model
     "hybrid": dict(enable_prefix_caching=False),
-    "sliding": dict(num_gpu_blocks_override=24),
+    "sliding": dict(num_gpu_blocks_override=28),
 }
 """Name of a model -> options of its engines."""
 
 FEW = EVERY | {"k": 1, "sink": 0, "local_window": 1}
 
 
+def skip_without_convolutions():
+    if OLDER and torch.cpu.get_capabilities().get("avx512_bf16"):
+        pytest.skip("vLLM 0.29 has bfloat16 convolutions only on CPUs with AVX-512 BF16")
+
+
 @pytest.fixture(scope="module")
 def hybrid(saved):
+    skip_without_convolutions()
     return saved("GraniteMoeHybrid", **HYBRID)
 
 
@@ -66,6 +74,7 @@ def sliding(saved):
 
 @pytest.fixture(scope="module")
 def convolutions(saved):
+    skip_without_convolutions()
     return saved("Lfm2", **CONVOLUTIONS)
 
 
@@ -125,6 +134,17 @@ def test_tokens_are_those_of_vllm(engine, request, name):
     assert all(codes.records.any() for codes in codes_of(mine))
 
 
+def test_layers_whose_weights_vllm_does_not_process(engine, sliding, monkeypatch):
+    """As in vLLM 0.29, in models that it runs by classes of transformers."""
+    from kvindex_adapters.vllm.backend import TorchAttention
+
+    expected = tokens(engine(sliding, **OPTIONS["sliding"]), PROMPTS)
+    monkeypatch.setattr(TorchAttention, "set_backend", lambda attention: None)
+    mine = engine(sliding, EVERY, **OPTIONS["sliding"])
+    assert tokens(mine, PROMPTS) == expected
+    assert all(codes.records.any() for codes in codes_of(mine))
+
+
 def test_sliding_layers_free_blocks_before_their_window(engine, sliding):
     """Without the hybrid manager, they keep the keys and values of all tokens."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
@@ -175,6 +195,8 @@ def test_steps_are_counted_once(engine, hybrid):
 
 @pytest.mark.parametrize("name", ["hybrid", "sliding"])
 def test_two_processes(engine, request, tmp_path, name):
+    if OLDER and name == "sliding":
+        pytest.skip("two processes of vLLM 0.29 crash with this model, also without the plug-in")
     folder, options = request.getfixturevalue(name), OPTIONS[name]
     done = run(tmp_path, settings(folder, EVERY, tensor_parallel_size=2, **options), PROMPTS)
     assert done.returncode == 0, done.stderr

@@ -35,6 +35,7 @@ from kvindex.core.geometry import Geometry
 from kvindex.pariskv.block_layout import BLOCK
 from kvindex_adapters.vllm.engine import (
     CodesLayer,
+    PluginAttention,
     attention_layers,
     counting,
     options_of,
@@ -92,6 +93,7 @@ class PackedCodes(CodesLayer):
         values = 0 if geometry.value_in_key else geometry.value_dim
         self._row = geometry.head_dim + values
         self._layer: Any = None
+        self._context = config.compilation_config.static_forward_context
 
     @property
     def kv_cache(self) -> None:
@@ -126,14 +128,27 @@ class PackedCodes(CodesLayer):
         if layer.attn_backend.__module__ != __name__:  # vLLM may load weights repeatedly
             layer.attn_backend = packing(layer.attn_backend, self.token_bytes)
 
+    def _join_layers(self) -> None:
+        """Join the attention layers, if none has done so itself.
+
+        vLLM before 0.32 does not call `process_weights_after_loading` for the attention layers of
+        its modeling backend for transformers, because they are not modules of the model.
+        """
+        if self._layer is None:
+            for layer in attention_layers(self._context).values():
+                if isinstance(layer.impl, PluginAttention) and layer.impl.codes is self:
+                    self.join(layer.impl, self._context)
+
     def get_attn_backend(self) -> type[AttentionBackend]:
         """Return the class of the attention layer's backend."""
+        self._join_layers()
         backend: type[AttentionBackend] = self._layer.attn_backend
         return backend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> None:
-        """Return None, because this layer has no pages of its own."""
-        return None
+        """Return None, because this layer has no pages of its own. vLLM asks this layer before the
+        attention layer."""
+        self._join_layers()
 
 
 def with_heads(pages: Tensor) -> Tensor:
