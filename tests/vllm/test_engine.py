@@ -161,7 +161,7 @@ def test_sliding_layers_keep_their_own_and_softcaps_are_served(engine, saved, wa
     assert watched.steps
 
 
-@pytest.mark.skipif(VERSION < (0, 28), reason="the model also has sliding layers")
+@pytest.mark.skipif(VERSION < (0, 32), reason="vLLM 0.29 has sinks on CPUs in bfloat16 only")
 def test_learned_sinks(engine, saved, watched):
     """One of two layers has full attention, and both have sinks, as in gpt-oss."""
     folder = saved("GraniteSWA", sliding_window=64)
