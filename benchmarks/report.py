@@ -73,6 +73,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "recall_lengths": quality.lengths,
     "field": field.field,
     "field_suite": suite.field_suite,
+    "field_suite_16k": suite.field_suite,
     "published_code": published.published_code,
     "arkvale_pages": published.arkvale_pages,
     "paper_along": experiments.along,
