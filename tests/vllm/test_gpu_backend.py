@@ -226,6 +226,30 @@ def test_flash_attention_computes_batches_in_which_a_search_does_not_pay(entered
     assert searches({}, CUDAGraphMode.NONE, **long)
 
 
+def test_a_batch_with_fewer_drafts_is_no_graph(entered):
+    """So FlashAttention computes it if it is faster. A graph searches in any case."""
+    from vllm.config import CUDAGraphMode
+
+    speculation = dict(method="ngram", num_speculative_tokens=2, prompt_lookup_max=3)
+    asked = {"index": "pariskv:preset=fast", "k": 6}
+    config = entered(asked, speculative_config=speculation)
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    builder = builder_of(config, layers_of(config))
+    tables = torch.tensor([[3, 7, 1], [4, 2, 0], [0, 0, 0]]).int()
+
+    def searches(bounds, counts):
+        known = dict(seq_lens_cpu_upper_bound=torch.tensor(bounds).int())
+        slots = torch.full((sum(counts),), -1)
+        given = common(tables, [700, 300, 0], counts, slots, **known)
+        return builder.build(0, given).searching is not None
+
+    short, long = [700, 300, 0], [300_000, 300, 0]
+    assert searches(short, [3, 3, 0])  # with padding
+    assert searches(short, [1, 1, 0])
+    assert not searches(short, [3, 1, 0])
+    assert searches(long, [3, 1, 0])
+
+
 @pytest.mark.parametrize("dense_graphs", [False, True])
 def test_layers_with_other_limits_decide_for_themselves(entered, dense_graphs):
     """Full attention of layers with FP8 is faster. But a graph contains all layers."""

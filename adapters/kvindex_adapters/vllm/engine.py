@@ -440,8 +440,9 @@ def batch_searches(config: VllmConfig, common: CommonAttentionMetadata, limit: L
     """Return False for a batch of decode steps that FlashAttention computes faster on a GPU.
 
     Unless there are two graphs for each batch size (`two_graphs`), a full CUDA graph searches in
-    any case. vLLM decides before this call whether it replays one. Two graphs contain all layers,
-    so the limit of the first layer with an index then decides for all.
+    any case. vLLM decides before this call whether it replays one. It can only do so if all
+    sequences have the same number of new tokens. Two graphs contain all layers, so the limit of the
+    first layer with an index then decides for all.
 
     Args:
         config: The configuration of an engine with an index in at least one layer.
@@ -454,10 +455,12 @@ def batch_searches(config: VllmConfig, common: CommonAttentionMetadata, limit: L
     graphs = mode is None or mode.has_full_cudagraphs()
     if options is not None and options.dense_graphs:
         graphs, limit = False, first_codes(config).limit
-    if limit.costs is None or graphs or known is None:
+    if limit.costs is None or known is None:
+        return True
+    new = np.diff(common.query_start_loc_cpu[: common.num_reqs + 1].numpy())
+    if graphs and len(np.unique(new[new > 0])) < 2:  # without new tokens: padding
         return True
     lengths = known[: common.num_reqs].numpy()
-    new = np.diff(common.query_start_loc_cpu[: common.num_reqs + 1].numpy())
     steps = [lengths[new > place] - place for place in range(common.max_query_len)]
     return limit.searches(lengths[new > 0], np.concatenate(steps))
 
