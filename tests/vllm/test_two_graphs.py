@@ -183,6 +183,11 @@ def test_the_builder_chooses_and_prepares_both(entered):
     assert torch.equal(found[2560], found[3_000_000, "other"])
     assert torch.equal(found[3_000_000], found[2560, "other"])
     assert (found[3_000_000] - expected).abs().max() > 0.01
+    short = dict(seq_lens_cpu_upper_bound=torch.tensor([2560]))
+    given = common(tables, [2560], [1], slots, **short)
+    builder.build(0, given)
+    builder_of(config, {}).build(0, given)  # that of layers with a sliding window
+    assert two_graphs.full()
     chunk = dict(seq_lens_cpu_upper_bound=torch.tensor([2560]))
     builder.build(0, common(tables, [2560], [100], slots_of(tables, [(2460, 2560)]), **chunk))
     assert not two_graphs.full()

@@ -241,7 +241,8 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         sparse: list[SparseChunk] = []
         tables, lengths = common.block_table_tensor, common.seq_lens
         full = not self._may_search(common)
-        two_graphs.choose(full and self._graphs)
+        if self._layers:
+            two_graphs.choose(full and self._graphs)
         if full and not self._graphs:
             pass  # FlashAttention computes the batch
         elif self._layers and common.max_query_len <= 1 + self._drafted:
