@@ -268,9 +268,18 @@ def test_steps_of_several_tokens_are_counted(monkeypatch):
     counter.count(common)
     assert counted == [Steps.of([900, 899, 898, 897, 40], Options(**EVERY), limit)]
     common.is_prefilling = torch.tensor([True, False, False])  # four tokens of a prompt
-    counter._mixed = True
+    for counter._mixed in (True, False):
+        counter.count(common)
+    assert counted[1:] == [Steps.of([40], Options(**EVERY), limit)] * 2
+    common.seq_lens_cpu_upper_bound = torch.tensor([900, 640, 0])
+    common.query_start_loc_cpu = torch.tensor([0, 4, 6, 6])
     counter.count(common)
-    assert counted[1] == Steps.of([40], Options(**EVERY), limit)
+    assert counted[3] == Steps.of([640, 639], Options(**EVERY), limit)
+    assert counted[3].searched == 2
+    common.query_start_loc_cpu = torch.tensor([0, 5, 6, 6])  # FlashAttention computes the batch
+    common.max_query_len = 5
+    counter.count(common)
+    assert counted[4].searched == 0
 
 
 def test_rows_that_searches_chose_are_counted_as_a_mean_over_layers(monkeypatch):

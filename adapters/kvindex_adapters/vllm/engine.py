@@ -532,8 +532,7 @@ class StepCounter:
         places = range(1 + self._drafted)
         steps = np.concatenate([known[short & (new > place)] - place for place in places])
         assert self._options is not None  # an engine with an index has options
-        few = common.max_query_len <= 1 + self._drafted
-        search = self._mixed or common.max_query_len == 1 or (few and not reads(common))
+        search = self._mixed or common.max_query_len <= 1 + self._drafted
         if not self._mixed:
             search = search and batch_searches(self._config, common, self._limit)
         found = None
