@@ -447,6 +447,23 @@ def test_steps_that_verify_drafts_are_measured(entered):
     assert errors.found.any()
 
 
+def test_the_last_tokens_of_a_prompt_among_drafts_are_measured_once(entered):
+    """A graph does not measure prompts, and they must not change limits without a graph either."""
+    speculation = dict(method="ngram", num_speculative_tokens=2, prompt_lookup_max=3)
+    batches = Batches(entered({**EVERY, **AUTO}, speculative_config=speculation), None)
+    tables, reading = torch.tensor([[3, 7, 1], [4, 2, 5]]).int(), torch.tensor([False, True])
+    batches.run(tables, (395, 395), (395, 395))
+    errors = batches.builder._errors
+    for step in range(FEWEST // 6 + 2):
+        batches.run(tables, (700 + step,) * 2, (3, 3), is_prefilling=reading)
+        assert errors._seen.sum(1).tolist() == [6 * step] * 2
+    assert errors.searches
+    limits = errors.table.clone()
+    for _ in range(2):
+        batches.run(tables, (720,) * 2, (3, 3), is_prefilling=reading)
+    assert torch.equal(errors.table, limits)
+
+
 def test_which_sequences_are_measured():
     from kvindex_adapters.vllm.gpu_batch import prompt_chunks
 

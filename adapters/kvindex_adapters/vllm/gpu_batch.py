@@ -320,10 +320,13 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
 
     def _measuring(self, common: CommonAttentionMetadata) -> Measuring | None:
         """Return an object that measures the prompts of a batch, or None if there are none or if
-        each search retrieves `k` rows. A CUDA graph never contains it, because graphs are of decode
-        steps."""
+        each search retrieves `k` rows.
+
+        It is None for decode steps, which may be CUDA graphs. The last tokens of a prompt in such a
+        batch are measured like drafted tokens.
+        """
         errors, limit = self._errors, self._layers[0].impl.codes.limit
-        if errors is None or self._capturing or common.max_query_len == 1:
+        if errors is None or self._capturing or common.max_query_len <= 1 + self._drafted:
             return None
         chosen = prompt_chunks(common, limit.dense_below, 1 + self._drafted)
         if not errors.begin_batch(common.query_start_loc, common.seq_lens, chosen):
