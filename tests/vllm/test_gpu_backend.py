@@ -250,6 +250,21 @@ def test_a_batch_with_fewer_drafts_is_no_graph(entered):
     assert searches(long, [3, 1, 0])
 
 
+@pytest.mark.parametrize(("most", "rows"), [(None, 24), (16, 24), (32, 32)])
+def test_buffers_have_room_for_all_tokens_of_a_batch(entered, most, rows):
+    """The size of the largest graph is its number of tokens."""
+    speculation = dict(method="ngram", num_speculative_tokens=2, prompt_lookup_max=3)
+    config = entered(speculative_config=speculation)
+    assert config.scheduler_config.max_num_seqs == 8
+    config.compilation_config.max_cudagraph_capture_size = most
+    builder = builder_of(config, layers_of(config))
+    tables = torch.zeros(rows, 3).int()
+    given = tables, tables[:, 0], torch.full((rows,), -1)
+    builder._opened().begin(*given, rows=rows)
+    with pytest.raises(ValueError, match=f"allowed are up to {rows}"):
+        builder._opened().begin(*given, rows=rows + 1)
+
+
 @pytest.mark.parametrize("dense_graphs", [False, True])
 def test_layers_with_other_limits_decide_for_themselves(entered, dense_graphs):
     """Full attention of layers with FP8 is faster. But a graph contains all layers."""

@@ -396,8 +396,9 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         config, options = self.vllm_config, self._options
         assert options is not None  # an engine with an index has options
         scheduler, compilation = config.scheduler_config, config.compilation_config
-        most_rows = max(scheduler.max_num_seqs, compilation.max_cudagraph_capture_size or 0)
-        most_rows *= 1 + self._drafted
+        most_rows = scheduler.max_num_seqs * (1 + self._drafted)
+        # the size of a graph is its number of tokens
+        most_rows = max(most_rows, compilation.max_cudagraph_capture_size or 0)
         if len(self._geometries) > 1:
             refuse(
                 f"model: got full-attention layers of different shapes, {self._geometries}, "
