@@ -22,6 +22,10 @@ number of tokens.
 LONGEST = (0.10, 0.20)
 """`(β, ρ)` for contexts longer than those in `SCHEDULE`, from the authors' code."""
 
+NOMINAL = 128
+"""If rows are sampled, a search for up to twice as many rows takes no more candidates than one for
+this number."""
+
 COARSE = ("tiered_votes", "sign_votes", "none")
 
 BLOCKS = ("subspace", "key")
@@ -74,7 +78,9 @@ class ParisKVConfig:
             "none": there is no coarse score, and all keys are candidates.
         beta: Fraction of the keys that become candidates, in (0, 1]. None: a fraction that depends
             on the number of tokens (`SCHEDULE`).
-        refine_factor: Lower bound of the number of candidates, as a multiple of `k`.
+        refine_factor: Lower bound of the number of candidates, as a multiple of `k`. If rows are
+            sampled, it does not grow between `k = 128` (`NOMINAL`) and 256, and is half of this
+            multiple for larger `k`.
         least_candidates: Lower bound of the number of candidates.
         single_stage_below: All keys are candidates if the index has at most this many keys.
         rho: Fraction of the keys that get a score above 0 in a subspace, in (0, 1]. None: a
@@ -198,6 +204,8 @@ class ParisKVConfig:
         if n <= self.single_stage_below:
             return n
         fraction, least = ceil_fraction(n, self.fractions(n)[0]), int(self.refine_factor) * k
+        if self.sampling != "none":
+            least = max(k, least // 2, int(self.refine_factor) * min(k, NOMINAL))
         return min(max(fraction, least, int(self.least_candidates)), n)
 
     def most_candidates(self, tokens: int, k: int) -> int:

@@ -22,11 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvindex.pariskv.config import ParisKVConfig
-
-NOMINAL = 128
-"""A search takes as many candidates as one for this number of rows, but at least twice as many as
-it may sample rows."""
+from kvindex.pariskv.config import NOMINAL, ParisKVConfig
 
 LEAST = 16
 """Smallest number of rows that a search chooses."""
@@ -36,7 +32,8 @@ FAINT = -80.0
 
 
 def candidates_of(config: ParisKVConfig, count: int, k: int) -> int:
-    """Return the number of candidates of a sequence.
+    """Return the number of candidates of a sequence: as many as for `NOMINAL` rows, but at least
+    twice as many as a search may select rows.
 
     Args:
         config: Options of the index.

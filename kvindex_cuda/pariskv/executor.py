@@ -19,7 +19,7 @@ from kvindex.core.protocol import UNUSED, Attended, Contents, ErrorLimit, Hits, 
 from kvindex.core.protocol.results import MOST_FOUND
 from kvindex.core.resident import ResidentRows
 from kvindex.pariskv import row_budget
-from kvindex.pariskv.config import ParisKVConfig
+from kvindex.pariskv.config import NOMINAL, ParisKVConfig
 from kvindex.storage.store import AddressedRows, AttendsToAllRows, CenteredRows, PlacedRows
 from kvindex_cuda.memory.code_blocks import CodeBlocks
 from kvindex_cuda.memory.layout import BLOCK
@@ -191,7 +191,7 @@ class ParisKVExecutor(AppendedCodes):
     def _room(self, k: int, tokens: int, limited: bool) -> int:
         """Return the number of tokens or candidates for which the buffers of a decode step need
         room, if it selects up to `k` rows from an index of `tokens` tokens."""
-        most = self._config.most_candidates(tokens, min(k, row_budget.NOMINAL) if limited else k)
+        most = self._config.most_candidates(tokens, min(k, NOMINAL) if limited else k)
         return room_of(self._kind, tokens, min(tokens, max(most, 2 * k)) if limited else most)
 
     def search(self, queries: Tensor, k: int) -> Hits:

@@ -219,3 +219,20 @@ def test_the_attention_that_tempered_rows_represent_is_too_little_and_no_less_th
         assert abs(float(lacks.mean())) <= 6 * error
     else:
         assert 6 * error <= float(lacks.mean()) <= 1 - (15.5 / 300) ** 0.25 + 6 * error
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # rows, and candidates of 130,000 keys
+        ({}, {1: 1024, 100: 1600, 128: 2048, 256: 2048, 257: 2056, 1024: 8192, 90_000: 130_000}),
+        ({"refine_factor": 1}, {128: 1024, 1025: 1025, 2000: 2000}),
+        ({"beta": 0.1}, {128: 13_000, 1625: 13_000, 1626: 13_008}),
+        ({"preset": "fast"}, {128: 2600, 1024: 4096}),  # rows are not sampled
+    ],
+)
+def test_numbers_of_candidates(options, expected):
+    config = CASE.index("pariskv", **options).config
+    assert {k: config.candidates(130_000, k) for k in expected} == expected
+    assert config.candidates(300, 200) == 300
+    assert config.most_candidates(130_000, 1025) == config.candidates(130_000, 1025)

@@ -10,6 +10,7 @@ import kvindex
 from kvindex.core.protocol import ErrorLimit
 from kvindex.ops import attention
 from kvindex.pariskv import row_budget, sampling
+from kvindex.pariskv.config import NOMINAL
 
 D, LENGTH = 32, 1500
 SIZES = dict(q_heads=4, kv_heads=2, head_dim=D, backend="torch")
@@ -252,7 +253,7 @@ def test_numbers_of_candidates(options):
     config = built(*tokens(length=8)[:2], **options).config
     counts = torch.tensor([0, 1, 40, 499, 2000, 130_000, 1_000_000])
     for k in (1, 100, 128, 129, 1024, 4000):
-        usual = config.limits(counts, min(k, row_budget.NOMINAL))[1]
+        usual = config.limits(counts, min(k, NOMINAL))[1]
         found = row_budget.candidates(config, counts, k)
         assert torch.equal(found, torch.minimum(usual.clamp_min(2 * k), counts))
         assert found.tolist() == [row_budget.candidates_of(config, n, k) for n in counts.tolist()]
