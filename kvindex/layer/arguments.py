@@ -99,6 +99,20 @@ def check_new_rows(g: Geometry, batch: int, keys: Tensor, values: Tensor) -> Non
     check.tensor("values", values, {**shape, "D": g.value_dim}, g.dtype, g.device)
 
 
+def check_computed(
+    g: Geometry, keys: Tensor, queries: Tensor | None, outputs: Tensor | None
+) -> None:
+    """Check queries `[B, H, T, D]` and attention outputs `[B, H, T, Dv]` of tokens with these keys.
+
+    Each may be None. Raise ValueError or TypeError as `check_tokens` does.
+    """
+    shape: dict[str, int | None] = {"B": keys.shape[0], "H": g.q_heads, "T": keys.shape[2]}
+    if queries is not None:
+        check.tensor("queries", queries, {**shape, "D": g.head_dim}, g.dtype, g.device)
+    if outputs is not None:
+        check.tensor("outputs", outputs, {**shape, "D": g.value_dim}, g.dtype, g.device)
+
+
 def check_valid(valid: Tensor, keys: Tensor) -> None:
     """Raise TypeError or ValueError unless `valid` is a bool tensor `[B, T]`."""
     sizes: dict[str, int | None] = {"B": keys.shape[0], "T": keys.shape[2]}

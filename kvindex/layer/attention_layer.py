@@ -42,6 +42,7 @@ from kvindex.core.resident import ResidentRows
 from kvindex.core.transaction import Transactional
 from kvindex.layer.arguments import (
     check_bias,
+    check_computed,
     check_finite,
     check_new_rows,
     check_plain,
@@ -424,33 +425,49 @@ class AttentionLayer(Transactional):
         self._searched = T if searches else 0
         return output
 
-    def append(self, keys: Tensor, values: Tensor, *, valid: Tensor | None = None) -> None:
+    def append(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        valid: Tensor | None = None,
+        queries: Tensor | None = None,
+        outputs: Tensor | None = None,
+    ) -> None:
         """Append tokens of a prompt without computing their attention.
 
-        This changes the layer as `step` does, but needs no queries. It does not work with an index
-        that learns from the queries of a prompt.
+        This changes the layer as `step` does.
 
         Args:
             keys: `[B, G, T, D]`, after the rotary embedding.
             values: `[B, G, T, Dv]`.
             valid: Bool `[B, T]`, False for padding; None where no token is padded.
+            queries: `[B, H, T, D]`, after the rotary embedding. Only an index that learns from the
+                queries of a prompt (`protocol.ObservesQueries`) needs them.
+            outputs: The attention outputs of the tokens, `[B, H, T, Dv]`, for a layer with `error`.
+                Without them, such a layer measures only later tokens.
 
         Raises:
             ValueError: A shape, dtype or device does not fit, a key that is not padding is NaN or
-                infinite, or the index learns from queries (`protocol.ObservesQueries`).
+                infinite, or the index needs `queries` and there are none.
         """
-        if capability(self.index, ObservesQueries) is not None:
+        if queries is None and capability(self.index, ObservesQueries) is not None:
             raise ValueError(
-                f"index: got {type(self.index).__name__}, which learns from the queries of a "
-                "prompt; call step() with the queries instead of append()"
+                f"queries: got None for the index {type(self.index).__name__}, which learns from "
+                "the queries of a prompt; allowed are the queries of the new tokens"
             )
         check_new_rows(self.index.geometry, self.batch_size, keys, values)
+        check_computed(self.index.geometry, keys, queries, outputs)
         keys, values, valid = self._checked_rows(keys, values, valid)
         check_finite("keys", keys)
         if not keys.shape[2]:
             return
         self._updates.catch_up()
         self._window.append(len(self.index), keys, values, valid)
+        if queries is not None:
+            self._retrieval.observe(queries, valid)
+        if outputs is not None:
+            self._measure(values, outputs, valid)
         self._updates.update_if_due(0)
         self._searched = 0
 

@@ -299,5 +299,9 @@ def test_tokens_without_queries_are_checked_and_change_nothing():
         layer.append(keys, values, valid=torch.ones(keys.shape[0], 19, dtype=torch.bool))
     layer.append(keys[:, :, :0], values[:, :, :0])
     assert len(layer) == 0
-    with pytest.raises(ValueError, match="index: got SnapKV, which learns from the queries of a p"):
+    words = "queries: got None for the index SnapKV, which learns from the queries"
+    with pytest.raises(ValueError, match=words):
         layer_of(case, "snapkv").append(keys, values)
+    for name in ("queries", "outputs"):
+        with pytest.raises(ValueError, match=f"{name}: got shape"):
+            layer.append(keys, values, **{name: keys[:, :, :, 1:]})

@@ -130,21 +130,15 @@ class ReplayLayer(ParallelLayer):
     ) -> None:
         """Store the keys and values of tokens as `step` would, without computing attention.
 
-        Without `queries`, this is only correct for an index that does not use the queries of a
-        prompt.
-
         Args:
             keys: Keys `[1, G, T, D]`.
             values: Values `[1, G, T, Dv]`.
             ids: Token ids, int64 `[T]`.
-            queries: Queries `[1, H, T, D]` for the index to observe, or None.
+            queries: Queries `[1, H, T, D]`, or None if the index does not learn from them.
         """
         for start, end in chunks(len(ids), CHUNK):
             first, some = len(self), (keys[:, :, start:end], values[:, :, start:end])
-            self._window.append(len(self.index), *some, None)
-            if queries is not None:
-                self._retrieval.observe(queries[:, :, start:end])
-            self._updates.update()
+            self.append(*some, queries=None if queries is None else queries[:, :, start:end])
             self.index.observe_tokens(ids[None, start:end], first=first)
 
     def end_prompt(self) -> None:
