@@ -131,7 +131,22 @@ def _gathered(
     sink: Sink | None,
 ) -> Tensor:
     """Attend from the newest tokens to all tokens, after copying all keys into one tensor."""
-    rows, scale = _all_rows(index, window, indexed, valid, sink), index.geometry.scale
+    rows = _all_rows(index, window, indexed, valid, sink)
+    return attend_rows(rows, queries, valid, index.geometry.scale)
+
+
+def attend_rows(rows: Rows, queries: Tensor, valid: Tensor | None, scale: float) -> Tensor:
+    """Attend causally from the newest `T` tokens to all `N` tokens, with torch's attention.
+
+    Args:
+        rows: Keys `[B, G, N, D]` and values `[B, G, N, Dv]` of all tokens.
+        queries: `[B, H, T, D]`, of the newest tokens.
+        valid: Bool `[B, N]`, False for padding; None where no token is padded.
+        scale: Factor by which attention logits are multiplied.
+
+    Returns:
+        Attention outputs `[B, H, T, Dv]`.
+    """
     if valid is None:
         return attend_causal(queries, rows.keys, rows.values, scale=scale)
     N, T, parts = rows.keys.shape[2], queries.shape[2], []

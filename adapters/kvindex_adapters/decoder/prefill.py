@@ -10,6 +10,7 @@ computation where possible.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,14 +29,41 @@ OnChunk = Callable[[layers.Attention, int, int], None]
 Its arguments are the layer's attention object, and the first and end position of the chunk.
 """
 
+Reader = Callable[
+    [
+        Weights,
+        DecoderConfig,
+        Tensor,
+        Tensor,
+        int,
+        Sequence[tuple[int, int]],
+        Sequence[layers.Attention],
+        OnChunk,
+    ],
+    Tensor,
+]
+"""Function that prefills empty layers with a prompt, such as `read_by_layer`."""
+
+
+class ReadsChunks(Protocol):
+    """Protocol for a layer that attends to keys and values that the caller has stored."""
+
+    def __len__(self) -> int:
+        """Return the number of tokens of earlier chunks."""
+        ...
+
+    def read_chunk(self, queries: Tensor, rows: Rows, *, valid: Tensor | None = None) -> Tensor:
+        """Attend from the tokens of a chunk. See `AttentionLayer.read_chunk`."""
+        ...
+
 
 class PromptLayer:
     """Prefills an empty attention layer.
 
-    The keys and values of the prompt are in a buffer that all layers use one after another.
+    The keys and values of the prompt are in a buffer, which other layers may use afterwards.
     """
 
-    def __init__(self, layer: AttentionLayer, buffer: Rows) -> None:
+    def __init__(self, layer: ReadsChunks, buffer: Rows) -> None:
         self._layer, self._buffer = layer, buffer
 
     def step(
@@ -104,7 +132,7 @@ def read_by_layer(
         for layer, attention in zip(weights.layers, attentions, strict=True):
             reader: layers.Attention = attention
             if isinstance(attention, AttentionLayer) and has_plain_steps(attention):
-                buffer = buffer or _buffer(config, weights.embedding, ids)
+                buffer = buffer or new_buffer(config, weights.embedding, ids)
                 reader = PromptLayer(attention, buffer)
             for number, (start, end) in enumerate(chunks):
                 positions, valid = torch.arange(start, end, device=ids.device) - padding, None
@@ -129,7 +157,7 @@ def has_plain_steps(layer: AttentionLayer) -> bool:
     return type(layer).step is AttentionLayer.step
 
 
-def _buffer(config: DecoderConfig, like: Tensor, ids: Tensor) -> Rows:
+def new_buffer(config: DecoderConfig, like: Tensor, ids: Tensor) -> Rows:
     """Allocate a buffer for the keys and values `[B, G, N, D]` of a layer, for ids `[B, N]`.
 
     The heads of a token are stored one after the other, so that strides within a sequence do not

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvindex.core.capability import capability
 from kvindex.core.graphs import GRAPHS
-from kvindex.core.protocol import Explains, KVIndex
+from kvindex.core.protocol import Explains, KVIndex, ObservesQueries
 from kvindex.core.transaction import in_plain_torch
 from kvindex.layer import AttentionLayer
 from kvindex.layer.retrieval import row_bytes
@@ -30,7 +30,7 @@ from kvindex_adapters.common.speculation import Acceptance, check_verifiable, dr
 from kvindex_adapters.decoder import layers
 from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.decoder.dense import DenseAttention
-from kvindex_adapters.decoder.prefill import read_by_layer
+from kvindex_adapters.decoder.prefill import Reader, read_by_layer
 from kvindex_adapters.hf.cache.report import Report, sum_up
 from kvindex_adapters.llama.fused import BATCH, Fused, refusal
 from kvindex_adapters.llama.heads import HeadRanks
@@ -189,6 +189,8 @@ class Session:
         self._gaps: list[tuple[int, list[int]]] = []
         self.token = torch.zeros_like(self._position)
         self.length = 0
+        self.reader: Reader = read_by_layer
+        """Function that prefills the first prompt. With `Recording.read`, sessions share it."""
         # (number of tokens, whether they attend to all tokens) -> for each layer, what
         # `prepare_replay` will return, or None; empty if the layers have changed since
         # `prepare_ahead`
@@ -599,6 +601,12 @@ class Session:
         """
         return [layer.index for layer in self._indexed() if layer.tokens]
 
+    @property
+    def observes_queries(self) -> bool:
+        """True if an index learns from the queries of the prompt."""
+        indexes = (layer.index for layer in self._indexed())
+        return any(capability(index, ObservesQueries) is not None for index in indexes)
+
     def report(self, *, all_ranks: bool = False) -> Report:
         """Report how many rows and bytes decode steps have read from the indexes, and the memory in
         use.
@@ -691,7 +699,7 @@ class Session:
 
         self.forget_prepared()
         given = self._weights, self._config, ids, -self._position, self._longest, parts
-        logits = read_by_layer(*given, self._attentions, on_chunk)
+        logits = self.reader(*given, self._attentions, on_chunk)
         self._position += N
         self.length = N
         return logits

@@ -11,6 +11,7 @@ from kvindex.core.protocol import AttendsToAll
 from kvindex.layer import AttentionLayer
 from kvindex.ops.attention import attend_causal
 from kvindex_adapters.decoder import Decoder, Sampling
+from kvindex_adapters.decoder.recording import Recording
 from tests.adapters.decoder.families import ids_of, model_of
 from tests.adapters.hf.generation.test_generation import Words
 
@@ -62,6 +63,19 @@ def test_a_seed_gives_the_same_tokens_and_prompts_go_together(device):
         for _ in range(2)
     )
     assert first == second
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_recorded_prompt_changes_no_token(device):
+    decoder = Decoder.of(model_of("llama").to(device, torch.bfloat16))
+    few = {**FEW, "max_new_tokens": 20, "chunk": 16}
+    for prompts in ([ids_of(60)], [ids_of(60), ids_of(33)]):
+        recording = Recording(queries=True, outputs=True)
+        for more in (dict(index="snapkv"), dict(index="pariskv"), dict(k="auto")):
+            copied, read = (decoder.start(prompts, **{**few, **more}) for _ in range(2))
+            copied.session.reader = recording.read
+            mine, theirs = (torch.stack([*run.tokens()]) for run in (copied, read))
+            assert torch.equal(mine, theirs), more
 
 
 @pytest.mark.gpu

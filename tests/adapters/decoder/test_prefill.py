@@ -14,6 +14,7 @@ from kvindex.indexes.exact import Exact
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.common.prompt_chunks import chunks
 from kvindex_adapters.decoder import Decoder, prefill
+from kvindex_adapters.decoder.recording import Recording
 from tests.adapters.decoder.families import ids_of, model_of
 from tests.adapters.tiny import LAYERS
 from tests.support.beside import Beside
@@ -68,6 +69,53 @@ def test_logits_and_state_are_those_of_chunks_to_the_bit(decoder, index, lengths
 def test_dense_layers_beside_those_with_an_index(decoder):
     mine, theirs = (started(decoder, [ids_of(60)], dense_layers=(1,)) for _ in range(2))
     assert torch.equal(by_layer(mine), by_chunk(theirs))
+
+
+LEARNING = [(name, {}) for name in ("snapkv", "h2o", "doublesparsity")]
+"""Indexes that learn from the queries of a prompt."""
+
+
+@pytest.mark.parametrize("lengths", PROMPTS.values(), ids=PROMPTS)
+def test_a_recorded_prompt_leaves_the_logits_and_states_of_a_read_one(decoder, lengths):
+    prompts = [ids_of(length) for length in lengths]
+    recording = Recording(queries=True, outputs=True)
+    for index, more in [(None, {}), ("pariskv", {}), ("pariskv", dict(k="auto")), *LEARNING]:
+        options = None if index is None else REGIONS
+        given = dict(index=index, chunk=CHUNK, attach_options=options, **more)
+        mine, theirs = (decoder.start(prompts, **given) for _ in range(2))
+        mine.session.reader = recording.read
+        logits = by_layer(mine)
+        assert torch.equal(logits, by_layer(theirs)), index
+        for ours, other in zip(mine.session._attentions, theirs.session._attentions, strict=True):
+            if index is not None:
+                other.settle()
+                first, second = (one.state_dict() for one in (ours, other))
+                assert first.keys() == second.keys()
+                assert all(torch.equal(first[name], second[name]) for name in first), index
+        for token in range(4):
+            tokens = torch.full((len(prompts),), token)
+            assert torch.equal(mine.session.step(tokens), theirs.session.step(tokens)), index
+
+
+def test_a_recording_serves_one_prompt_and_full_attention(decoder):
+    long, short = Recording(), Recording()
+
+    def read(length, recording=long, chunk=CHUNK, **regions):
+        run = started(decoder, [ids_of(length)], **regions)
+        run.session.reader = recording.read
+        return run.session.read_prompt(run.ids, chunk, length)
+
+    read(60)
+    read(10, short)
+    for wrong, words in [
+        (lambda: read(59), "ids: got another prompt"),
+        (lambda: read(60, chunk=CHUNK - 1), "or other chunks"),
+        (lambda: read(10, short, prefill="sparse"), "session: got .* with sparse attention"),
+        (lambda: read(60, error=0.1), "outputs: got a recording without outputs"),
+        (lambda: read(60, index="snapkv"), "queries: got None for the index SnapKV"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            wrong()
 
 
 def test_on_a_gpu_a_chunk_is_as_long_as_activations_have_room_for():
