@@ -13,14 +13,19 @@ The decoder reads a prompt of a task, and answers its first question greedily in
     INDEX@auto:ERROR  another index with as many rows as the error asks for
     sparse:WAY      one of these after sparse attention in the prompt; sparse means sparse:k=100
 
-Ways with the same kind of prompt and the same index share one session, which reads the prompt once;
-each way continues a fork of it. Each other index reads the prompt again; `{k}` in its options is
-the number of rows, and `{5k/2}` 2.5 times as much. On a GPU, `--index pariskv:store=device` stores
-rows there, so `full` is faster.
+The model reads each prompt once with full attention. Keys and values, and queries if an index
+learns from them, are recorded, and each index is built from the recording, one after the other.
+Only a way with `sparse:` reads the prompt itself. In the options of an index, `{k}` is the number
+of rows, and `{5k/2}` 2.5 times as much. On a GPU, `--index pariskv:store=device` stores rows there,
+so `full` is faster.
 
-`--batch 8` answers eight prompts of one task and length together, in one batch. Each way then reads
-its prompts itself, and full attention uses no index. This is faster for indexes without kernels of
-their own, whose decode steps mostly wait for the host.
+A recording is in the memory of the model's device until the prompt has been answered in all ways.
+For 57K tokens of SmolLM2-135M in bfloat16 it takes 1.3 GB, with queries 3.3 GB. The way `auto` also
+needs the outputs of attention, which are as large as the queries.
+
+`--batch 8` answers eight prompts of one task and length together, in one batch. Full attention then
+uses no index. This is faster for indexes without kernels of their own, whose decode steps mostly
+wait for the host.
 
 The result has, for each prompt, the score of every way, the mean number of rows that a step has
 retrieved per KV head, and with `auto` how often this was the largest number, 1,024. The summary has
@@ -39,6 +44,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +56,8 @@ from benchmarks.common.reading import add_model, described, loaded, write
 from benchmarks.reporting.paired import one
 from kvindex.layer.retrieval import row_bytes
 from kvindex_adapters.decoder import Decoder, OpenSession
+from kvindex_adapters.decoder.recording import Recording
+from kvindex_adapters.decoder.session import Session
 from kvindex_adapters.evaluate import tasks
 from kvindex_adapters.evaluate.compare.suite import filled
 
@@ -108,15 +116,27 @@ def prompts(given: argparse.Namespace) -> list[Key]:
     return [key for i, key in enumerate(keys) if (i % each + i // each) % count == number]
 
 
-def answers(decoder: Decoder, tokenizer: Any, key: Key, ways: list[Way], index: str) -> Cell:
-    """Read a prompt and answer its first question in several ways. Return the cell."""
-    task, tokens, seed = key
-    instance = tasks.make(task, tokenizer, tokens=tokens, seed=seed)
+def answers(
+    decoder: Decoder,
+    tokenizer: Any,
+    key: Key,
+    ways: list[Way],
+    index: str,
+    learning: Collection[str],
+) -> Cell:
+    """Read a prompt and answer its first question in several ways. Return the cell.
+
+    `learning` are the indexes that learn from queries (`learning_from_queries`).
+    """
+    instance, cell = asked(tokenizer, key)
     question = instance.questions[0]
     prompt = torch.cat([instance.context, question.ids])
-    cell: Cell = dict(task=task, tokens=tokens, seed=seed, **{name: {} for name in paired.BY_WAY})
-    for (name, sparse), group in grouped(ways, index).items():
+    recording = recording_for(ways, index, learning)
+
+    def answer(name: str, group: list[Way], *, sparse: bool) -> None:
         session = opened(decoder, name, group, sparse=sparse)
+        if not sparse:
+            session.reader = recording.read
         decoder.read(prompt[:-LAST], session)
         for one_way in group:
             fork = session.fork(k=one_way.k, error=one_way.error)
@@ -124,45 +144,73 @@ def answers(decoder: Decoder, tokenizer: Any, key: Key, ways: list[Way], index: 
                 made = decoder.generate(
                     prompt[-LAST:], session=fork, max_new_tokens=question.max_new_tokens
                 )
-            cell["scores"][str(one_way)] = instance.score(0, made.text)
-            if (rows := mean_rows(fork)) is not None:
-                cell["rows"][str(one_way)] = rows
-            if one_way.error is not None and (found := fork.report().rows_found) is not None:
-                cell["ceiling"][str(one_way)] = found.ceiling
+            note(cell, one_way, instance.score(0, made.text), fork)
+
+    for (name, sparse), group in grouped(ways, index).items():
+        answer(name, group, sparse=sparse)  # a function, so that one index is freed before the next
     return cell
 
 
 def answers_together(
-    decoder: Decoder, tokenizer: Any, keys: list[Key], ways: list[Way], index: str
+    decoder: Decoder,
+    tokenizer: Any,
+    keys: list[Key],
+    ways: list[Way],
+    index: str,
+    learning: Collection[str],
 ) -> list[Cell]:
     """Answer the first questions of several prompts in one batch, in several ways.
 
-    Return a cell for each prompt. The number of rows in a cell is the mean of the batch.
+    Return a cell for each prompt. The number of rows in a cell is the mean of the batch. `learning`
+    are the indexes that learn from queries.
     """
-    instances = [tasks.make(task, tokenizer, tokens=n, seed=seed) for task, n, seed in keys]
+    instances, cells = zip(*(asked(tokenizer, key) for key in keys), strict=True)
     prompts = [torch.cat([one.context, one.questions[0].ids]) for one in instances]
-    names = ("task", "tokens", "seed")
-    cells: list[Cell] = [
-        dict(zip(names, key, strict=True)) | {name: {} for name in paired.BY_WAY} for key in keys
-    ]
-    for one_way in ways:
-        options = {"error": one_way.error} if one_way.error is not None else {}
-        made = decoder.generate(
+    most = max(one.questions[0].max_new_tokens for one in instances)
+    recording = recording_for(ways, index, learning)
+
+    def answer(one_way: Way) -> None:
+        run = decoder.start(
             prompts,
             index=None if one_way.k is None else index_of(one_way, index),
             k=paired.ROWS if one_way.k is None else one_way.k,
-            attach_options=options | ({"prefill": "sparse"} if one_way.sparse else {}) or None,
-            max_new_tokens=max(one.questions[0].max_new_tokens for one in instances),
+            attach_options=None if one_way.error is None else {"error": one_way.error},
+            max_new_tokens=most,
         )
-        for cell, instance, answer in zip(cells, instances, made, strict=True):
-            cell["scores"][str(one_way)] = instance.score(0, answer.text)
-            if (report := answer.report) is None or not report.steps:
-                continue
-            token = report.plain_nbytes / report.tokens
-            cell["rows"][str(one_way)] = report.bytes_fetched / token / report.steps
-            if one_way.error is not None and report.rows_found is not None:
-                cell["ceiling"][str(one_way)] = report.rows_found.ceiling
-    return cells
+        run.session.reader = recording.read
+        for cell, instance, ids in zip(cells, instances, run.cut([*run.tokens()]), strict=True):
+            text = tokenizer.decode(ids, skip_special_tokens=True)
+            note(cell, one_way, instance.score(0, text), run.session)
+
+    for one_way in ways:
+        answer(one_way)
+    return [*cells]
+
+
+def asked(tokenizer: Any, key: Key) -> tuple[tasks.Instance, Cell]:
+    """Return a prompt, and its cell without answers."""
+    task, tokens, seed = key
+    cell: Cell = dict(task=task, tokens=tokens, seed=seed, **{name: {} for name in paired.BY_WAY})
+    return tasks.make(task, tokenizer, tokens=tokens, seed=seed), cell
+
+
+def recording_for(ways: list[Way], index: str, learning: Collection[str]) -> Recording:
+    """Return an empty recording for a prompt that is answered in several ways."""
+    dense = [one_way for one_way in ways if not one_way.sparse]
+    return Recording(
+        queries=any(index_of(one_way, index) in learning for one_way in dense),
+        outputs=any(one_way.error is not None for one_way in dense),
+    )
+
+
+def note(cell: Cell, one_way: Way, score: float, session: Session) -> None:
+    """Add the answer of a way, which a session has generated, to a cell."""
+    name = str(one_way)
+    cell["scores"][name] = score
+    if (rows := mean_rows(session)) is not None:
+        cell["rows"][name] = rows
+    if one_way.error is not None and (found := session.report().rows_found) is not None:
+        cell["ceiling"][name] = found.ceiling
 
 
 def batches(missing: list[tuple[Key, list[Way]]], size: int) -> list[tuple[list[Key], list[Way]]]:
@@ -205,7 +253,7 @@ def opened(decoder: Decoder, index: str, ways: list[Way], *, sparse: bool) -> Op
     return decoder.session(index=index, k=k, attach_options=options)
 
 
-def mean_rows(session: OpenSession) -> float | None:
+def mean_rows(session: Session) -> float | None:
     """Return the mean number of rows that steps of a session have retrieved per KV head.
 
     None if no step has searched.
@@ -214,7 +262,19 @@ def mean_rows(session: OpenSession) -> float | None:
     if not indexes or not (report := session.report()).steps:
         return None
     row = sum(row_bytes(index) * index.geometry.kv_heads for index in indexes)
-    return report.bytes_fetched / row / report.steps
+    return report.bytes_fetched / (row * len(session.padding)) / report.steps
+
+
+def learning_from_queries(decoder: Decoder, ways: list[Way], index: str) -> set[str]:
+    """Return the indexes that learn from the queries of a prompt.
+
+    Raise ValueError if an index does not exist, or cannot answer in the ways that use it.
+    """
+    return {
+        name
+        for (name, sparse), group in grouped(ways, index).items()
+        if opened(decoder, name, group, sparse=sparse).observes_queries
+    }
 
 
 def earlier(files: list[Path], result: dict[str, Any]) -> tuple[list[Cell], list[dict[str, Any]]]:
@@ -258,15 +318,14 @@ def main(given: list[str] | None = None) -> None:
     if missing and options.seconds > 0:
         model, tokenizer = loaded(options, dtype=getattr(torch, options.dtype))
         decoder = Decoder.of(model, tokenizer)
-        for (name, sparse), group in grouped(options.ways, options.index).items():
-            opened(decoder, name, group, sparse=sparse)  # raises an error if the index cannot
+        learning = learning_from_queries(decoder, options.ways, options.index)
         for keys, ways in batches(missing, options.batch):
             if (start := time.monotonic()) > end:
                 break
             if options.batch == 1:
-                made = [answers(decoder, tokenizer, keys[0], ways, options.index)]
+                made = [answers(decoder, tokenizer, keys[0], ways, options.index, learning)]
             else:
-                made = answers_together(decoder, tokenizer, keys, ways, options.index)
+                made = answers_together(decoder, tokenizer, keys, ways, options.index, learning)
             machines.append(result["machine"])
             cells |= paired.merged([*(cells[key] for key in keys if key in cells), *made])
             print(*made, f"{time.monotonic() - start:.1f} s", sep="\n", flush=True)

@@ -1,5 +1,6 @@
 """Answers to the same prompts in several ways: the script on a tiny model, its parts, its table."""
 
+import gc
 import json
 import zlib
 from argparse import ArgumentTypeError
@@ -10,7 +11,10 @@ import torch
 from benchmarks import paired_answers, report
 from benchmarks.common import paired, reading
 from benchmarks.reporting.paired import one
-from kvindex_adapters.decoder import Decoder
+from kvindex.layer import AttentionLayer
+from kvindex_adapters.decoder import Decoder, recording, session
+from kvindex_adapters.decoder.dense import DenseAttention
+from kvindex_adapters.decoder.prefill import read_by_layer
 from kvindex_adapters.evaluate.tasks.instance import Instance
 from tests.adapters.tiny import build, byte_pairs
 from tests.benchmarks.running import MACHINE
@@ -31,7 +35,7 @@ def asked(tiny, monkeypatch):
     asked = []
     scores = {"needle": {"full": 1.0, "k=100": 0.0}, "copy": {"full": 1.0, "k=100": 1.0}}
 
-    def answers(decoder, tokenizer, key, ways, index):
+    def answers(decoder, tokenizer, key, ways, *_):
         names = [*map(str, ways)]
         asked.append((*key, *names))
         known = scores[key[0]] | {"auto:0.1": 1.0}
@@ -49,17 +53,24 @@ def run(out, *given):
     return json.loads(out.read_text(encoding="utf-8"))
 
 
-def test_each_prompt_is_read_once_and_answered_in_each_way(tiny, tmp_path, monkeypatch):
-    reads, read = [], Decoder.read
+@pytest.fixture
+def reads(monkeypatch):
+    """Return a list with the ids of each prompt that the model reads."""
+    reads = []
 
-    def counted(self, prompt, session, **options):
-        reads.append((len(prompt), session))
-        read(self, prompt, session, **options)
+    def counted(weights, config, ids, *rest):
+        reads.append(ids)
+        return read_by_layer(weights, config, ids, *rest)
 
-    monkeypatch.setattr(Decoder, "read", counted)
+    for module in (recording, session):
+        monkeypatch.setattr(module, "read_by_layer", counted)
+    return reads
+
+
+def test_each_prompt_is_read_once_and_answered_in_each_way(tiny, reads, tmp_path):
     some = "--tasks", "needle", "--tries", "1", "--tokens", "2500", "--ways", *ALL
     found = run(tmp_path / "out.json", *some)
-    assert len(reads) == 3  # dense, sparse, and for exact search
+    assert len(reads) == 2  # with full attention, and with sparse attention
     [cell] = found["cells"]
     assert [*cell["scores"]] == ["full", "k=100", "auto:0.3", "exact@100", "sparse:k=100"]
     assert all(0 <= score <= 1 for score in cell["scores"].values())
@@ -86,7 +97,7 @@ def test_answers_are_those_of_separate_calls(tiny, monkeypatch):
 
     monkeypatch.setattr(Decoder, "generate", noted)
     ways = [*map(paired.way, ALL)]
-    paired_answers.answers(decoder, tokenizer, ("needle", 2500, 0), ways, "pariskv")
+    paired_answers.answers(decoder, tokenizer, ("needle", 2500, 0), ways, "pariskv", [])
     instance = paired_answers.tasks.make("needle", tokenizer, tokens=2500, seed=0)
     prompt = torch.cat([instance.context, instance.questions[0].ids])
     most = instance.questions[0].max_new_tokens
@@ -120,6 +131,65 @@ def test_answers_of_a_batch_are_those_of_single_prompts(tiny, tmp_path, monkeypa
             assert other["rows"][name] == pytest.approx(cell["rows"][name], rel=0.1)
         assert 16 <= other["rows"]["auto:0.3"] <= 1024
         assert [*other["ceiling"]] == ["auto:0.3"]
+
+
+EVERY = ["full", "k=100", "auto:0.3", "h2o:budget={k}@512", "sentencekv@128", "quest@128"]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_recorded_prompt_changes_no_answer(tiny, reads, tmp_path, monkeypatch, batch):
+    """The answers and numbers of rows are those of ways that each read the prompt themselves."""
+    monkeypatch.setattr(Instance, "score", lambda _, number, text: zlib.crc32(text.encode()))
+    ways = EVERY if batch > 1 else [*EVERY, "sparse:k=100"]
+    some = "--tasks", "copy", "--tries", str(batch), "--tokens", "2500", "--ways", *ways
+    some = *some, "--batch", str(batch)
+    found = run(tmp_path / "once.json", *some)
+    assert len(reads) == 1 + (batch == 1)  # sparse attention reads the prompt itself
+    lengths = {int((row != 0).int().argmax()) for row in reads[0]}
+    assert len(lengths) == batch  # the questions have different lengths
+    monkeypatch.setattr(
+        recording.Recording, "read", lambda _, *given: session.read_by_layer(*given)
+    )
+    own = run(tmp_path / "own.json", *some)
+    assert len(reads) > 5
+    assert own["cells"] == found["cells"]
+    assert all(len({*cell["scores"].values()}) > 3 for cell in own["cells"])
+
+
+def test_a_recording_has_only_what_the_ways_need(tiny):
+    decoder = Decoder.of(*reading.load())
+    ways = [*map(paired.way, ["full", "snapkv@100", "exact@100", "sparse:h2o@100"])]
+    learning = paired_answers.learning_from_queries(decoder, ways, "pariskv")
+    assert learning == {"snapkv", "h2o"}
+    for names, kept in {
+        ("full", "exact@100", "sparse:h2o@100", "sparse:auto"): (False, False),
+        ("full", "snapkv@100"): (True, False),
+        ("auto",): (False, True),
+    }.items():
+        made = paired_answers.recording_for([*map(paired.way, names)], "pariskv", learning)
+        assert (made.queries, made.outputs) == kept
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_one_recording_and_one_index_are_in_memory(tiny, tmp_path, monkeypatch, batch):
+    calls, read = [], recording.Recording.read
+
+    def checked(self, *given):
+        kinds = AttentionLayer, DenseAttention, recording.Recording
+        alive = [one for one in gc.get_objects() if type(one) in kinds]
+        alive = [one for one in alive if type(one) is recording.Recording or len(one)]
+        calls.append([one for one in alive if one is not self])
+        return read(self, *given)
+
+    monkeypatch.setattr(recording.Recording, "read", checked)
+    some = "--tasks", "copy", "--tries", str(2 * batch), "--tokens", "400", "--batch", str(batch)
+    gc.disable()
+    try:
+        run(tmp_path / "out.json", *some, "--ways", "full", "exact@9", "quest@9", "k=9")
+    finally:
+        gc.enable()
+    assert len(calls) > 4
+    assert not any(calls)
 
 
 def test_batches_have_one_task_and_length():
