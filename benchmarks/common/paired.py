@@ -11,7 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvindex.core.config import split_spec, unknown
 from kvindex.layer.arguments import AUTO_ERROR
+from kvindex.registry import usable
 from kvindex_adapters.evaluate.compare.statistics import bootstrap
 
 ROWS = 100
@@ -82,14 +84,17 @@ def way(text: str) -> Way:
             one of these. `sparse` means `sparse:k=100`.
 
     Raises:
-        ArgumentTypeError: There is no such way.
+        ArgumentTypeError: There is no such way, or no such index.
     """
     sparse = f"{text}:".startswith(SPARSE)
     name = text.removeprefix(SPARSE) if text != SPARSE[:-1] else f"k={ROWS}"
     index, at, rows = name.rpartition("@")
     kind, _, number = name.replace("k=", "k:", 1).partition(":")
+    other_index = at and index and index.split("=")[0] not in ("full", "auto", "k")
+    if other_index:
+        _check_index(text, index)
     try:
-        if at and index and index.split("=")[0] not in ("full", "auto", "k"):
+        if other_index:
             other = way(rows if rows.startswith("auto") else f"k={rows}")
             return replace(other, index=index, sparse=sparse)
         if kind == "full" and not number:
@@ -104,6 +109,16 @@ def way(text: str) -> Way:
         f"ways: got {text!r}, allowed is full, k=N, auto, auto:ERROR, INDEX@N, "
         "INDEX@auto:ERROR, and sparse: followed by one of these"
     )
+
+
+def _check_index(text: str, index: str) -> None:
+    """Raise ArgumentTypeError for a way `text` whose index, with its options, does not exist."""
+    try:
+        name, _ = split_spec(index.partition("+")[0])
+        if ":" not in name and name not in (known := usable()):
+            raise ValueError(unknown("index", name, known))
+    except ValueError as error:
+        raise ArgumentTypeError(f"ways: got {text!r}, but {error}") from error
 
 
 def part(text: str) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import zlib
 from argparse import ArgumentTypeError
 
@@ -372,6 +373,15 @@ def test_names_of_ways(text, name):
 def test_a_way_that_does_not_exist(text):
     with pytest.raises(ArgumentTypeError, match=f"ways: got '{text}', allowed is full, k=N"):
         paired.way(text)
+
+
+@pytest.mark.parametrize("text", ["nosuch@5", "sparse:nosuch:a=1@auto", "nosuch+reuse@5"])
+def test_a_way_with_an_index_that_does_not_exist(text, capsys):
+    with pytest.raises(ArgumentTypeError, match=f"ways: got '{re.escape(text)}', .*got 'nosuch'"):
+        paired.way(text)
+    with pytest.raises(SystemExit):
+        paired_answers.arguments(["--ways", text])
+    assert "got 'nosuch'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["4/4", "-1/2", "half"])
