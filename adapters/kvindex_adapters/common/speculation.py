@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,8 +29,8 @@ LONGEST, SHORTEST = 4, 2
 """Length of the n-grams that prompt lookup compares: the longest that matches is used."""
 
 COST = 0.1
-"""Assumed time of one more draft of prompt lookup, relative to a step without drafts. It only makes
-the verification longer."""
+"""Assumed time by which one more draft makes the verification longer, relative to a step without
+drafts. Drafts of prompt lookup take no other time."""
 
 BUS = 64
 """Assumed time to read a byte of host memory from a GPU, relative to a byte of its own memory.
@@ -52,10 +53,12 @@ class Speculation:
         tokens: Number of drafted tokens per round, or "auto".
         verify: "index" for drafts by prompt lookup, which attention with the index verifies, or
             "full" for drafts that the model writes with the index and full attention verifies.
+        draft_model: Whether a smaller model writes the drafts, in place of prompt lookup.
     """
 
     tokens: int | str
     verify: str
+    draft_model: bool = False
 
     @property
     def full(self) -> bool:
@@ -66,25 +69,40 @@ class Speculation:
         count = "a number by the acceptance seen" if self.tokens == AUTO else f"up to {self.tokens}"
         if self.full:
             return f"{count} tokens drafted with the index, verified by full attention"
-        return f"{count} tokens drafted by prompt lookup, verified with the index"
+        who = "the draft model" if self.draft_model else "prompt lookup"
+        return f"{count} tokens drafted by {who}, verified with the index"
 
 
-def speculation_of(speculative_tokens: int | str | None, verify: str) -> Speculation | None:
+def speculation_of(
+    speculative_tokens: int | str | None, verify: str, *, draft_model: bool = False
+) -> Speculation | None:
     """Check the options of speculation.
 
     Args:
         speculative_tokens: Number of tokens to draft per round, at least 1, "auto", or None for
             one token at a time.
         verify: "index" or "full".
+        draft_model: Whether the caller passed a model that writes the drafts.
 
     Returns:
         The options, or None for one token at a time.
 
     Raises:
-        ValueError: A value is not allowed, or `verify` is "full" without `speculative_tokens`.
+        ValueError: A value is not allowed, `verify` is "full" or there is a draft model without
+            `speculative_tokens`, or there is a draft model and `verify` is "full".
     """
     check.one_of("verify", verify, VERIFIERS)
+    if draft_model and verify == "full":
+        raise ValueError(
+            "draft_model: got a model together with verify='full', where the model itself writes "
+            "the drafts with the index; leave out one of them"
+        )
     if speculative_tokens is None:
+        if draft_model:
+            raise ValueError(
+                "draft_model: got a model without speculative_tokens; pass speculative_tokens, a "
+                "number of tokens to draft or 'auto', or leave out draft_model"
+            )
         if verify == "full":
             raise ValueError(
                 "verify: got 'full' without speculative_tokens; pass speculative_tokens, a number "
@@ -99,7 +117,42 @@ def speculation_of(speculative_tokens: int | str | None, verify: str) -> Specula
             )
     else:
         check.at_least("speculative_tokens", speculative_tokens, 1)
-    return Speculation(speculative_tokens, verify)
+    return Speculation(speculative_tokens, verify, draft_model)
+
+
+def check_vocabularies(sizes: Sequence[int], tokenizers: Sequence[Any]) -> None:
+    """Check that a draft model has the vocabulary of the model.
+
+    Args:
+        sizes: Sizes of the vocabularies of the model and of the draft model.
+        tokenizers: The tokenizers of the model and of the draft model. A tokenizer that is None is
+            not compared.
+
+    Raises:
+        ValueError: The vocabularies differ.
+    """
+    other = (
+        "pass a draft model with the same vocabulary, such as a smaller model of the same family, "
+        "or leave out draft_model, so that drafts are copied from the text so far"
+    )
+    large, small = sizes
+    if small != large:
+        raise ValueError(
+            f"draft_model: got a model with a vocabulary of {small:,} tokens for a model with "
+            f"{large:,}; {other}"
+        )
+    model, draft = tokenizers
+    if model is draft or model is None or draft is None:
+        return
+    mine, theirs = model.get_vocab(), draft.get_vocab()
+    differing = sorted(mine.items() ^ theirs.items())
+    if differing:
+        token = differing[0][0]
+        raise ValueError(
+            f"draft_model: got the tokenizer {draft.name_or_path!r}, in which the token {token!r} "
+            f"has the id {theirs.get(token)}, for a model with the tokenizer "
+            f"{model.name_or_path!r}, in which it has the id {mine.get(token)}; {other}"
+        )
 
 
 @dataclass(frozen=True)
@@ -167,8 +220,8 @@ class DraftLength:
 
     Args:
         speculation: The options.
-        cost: Time of one more draft, relative to a round without drafts (`draft_cost`). None means
-            `COST`.
+        cost: Time of one more draft, relative to a round without drafts (`draft_cost`,
+            `model_cost`). None means `COST`.
 
     Source: Leviathan et al., Fast Inference from Transformers via Speculative Decoding (ICML 2023),
     theorem 3.8.
@@ -321,6 +374,19 @@ def draft_cost(layers: Iterable[AttentionLayer], weights: int) -> float:
         rows += (found.device + found.host) * found.row_bytes
         full += (found.device + bus * found.host) * found.row_bytes
     return (weights + SEARCHED * rows) / max(weights + full, 1)
+
+
+def model_cost(small: int, large: int) -> float:
+    """Estimate the time of one more token that a draft model writes and that is then verified.
+
+    Args:
+        small: Bytes of weights that a decode step of the draft model reads.
+        large: Bytes of weights that a decode step of the model reads.
+
+    Returns:
+        The time, relative to a decode step of the model.
+    """
+    return COST + small / max(large, 1)
 
 
 def check_verifiable(layers: Iterable[AttentionLayer]) -> None:

@@ -4,7 +4,7 @@ attention."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Self, Unpack, overload
@@ -23,7 +23,11 @@ from kvindex_adapters.common.layer_options import IndexFactory, LayerOptions
 from kvindex_adapters.common.parallel import BOTH_SHARDED, is_sharded
 from kvindex_adapters.common.prompt import Prompt
 from kvindex_adapters.common.prompt_chunks import Progress, check_prompt
-from kvindex_adapters.common.speculation import Acceptance, speculation_of
+from kvindex_adapters.common.speculation import (
+    Acceptance,
+    check_vocabularies,
+    speculation_of,
+)
 from kvindex_adapters.common.token_timer import TokenTimer
 from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.decoder.attentions import make_attentions
@@ -37,8 +41,9 @@ from kvindex_adapters.decoder.batch import (
 )
 from kvindex_adapters.decoder.config import DecoderConfig, check_model
 from kvindex_adapters.decoder.dense import DenseAttention
+from kvindex_adapters.decoder.drafter import Drafter
 from kvindex_adapters.decoder.open_session import OpenSession
-from kvindex_adapters.decoder.options import GREEDY, Options
+from kvindex_adapters.decoder.options import GREEDY, DraftModel, Options
 from kvindex_adapters.decoder.prefill import default_chunk
 from kvindex_adapters.decoder.quantized import PLAIN, check_weights
 from kvindex_adapters.decoder.reading import Reading
@@ -59,6 +64,9 @@ from kvindex_adapters.llama.fused import Fused
 from kvindex_adapters.llama.fused import refusal as fused_refusal
 from kvindex_adapters.llama.heads import HeadRanks
 from kvindex_adapters.llama.weights import Weights
+
+OF_LAYERS = {"dense_layers", "layer_options"}
+"""Options of `attach` that name single layers of a model. A draft model has other layers."""
 
 
 class Decoder:
@@ -298,7 +306,8 @@ class Decoder:
         """
         self._follow()
         layers = self._attentions(index, k, attach_options, graphs)
-        return OpenSession(self._reading, layers, self._fused_for(1, fused))
+        options = dict(index=index, k=k, attach_options=attach_options, graphs=graphs, fused=fused)
+        return OpenSession(self._reading, layers, self._fused_for(1, fused), options)
 
     def read(
         self,
@@ -423,6 +432,7 @@ class Decoder:
         fused: bool = True,
         speculative_tokens: int | str | None = None,
         verify: str = "index",
+        draft_model: DraftModel | None = None,
     ) -> Run:
         """Make a `Run` (one generation) for encoded prompts.
 
@@ -430,11 +440,13 @@ class Decoder:
 
         Raise ValueError if an option is out of range.
         """
-        chunk = self._chunk(chunk, batch=len(rows))
+        given_chunk, chunk = chunk, self._chunk(chunk, batch=len(rows))
         check.at_least("max_new_tokens", max_new_tokens, 1)
         check.flag("graphs", graphs)
         check.flag("fused", fused)
-        speculation = speculation_of(speculative_tokens, verify)
+        has_draft = draft_model is not None
+        speculation = speculation_of(speculative_tokens, verify, draft_model=has_draft)
+        small = None if draft_model is None else self._draft_decoder(draft_model)
         ids, padding = left_padded(rows, self.device)
         if session is not None:
             session.check_reading(self._reading)
@@ -454,6 +466,15 @@ class Decoder:
         )
         if speculation is not None and speculation.full:
             given.check_verifiable()
+        drafter = None
+        if small is not None:
+            if given.ranks is not None or small.weights.ranks is not None:
+                raise UnsupportedError(
+                    "draft_model: got a model in several processes, allowed is one process; leave "
+                    "out draft_model, so that drafts are copied from the text so far"
+                )
+            how: Any = dict(index=index, k=k, attach_options=attach_options, fused=fused)
+            drafter = small._drafter_for(session, padding, graphs=graphs, chunk=given_chunk, **how)
         return Run(
             given,
             self._reading,
@@ -465,7 +486,56 @@ class Decoder:
             graphs=graphs,
             speculation=speculation,
             known=None if session is None or session.ids is None else session.ids[:kept],
+            drafter=drafter,
         )
+
+    def _draft_decoder(self, draft_model: DraftModel) -> Decoder:
+        """Check that a model can write drafts for this decoder."""
+        if not isinstance(draft_model, Decoder):
+            raise TypeError(
+                f"draft_model: got a {type(draft_model).__name__}, allowed is a Decoder; pass "
+                "Decoder.of(model, tokenizer)"
+            )
+        draft_model._follow()
+        sizes = self.config.vocabulary, draft_model.config.vocabulary
+        check_vocabularies(sizes, (self.tokenizer, draft_model.tokenizer))
+        return draft_model
+
+    def _drafter_for(
+        self,
+        session: OpenSession | None,
+        padding: Sequence[int],
+        *,
+        graphs: bool,
+        chunk: int | None,
+        **options: Any,
+    ) -> Drafter:
+        """Return an object that writes drafts with this decoder for another decoder.
+
+        Args:
+            session: The other decoder's session, if it is an open one. Then its options are used,
+                and its drafter is continued.
+            padding: Number of padding tokens on the left of each sequence.
+            graphs: As in `Options`.
+            chunk: As in `Options`.
+            **options: The options `index`, `k`, `attach_options` and `fused`.
+        """
+        if session is not None:
+            if session.drafter is not None and session.drafter.serves(self._reading):
+                return session.drafter
+            options = {"graphs": graphs, **session.options}
+            graphs = options.pop("graphs")
+        fused = options.pop("fused")
+        some = dict(options.pop("attach_options") or {})
+        for name in OF_LAYERS & {*some}:  # numbers of the other model's layers
+            del some[name]
+        layers = self._attentions(attach_options=some or None, graphs=graphs, **options)
+        kernels = self._fused_for(len(padding), fused)
+        own = Session(self.weights, self.config, layers, padding, kernels)
+        drafter = Drafter(own, self._reading, self._chunk(chunk, batch=len(padding)))
+        if session is not None:
+            session.drafter = drafter
+        return drafter
 
     def _chunk(self, chunk: int | None, *, batch: int) -> int:
         """Return the chunk size: how many tokens of each prompt a layer computes at a time."""

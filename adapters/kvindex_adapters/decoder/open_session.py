@@ -6,7 +6,7 @@ Calls of `Decoder.read` and `Decoder.generate` extend it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from kvindex.core import check
 from kvindex.core.transaction import in_plain_torch
 from kvindex.layer import AttentionLayer
-from kvindex_adapters.common.exclusive import Exclusive
 from kvindex_adapters.common.prompt import Conversation, Messages
 from kvindex_adapters.decoder.dense import DenseAttention
+from kvindex_adapters.decoder.drafter import Drafter
 from kvindex_adapters.decoder.reading import Reading
 from kvindex_adapters.decoder.saving import load_session, save_session
 from kvindex_adapters.decoder.session import Session
@@ -37,6 +37,7 @@ class OpenSession(Session):
         reading: The decoder's weights, and the model from which they were read.
         attentions: The attention object of each layer, without tokens.
         fused: Kernels for decode steps, or None to use plain torch.
+        options: The arguments of `Decoder.session`.
     """
 
     _attentions: Sequence[AttentionLayer | DenseAttention]
@@ -46,9 +47,14 @@ class OpenSession(Session):
         reading: Reading,
         attentions: Sequence[AttentionLayer | DenseAttention],
         fused: Fused | None,
+        options: Mapping[str, Any],
     ) -> None:
         super().__init__(reading.weights, reading.config, attentions, [0], fused)
         self._reading = reading
+        self.options = dict(options)
+        """The arguments of `Decoder.session`, with which a draft model's session is opened."""
+        self.drafter: Drafter | None = None
+        """The draft model's session, after a call with `draft_model`. Later calls continue it."""
         self.ids: Tensor | None = torch.zeros(0, dtype=torch.int64)
         """Ids int64 `[N]` of all tokens, on the CPU. None if the session was loaded from a folder
         without ids."""
@@ -98,11 +104,8 @@ class OpenSession(Session):
                 f"k, error: got {k!r} and {error!r} for a session without an index, allowed is None"
             )
         with self.exclusive():
-            self.forget_prepared()  # copying a layer finishes its pending append
-            other = self._copied()
-            other.exclusive = Exclusive("session", "the same session")
-            other._attentions = deepcopy(self._attentions)
-            other._position, other.token = self._position.clone(), self.token.clone()
+            other = self.duplicate()
+            other.drafter = None if self.drafter is None else self.drafter.fork()
         if k is not None or error is not None:
             for layer in other._attentions:
                 if isinstance(layer, AttentionLayer):

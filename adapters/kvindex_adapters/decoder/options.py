@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
 from kvindex_adapters.common.layer_options import IndexFactory
+from kvindex_adapters.decoder.config import DecoderConfig
 from kvindex_adapters.decoder.sampling import Sampling
 
 GREEDY = Sampling()
 """Greedy decoding: always choose the most likely token."""
+
+
+class DraftModel(Protocol):
+    """A model that writes drafts: a `Decoder`."""
+
+    @property
+    def config(self) -> DecoderConfig:
+        """Sizes of the model."""
+        ...
 
 
 class Options(TypedDict, total=False):
@@ -42,6 +52,9 @@ class Options(TypedDict, total=False):
     """Number of tokens to draft before each verification, "auto" for a number by the acceptance
     seen, or None for one token at a time (default None). See docs/speculation.md."""
     verify: str
-    """What verifies the drafts. "index" (default): drafts are copied from the text so far, and
-    verified by attention with the index. "full": drafts are written with the index, and verified by
-    full attention, whose tokens the answer then has."""
+    """What verifies the drafts. "index" (default): drafts are copied from the text so far, or
+    written by `draft_model`, and verified by attention with the index. "full": drafts are written
+    with the index, and verified by full attention, whose tokens the answer then has."""
+    draft_model: DraftModel | None
+    """A `Decoder` with a smaller model of the same vocabulary, which writes the drafts (default
+    None). It uses the same index options, except for those of single layers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from kvindex_adapters.common.prompt_chunks import Progress
-from kvindex_adapters.common.speculation import Speculation
+from kvindex_adapters.common.speculation import Speculation, model_cost
 from kvindex_adapters.common.token_ring import TokenRing
+from kvindex_adapters.decoder.batch import left_padded
 from kvindex_adapters.decoder.draft_graphs import DraftGraphs, refusal
+from kvindex_adapters.decoder.drafter import Drafter
 from kvindex_adapters.decoder.graph import TokenGraph
 from kvindex_adapters.decoder.reading import Reading
 from kvindex_adapters.decoder.sampling import Sampler, Sampling
@@ -37,6 +39,7 @@ class Run:
         speculation: Options of speculation, or None for one token at a time.
         known: The ids of the tokens in the session, int64 `[N]`, where prompt lookup also searches.
             None if they are unknown.
+        drafter: Writes drafts with a smaller model, or None.
     """
 
     session: Session
@@ -49,6 +52,7 @@ class Run:
     graphs: bool = True
     speculation: Speculation | None = None
     known: Tensor | None = None
+    drafter: Drafter | None = None
 
     @property
     def verifies_fully(self) -> bool:
@@ -122,9 +126,9 @@ class Run:
         ids = [[*row, one] for row, one in zip(known, first.tolist(), strict=True)]
         kind: Any = dict(graphs=self.graphs, full=speculation.full)
         drafts = DraftGraphs(self.session, sampler, self._draft_size, **kind)
-        cost = self.session.draft_cost() if speculation.full else None
+        cost = self._followed(ids) or (self.session.draft_cost() if speculation.full else None)
         how: Any = dict(step=graph.step, draft=partial(graph.step, drafts=True))
-        how |= dict(read=read, graphs=drafts, cost=cost)
+        how |= dict(read=read, graphs=drafts, cost=cost, drafter=self.drafter)
         speculator = Speculator(self.session, sampler, speculation, ids, **how)
         made, left = [first], self.max_new_tokens - 1
         while True:
@@ -136,6 +140,18 @@ class Run:
                 return
             made = speculator.next(left, running, self.stops)
             left -= len(made)
+
+    def _followed(self, known: Sequence[Sequence[int]]) -> float | None:
+        """Let the smaller model follow the tokens `known` of each sequence, if there is one.
+
+        Returns the cost of a draft (`model_cost`), or None without such a model.
+        """
+        if self.drafter is None:
+            return None
+        ids, _ = left_padded([torch.tensor(row) for row in known], torch.device("cpu"))
+        room = ids.shape[1] + self.max_new_tokens
+        self.drafter.follow(ids, room, graphs=self.graphs)
+        return model_cost(self.drafter.weight_bytes, self.session.weight_bytes)
 
     def explain(self) -> str:
         """Describe how the next decode step will run: dtype, kernels, CUDA graph and index.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, Self
 
@@ -315,11 +315,21 @@ class Session:
                 for layer in block.begun:
                     layer.end_speculating(failed=True)
 
-    def _copied(self) -> Self:
-        """Return a shallow copy, which is outside of `speculating` and of `fully`."""
-        twin = copy(self)
-        twin._speculation, twin._full = None, False
-        return twin
+    @in_plain_torch
+    def duplicate(self) -> Self:
+        """Make an independent session with the same tokens, outside of `speculating` and `fully`.
+
+        As with `copy.deepcopy` of an index, the rows and codes of indexes are shared, not copied.
+        The keys and values of layers without an index are copied.
+        """
+        with self.exclusive():
+            self.forget_prepared()  # copying a layer finishes its pending append
+            other = copy(self)
+            other._speculation, other._full = None, False
+            other.exclusive = Exclusive("session", "the same session")
+            other._attentions = deepcopy(self._attentions)
+            other._position, other.token = self._position.clone(), self.token.clone()
+        return other
 
     def _begin_speculating(self, some: Sequence[AttentionLayer]) -> None:
         """Let some layers postpone moves into their index, inside `speculating`.
@@ -380,7 +390,7 @@ class Session:
             length: Number of tokens to keep, at most the number of tokens in the session.
         """
         self.forget_prepared()
-        if self._speculation is not None:
+        if self._speculation is not None and length <= self._speculation.start:
             self._speculation.due = []
         for layer in self._attentions:
             if not (isinstance(layer, AttentionLayer) and layer.undo_replays(length)):
@@ -411,6 +421,11 @@ class Session:
         See `common.speculation.draft_cost`.
         """
         return draft_cost(self._indexed(), self._weights.read_bytes)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the model's weights that a decode step reads."""
+        return self._weights.read_bytes
 
     @property
     def token_bytes(self) -> int:

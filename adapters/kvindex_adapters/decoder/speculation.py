@@ -5,9 +5,13 @@ logits after each of them. Drafts are accepted up to the first that the verifier
 yields the accepted tokens and one more, which the verifier's logits give. Rejected tokens are
 removed from the session.
 
+Drafts come from prompt lookup, from a smaller model (`drafter`), or from the model itself with the
+index, if full attention verifies them.
+
 A batch advances together, by the drafts that all of its sequences accept. There is an exception:
-where the verification is a CUDA graph and no token is sampled, each sequence keeps the drafts that
-it accepts. The rejected tokens of the other sequences become padding.
+where the verification is a CUDA graph, no token is sampled and no smaller model drafts, each
+sequence keeps the drafts that it accepts. The rejected tokens of the other sequences become
+padding.
 
 Verification runs as a CUDA graph where possible (`draft_graphs`).
 """
@@ -27,6 +31,7 @@ from kvindex_adapters.common.speculation import (
     rejection_sample,
 )
 from kvindex_adapters.decoder.draft_graphs import DraftGraphs, Scores
+from kvindex_adapters.decoder.drafter import Drafter
 from kvindex_adapters.decoder.sampling import Sampler
 from kvindex_adapters.decoder.session import Session
 
@@ -73,6 +78,8 @@ class Speculator:
         draft: Function like `step` for a token that may be rejected, or None to run such steps op
             by op.
         cost: Time of a draft, relative to a round without drafts (`DraftLength`).
+        drafter: Writes drafts with a smaller model. None for prompt lookup, or if full attention
+            verifies drafts. Its `follow` has got the tokens `known`.
     """
 
     def __init__(
@@ -87,9 +94,10 @@ class Speculator:
         graphs: DraftGraphs | None = None,
         draft: Callable[[], object] | None = None,
         cost: float | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self._session, self._sampler, self._full = session, sampler, speculation.full
-        self._graphs, self._draft = graphs, draft
+        self._graphs, self._draft, self._drafter = graphs, draft, drafter
         self._length, self._step, self._read = DraftLength(speculation, cost), step, read
         self._known = [PromptLookup(ids) for ids in known]
         # tokens of each sequence that no call of `next` has returned, because another one is behind
@@ -132,15 +140,17 @@ class Speculator:
         with self._session.exclusive():
             if self._full:
                 found = self._verify_fully(count, behind, stops)
+            elif self._drafter is not None and count > 0:
+                found = self._verify_written(self._drafter, count, behind, stops)
             else:
-                drafts = self._look_up(count, behind)
+                drafts = None if self._drafter is not None else self._look_up(count, behind)
                 if drafts is None:
                     self._step_alone()
                     made = [self._read(self._session.token[:, 0])]
                     count, found = 0, Round.together(made, 0, 0)
                 else:
                     count = drafts.shape[1]
-                    found = self._verify(drafts, behind, stops)
+                    found = self._verify(drafts, [], behind, stops)
             # in the mean over the sequences, as a whole number of all rounds so far
             accepted = [kept for _, kept in found.accepted]
             self._accepted += sum(accepted) / max(len(accepted), 1)
@@ -210,18 +220,53 @@ class Speculator:
         served = graphs is not None and graphs.serves(tokens) and not self._sampler.samples
         return served and self._session.capture_refusal(tokens) is None
 
-    def _verify(self, drafts: Tensor, running: Collection[int], stops: Collection[int]) -> Round:
-        """Verify drafts that are no sample of a distribution, such as those of prompt lookup.
+    # Drafts of a smaller model, verified by the attention of the session
 
-        Each token is chosen or sampled as without a draft, and the draft is accepted if it is that
-        token. This is rejection sampling with a draft distribution that is a point mass. It uses
-        the random numbers of decode steps of one token.
+    def _verify_written(
+        self, drafter: Drafter, count: int, running: Collection[int], stops: Collection[int]
+    ) -> Round:
+        """Let the smaller model draft `count` tokens, and verify them."""
+        self._own = {row: count for row in running}
+        with drafter.drafting(count, self._sampler, self._session.token.device) as draft:
+            found = self._verify(*draft, running, stops)
+            drafter.append(torch.tensor(found.tokens))
+        return found
+
+    # What these have in common
+
+    def _judge(self, drafts: Tensor, distributions: Sequence[Tensor]) -> Judge:
+        """Return a function that chooses tokens, and decides whether they are those drafted.
+
+        Args:
+            drafts: Int64 `[B, n]`.
+            distributions: The probabilities from which each draft was sampled, `[B, V]` each. With
+                [], each token is chosen or sampled as without a draft, and the draft is accepted if
+                it is that token. This is rejection sampling with a draft distribution that is a
+                point mass. It uses the random numbers of decode steps of one token.
         """
+        session, sampler = self._session, self._sampler
 
         def judge(place: int, logits: Tensor) -> tuple[Tensor, Tensor]:
-            token = self._session.agreed(self._sampler.choose(logits))
-            return token, _same(token, drafts, place)
+            if place == drafts.shape[1] or not distributions:
+                token = session.agreed(sampler.choose(logits))
+                return token, _same(token, drafts, place)
+            wanted, drafted = sampler.probabilities(logits), distributions[place]
+            chance = sampler.uniform(len(drafts), drafts.device)
+            given = wanted, drafted, drafts[:, place], chance
+            token, accepted = rejection_sample(*given, draw=sampler.draw)
+            return session.agreed(token), session.agreed(accepted.long()).bool()
 
+        return judge
+
+    def _verify(
+        self,
+        drafts: Tensor,
+        distributions: Sequence[Tensor],
+        running: Collection[int],
+        stops: Collection[int],
+    ) -> Round:
+        """Verify drafts by the attention of the session. The arguments are those of `_judge`."""
+        judge = self._judge(drafts, distributions)
         if self._graphs is not None:
             replayed = self._verify_replayed(self._graphs, drafts, judge, running, stops)
             if replayed is not None:
@@ -250,7 +295,8 @@ class Speculator:
             scores = graphs.score(torch.cat([session.token, drafts], dim=1))
             if scores is None:
                 return None
-            if scores.chosen is None:
+            apart = self._drafter is None or len(first) == 1
+            if scores.chosen is None or not apart:
                 made, kept = self._judged(scores.logits, drafts.shape[1], judge, running, stops)
                 graphs.count(len(made), scores)
                 found, last = Round.together(made, drafts.shape[1], kept), made[-1]
@@ -322,20 +368,10 @@ class Speculator:
             session.keep(start)
             drafts = torch.stack(tokens[1:], dim=1) if count else first[:, :0]
             self._own = {row: count for row in running}
-
-            def judge(place: int, logits: Tensor) -> tuple[Tensor, Tensor]:
-                if place == count or not sampler.samples:
-                    token = session.agreed(sampler.choose(logits))
-                    return token, _same(token, drafts, place)
-                wanted, drafted = sampler.probabilities(logits), distributions[place]
-                chance = sampler.uniform(len(first), first.device)
-                given = wanted, drafted, drafts[:, place], chance
-                token, accepted = rejection_sample(*given, draw=sampler.draw)
-                return session.agreed(token), session.agreed(accepted.long()).bool()
-
+            judge = self._judge(drafts, distributions)
             return self._accept(drafts, judge, running, stops, full=True)
 
-    # What both have in common
+    # What all have in common
 
     def _accept(
         self,

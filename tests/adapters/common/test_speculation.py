@@ -19,6 +19,7 @@ from kvindex_adapters.common.speculation import (
     PromptLookup,
     Speculation,
     draft_cost,
+    model_cost,
     speculation_of,
 )
 
@@ -155,6 +156,18 @@ def test_bad_options(given, message):
         speculation_of(*given)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((4, "full"), "draft_model: got a model together with verify='full'"),
+        ((None, "index"), "draft_model: got a model without speculative_tokens"),
+    ],
+)
+def test_bad_options_with_a_draft_model(given, message):
+    with pytest.raises(ValueError, match=message):
+        speculation_of(*given, draft_model=True)
+
+
 @pytest.mark.parametrize("tokens", [2.5, True])
 def test_bad_kinds_of_options(tokens):
     with pytest.raises((TypeError, ValueError), match=f"speculative_tokens: got {tokens}"):
@@ -166,3 +179,14 @@ def test_good_options():
     assert speculation_of("auto", "full") == Speculation("auto", "full")
     assert "prompt lookup" in str(speculation_of(3, "index"))
     assert "full attention" in str(speculation_of("auto", "full"))
+    assert "the draft model" in str(speculation_of("auto", "index", draft_model=True))
+
+
+def test_a_larger_draft_model_drafts_fewer_tokens():
+    counts = []
+    for small in (0, 100, 300, 1000):
+        length = DraftLength(Speculation("auto", "index", True), model_cost(small, 1000))
+        length._accepted, length._tried = 80.0, 100.0
+        counts.append(length.next())
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > counts[2] > counts[3] == 1

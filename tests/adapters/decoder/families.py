@@ -50,3 +50,13 @@ def model_of(name, **options):
 def ids_of(length, seed=0):
     """Return random ids of a prompt, int64 `[N]`."""
     return prompt(1, length + seed)["input_ids"][0, seed:]
+
+
+def perturbed(model):
+    """Change the weights of a model by 5%, so that it often chooses the same token, and return
+    it."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1 + 0.05 * torch.randn(weight.shape, generator=generator).to(weight))
+    return model

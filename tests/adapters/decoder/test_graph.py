@@ -22,7 +22,7 @@ from kvindex_adapters.decoder.speculation import Speculator
 from kvindex_adapters.llama.fused import Fused
 from kvindex_cuda.pariskv.executor import ParisKVExecutor
 from kvindex_cuda.pariskv.steps import workspace
-from tests.adapters.decoder.families import ids_of, model_of
+from tests.adapters.decoder.families import ids_of, model_of, perturbed
 from tests.adapters.hf.generation.test_generation import Words
 from tests.cuda.pages import reads_pages  # noqa: F401  # a fixture
 from tests.support.fused import on_a_cpu
@@ -40,6 +40,12 @@ def decoder_of(device, name="llama", dtype=torch.float32, layers=1):
     if name == "qwen3":
         sizes["layer_types"] = ["full_attention"] * layers
     return Decoder.of(model_of(name, **sizes).to(device, dtype), Words())
+
+
+def near(device):
+    """Make a decoder that often chooses the same tokens as `decoder_of(device, layers=2)`."""
+    model = model_of("llama", num_hidden_layers=2, head_dim=64)
+    return Decoder.of(perturbed(model).to(device))
 
 
 def given(device, count=30, **options):
@@ -889,3 +895,43 @@ def test_drafts_of_one_sequence_are_verified_in_a_batch(device, graphs, monkeypa
     acceptance = got[0].acceptance
     assert acceptance.rounds > 3
     assert acceptance.accepted >= 0.8 * acceptance.drafted
+
+
+@pytest.mark.parametrize("sampling", [None, *mostly_slow([Sampling(0.8, seed=3)])])
+@pytest.mark.parametrize("draft", mostly_slow(["own", "near", "far"], "far"))
+def test_a_draft_model_in_graphs(device, graphs, sampling, draft):
+    """Drafts are replays, too, and tokens of both sessions go on moving into the indexes."""
+    decoder = decoder_of(device, layers=2)
+    small = {"own": decoder, "near": near(device), "far": decoder_of(device)}[draft]
+    small.tokenizer = decoder.tokenizer
+    more = {} if sampling is None else dict(sampling=sampling)
+    plain = given(device, 32, regions=dict(update_every=8)) | ALL_ROWS | more
+    more = dict(speculative_tokens=3, draft_model=small)
+    session = decoder.session(**{name: plain.pop(name) for name in ("k", "attach_options")})
+    with recorded_calls(Session, "draft") as drafted:
+        got = decoder.generate(ids_of(60), session=session, **more, **plain)
+    seen = got.acceptance
+    if sampling is None:
+        other = decoder.session(**session.options)
+        want = decoder.generate(ids_of(60), session=other, graphs=False, **plain)
+        assert got.answer_ids.tolist() == want.answer_ids.tolist()
+        assert len(drafted) < seen.drafted / 2  # the others are replays
+    assert (seen.accepted == seen.drafted) == (draft == "own")
+    assert seen.accepted > 0 or draft == "far"
+    for one in (session, session.drafter._session):
+        for layer in one._attentions:
+            assert len(layer) - len(layer.index) < 8 + 2 * 8 + 4 + 3
+
+
+def test_a_draft_model_of_a_batch_in_graphs(device, graphs):
+    """All sequences keep as many drafts as each of them accepts."""
+    decoder, prompts = decoder_of(device, layers=2), [ids_of(count) for count in PROMPTS]
+    plain = given(device, 24, regions=dict(update_every=40)) | ALL_ROWS
+    want = decoder.generate(prompts, graphs=False, **plain)
+    for small in (decoder, near(device)):
+        got = decoder.generate(prompts, speculative_tokens=3, draft_model=small, **plain)
+        for mine, theirs in zip(got, want, strict=True):
+            assert mine.answer_ids.tolist() == theirs.answer_ids.tolist()
+        seen = got[0].acceptance
+        assert seen.accepted == 23 - seen.steps
+        assert (seen.accepted == seen.drafted) == (small is decoder)
