@@ -20,6 +20,9 @@ from kvindex_adapters.common.placement import default_placement
 IndexFactory = Callable[..., KVIndex]
 """A function that makes an index from the keyword arguments of `kvindex.create`, without a name."""
 
+OF_SINGLE_LAYERS = {"dense_layers", "layer_options"}
+"""Options of `attach` that name single layers of a model. A draft model has other layers."""
+
 Ropes = dict[int, Tensor | None]
 """Maps the number of each model layer that gets an index to its inverse rotary frequencies `[F]`,
 or to None if they are unknown."""

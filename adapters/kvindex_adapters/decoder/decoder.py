@@ -19,7 +19,11 @@ from kvindex.core.capability import capability
 from kvindex.core.protocol import RunsOps
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.common.context import check_keywords
-from kvindex_adapters.common.layer_options import IndexFactory, LayerOptions
+from kvindex_adapters.common.layer_options import (
+    OF_SINGLE_LAYERS,
+    IndexFactory,
+    LayerOptions,
+)
 from kvindex_adapters.common.parallel import BOTH_SHARDED, is_sharded
 from kvindex_adapters.common.prompt import Prompt
 from kvindex_adapters.common.prompt_chunks import Progress, check_prompt
@@ -64,9 +68,6 @@ from kvindex_adapters.llama.fused import Fused
 from kvindex_adapters.llama.fused import refusal as fused_refusal
 from kvindex_adapters.llama.heads import HeadRanks
 from kvindex_adapters.llama.weights import Weights
-
-OF_LAYERS = {"dense_layers", "layer_options"}
-"""Options of `attach` that name single layers of a model. A draft model has other layers."""
 
 
 class Decoder:
@@ -527,9 +528,8 @@ class Decoder:
             graphs = options.pop("graphs")
         fused = options.pop("fused")
         some = dict(options.pop("attach_options") or {})
-        for name in OF_LAYERS & {*some}:  # numbers of the other model's layers
-            del some[name]
-        layers = self._attentions(attach_options=some or None, graphs=graphs, **options)
+        usual = {name: some[name] for name in some.keys() - OF_SINGLE_LAYERS}
+        layers = self._attentions(attach_options=usual or None, graphs=graphs, **options)
         kernels = self._fused_for(len(padding), fused)
         own = Session(self.weights, self.config, layers, padding, kernels)
         drafter = Drafter(own, self._reading, self._chunk(chunk, batch=len(padding)))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
@@ -18,11 +18,16 @@ from kvindex.core import check
 from kvindex.core.capability import capability
 from kvindex.core.protocol import RunsOps
 from kvindex_adapters.common.context import check_not_of_index
-from kvindex_adapters.common.layer_options import IndexFactory
+from kvindex_adapters.common.layer_options import OF_SINGLE_LAYERS, IndexFactory
 from kvindex_adapters.common.placement import make_room
 from kvindex_adapters.common.prompt import Prompt, encode_prompt
 from kvindex_adapters.common.prompt_chunks import Progress, check_prompt
-from kvindex_adapters.common.speculation import Acceptance, check_verifiable, speculation_of
+from kvindex_adapters.common.speculation import (
+    Acceptance,
+    check_verifiable,
+    check_vocabularies,
+    speculation_of,
+)
 from kvindex_adapters.common.token_timer import TokenTimer
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.cache.report import Report
@@ -39,7 +44,7 @@ from kvindex_adapters.hf.generation.conversation import (
 )
 from kvindex_adapters.hf.generation.plain_cache import PlainCache
 from kvindex_adapters.hf.generation.prefill import default_chunk, prefill, vocabulary_of
-from kvindex_adapters.hf.generation.speculate import speculating_options
+from kvindex_adapters.hf.generation.speculate import Drafter, speculating_options
 from kvindex_adapters.hf.generation.tokenizer import punctuated
 from kvindex_adapters.hf.graph.run_ahead import decoding_options
 from kvindex_adapters.hf.model.cache_argument import CACHE, OLD
@@ -122,6 +127,7 @@ def generate(
     attach_options: dict[str, Any] | None = None,
     speculative_tokens: int | str | None = None,
     verify: str = "index",
+    draft_model: PreTrainedModel | None = None,
     **generate_options: Any,
 ) -> Generation:
     """Generate an answer to one prompt.
@@ -155,9 +161,13 @@ def generate(
         attach_options: Further keyword arguments of `attach`.
         speculative_tokens: Number of tokens to draft before each verification, "auto" for a number
             by the acceptance seen, or None for one token at a time (docs/speculation.md).
-        verify: What verifies the drafts. "index": drafts are copied from the text so far, and
-            verified by attention with the index. "full": drafts are written with the index, and
-            verified by full attention, whose tokens the answer then has.
+        verify: What verifies the drafts. "index": drafts are copied from the text so far, or
+            written by `draft_model`, and verified by attention with the index. "full": drafts are
+            written with the index, and verified by full attention, whose tokens the answer then
+            has.
+        draft_model: A smaller model with the same tokenizer, which writes the drafts. It attends
+            through an index with the options `index`, `k` and `attach_options`; with `cache`, it
+            uses full attention. It reads all tokens in each call.
         **generate_options: Further keyword arguments of `model.generate`. Decoding is greedy
             unless they contain `do_sample=True`.
 
@@ -166,11 +176,12 @@ def generate(
 
     Raises:
         ValueError: The prompt is empty, an id or an option is out of range, options contradict each
-            other, the cache contains tokens and `used` is "refuse", or `attach` rejects the model
-            or its options.
+            other, the cache contains tokens and `used` is "refuse", `attach` rejects a model or its
+            options, or `draft_model` has another vocabulary.
         UnsupportedError: The cache belongs to another model, or `speculative_tokens` is given and
             the model's cache cannot remove tokens. (UnsupportedError is a ValueError.)
-        TypeError: The prompt is neither text, messages nor ids. Or an option of `attach` or of the
+        TypeError: The prompt is neither text, messages nor ids. Or `draft_model` is no model of
+            transformers. Or an option of `attach` or of the
             index was passed as an option of `model.generate`.
 
     Examples:
@@ -186,9 +197,11 @@ def generate(
     chunk = default_chunk(model) if chunk is None else check.at_least("chunk", chunk, 2)
     check.at_least("max_new_tokens", max_new_tokens, 1)
     check_cache(cache, used, index, k, attach_options)
-    speculation = speculation_of(speculative_tokens, verify)
+    has_draft = draft_model is not None
+    speculation = speculation_of(speculative_tokens, verify, draft_model=has_draft)
     check_model(cache, model)
     index = None if isinstance(cache, PlainCache) else index
+    small = None if draft_model is None else _draft_model(draft_model, model, index)
     if cache is None:
         turn = Turn(0, encode_prompt(tokenizer, prompt), None)
     else:
@@ -204,7 +217,12 @@ def generate(
         context = nullcontext(DynamicCache(config=model.config))
     else:
         context = attach(model, index=index, k=k, **punctuated(index, tokenizer, attach_options))
-    with context as holder, torch.no_grad():
+    own: Any = nullcontext()
+    if small is not None and cache is None and index is not None:
+        own = _drafting(small, index, k, punctuated(index, tokenizer, attach_options))
+    elif small is not None:
+        own = nullcontext(_drafter(small, DynamicCache(config=small.config)))
+    with context as holder, own as drafter, torch.no_grad():
         past = past_ids(holder)
         whole = _check_past(model, options, past_length, past)
         if speculation is None:
@@ -212,7 +230,7 @@ def generate(
         else:
             if speculation.full and index is None:
                 check_verifiable([])
-            given = model, tokenizer, holder, timer, options, speculation
+            given = model, tokenizer, holder, timer, options, speculation, drafter
             decoding, loop = speculating_options(*given)
         new = unread(model, holder, past, ids, more=max_new_tokens)
         check_follows_none(model, past_length, len(new))
@@ -263,6 +281,40 @@ def generate(
         backend=None if runs is None else runs.backend,
         acceptance=acceptance,
     )
+
+
+def _draft_model(
+    draft_model: PreTrainedModel, model: PreTrainedModel, index: object
+) -> PreTrainedModel:
+    """Check that a model can write drafts for another one, and return it without its wrapper."""
+    try:
+        small = unwrapped(draft_model)
+    except TypeError as error:
+        raise TypeError(f"draft_{error}") from None  # the message begins with "model: got"
+    if small is model and index is not None:
+        raise ValueError(
+            "draft_model: got the model itself, whose attention searches the index of its own "
+            "cache; pass another model, or leave out draft_model"
+        )
+    check_vocabularies((vocabulary_of(model), vocabulary_of(small)), (None, None))
+    return small
+
+
+def _drafter(model: PreTrainedModel, cache: Any) -> Drafter:
+    return Drafter(model, cache, default_chunk(model))
+
+
+@contextmanager
+def _drafting(
+    model: PreTrainedModel,
+    index: str | IndexFactory,
+    k: int | str,
+    attach_options: Mapping[str, Any],
+) -> Iterator[Drafter]:
+    """Context manager in which a smaller model writes drafts with an index."""
+    usual = {name: attach_options[name] for name in attach_options.keys() - OF_SINGLE_LAYERS}
+    with attach(model, index=index, k=k, **usual) as cache:
+        yield _drafter(model, cache)
 
 
 def _check_past(

@@ -26,10 +26,12 @@ from kvindex_adapters.common.speculation import (
     Speculation,
     check_verifiable,
     draft_cost,
+    model_cost,
     rejection_sample,
 )
 from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.cache.cache import IndexCache
+from kvindex_adapters.hf.generation.prefill import prefill
 from kvindex_adapters.hf.graph.run_ahead import OTHER_LOOPS, option_of
 from kvindex_adapters.hf.model.cache_argument import CACHE, takes_cache
 from kvindex_adapters.hf.model.info import text_positions
@@ -39,6 +41,14 @@ FUNCTIONS = {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"
 """Options of `model.generate` that this loop supports, although `RunAhead` does not. It calls the
 functions with drafted tokens, some of which are rejected later."""
 
+Draft = tuple[Tensor, list[Tensor]]
+"""Drafted tokens, int64 `[1, n]`, and the probabilities `[1, V]` from which each was sampled, or []
+if they are no samples."""
+
+WAITING = 2
+"""Largest number of tokens that a round appends before the draft of a smaller model: the last token
+of a draft that was accepted as a whole, and the token after it."""
+
 
 def speculating_options(
     model: PreTrainedModel,
@@ -47,6 +57,7 @@ def speculating_options(
     streamer: BaseStreamer,
     options: Mapping[str, Any],
     speculation: Speculation,
+    drafter: Drafter | None = None,
 ) -> tuple[dict[str, Any], Speculated]:
     """Extend options of `model.generate` so that it speculates.
 
@@ -57,6 +68,7 @@ def speculating_options(
         streamer: The streamer, which must also be passed to `model.generate`.
         options: The caller's options of `model.generate`.
         speculation: How to speculate.
+        drafter: Writes drafts with a smaller model, or None.
 
     Returns:
         The caller's options and the added options, and the loop, which counts accepted tokens.
@@ -74,7 +86,7 @@ def speculating_options(
                 "one of them"
             )
     check_removable(model, cache)
-    loop = Speculated(cache, streamer, speculation)
+    loop = Speculated(cache, streamer, speculation, drafter)
     made: dict[str, Any] = {**options, "custom_generate": loop.decode}
     strings = option_of(model, options, "stop_strings")
     if strings is not None:  # transformers does not pass the tokenizer to a custom decoding loop
@@ -84,8 +96,11 @@ def speculating_options(
     return made, loop
 
 
-def check_removable(model: PreTrainedModel, cache: Any) -> None:
-    """Raise UnsupportedError if rejected tokens cannot be removed from a cache."""
+def check_removable(model: PreTrainedModel, cache: Any, name: str = "speculative_tokens") -> None:
+    """Raise UnsupportedError if rejected tokens cannot be removed from a cache.
+
+    `name` is the argument that the message names.
+    """
     why = None
     modules = model.get_decoder(), model.base_model, model
     decoder = next((one for one in modules if takes_cache(one)), None)
@@ -100,9 +115,7 @@ def check_removable(model: PreTrainedModel, cache: Any) -> None:
     elif length_dependent(model):
         why = "rotary frequencies that depend on the length of the sequence"
     if why is not None:
-        raise UnsupportedError(
-            f"speculative_tokens: got a {type(model).__name__} with {why}; allowed is None"
-        )
+        raise UnsupportedError(f"{name}: got a {type(model).__name__} with {why}; allowed is None")
 
 
 class Speculated:
@@ -112,10 +125,18 @@ class Speculated:
         cache: The cache.
         streamer: A transformers streamer, which gets each token of the answer once.
         speculation: How to speculate.
+        drafter: Writes drafts with a smaller model, or None.
     """
 
-    def __init__(self, cache: Any, streamer: BaseStreamer, speculation: Speculation) -> None:
+    def __init__(
+        self,
+        cache: Any,
+        streamer: BaseStreamer,
+        speculation: Speculation,
+        drafter: Drafter | None = None,
+    ) -> None:
         self._cache, self._streamer, self._full = cache, streamer, speculation.full
+        self._drafter = drafter
         self._speculation, self._length = speculation, DraftLength(speculation)
         self.unread = 0
         """Number of tokens at the end of the prompt that are not in the cache yet."""
@@ -152,9 +173,11 @@ class Speculated:
         with self.fully(self._full):
             logits = forward(model, self._cache, rest, logits_to_keep=1)
         if self._full:
-            check_verifiable(self._layers())
-            weights = sum(one.nbytes for one in model.parameters())
-            cost = draft_cost(self._layers(), weights)
+            check_verifiable(layers_of(self._cache))
+            cost = draft_cost(layers_of(self._cache), bytes_of(model))
+            self._length = DraftLength(self._speculation, cost)
+        elif self._drafter is not None:
+            cost = model_cost(self._drafter.nbytes, bytes_of(model))
             self._length = DraftLength(self._speculation, cost)
         judge = _Judge(logits_processor, stopping_criteria, sampled=generation_config.do_sample)
         token = judge.choose(input_ids, logits[:, -1])
@@ -180,66 +203,90 @@ class Speculated:
 
         If this raises an exception, the cache has the tokens that it had before.
         """
-        start, distributions = self._cache.get_seq_length(), list[Tensor]()
-        drafts = [] if self._full or count < 1 else lookup.draft(count)
-        with self._speculating(max(count, 0) + 1):
+        if self._drafter is not None and count > 0:
+            with self._drafter.drafting(ids, judge, count) as draft:
+                made = self._verified(model, ids, judge, draft)
+                self._drafter.keep(ids.shape[1] + len(made) - 1)
+            return made
+        if self._full:
+            return self._verified(model, ids, judge, None, max(count, 0))
+        drafts = [] if self._drafter is not None or count < 1 else lookup.draft(count)
+        drafted = torch.tensor([drafts], dtype=ids.dtype, device=ids.device)
+        return self._verified(model, ids, judge, (drafted, []))
+
+    def _verified(
+        self, model: Any, ids: Tensor, judge: _Judge, draft: Draft | None, count: int = 0
+    ) -> list[Tensor]:
+        """Verify a draft. None means that the model itself writes one of `count` tokens with the
+        index."""
+        cache, start = self._cache, self._cache.get_seq_length()
+        tokens = count if draft is None else draft[0].shape[1]
+        with speculating(cache, tokens + 1):
             try:
-                drafted = torch.tensor([drafts], dtype=ids.dtype, device=ids.device)
-                if self._full:
-                    drafted, distributions = self._write(model, ids, judge, count)
-                    self._keep(start)
+                if draft is None:
+                    draft = write(model, cache, ids, judge, count)
+                    keep(cache, start)
                 with self.fully(self._full):
-                    logits = forward(model, self._cache, torch.cat([ids[:, -1:], drafted], dim=1))
-                made, accepted = judge.accept(ids, logits, drafted, distributions)
-                self._keep(start + len(made))
+                    logits = forward(model, cache, torch.cat([ids[:, -1:], draft[0]], dim=1))
+                made, accepted = judge.accept(ids, logits, *draft)
+                keep(cache, start + len(made))
             except BaseException:
-                self._keep(start)
+                keep(cache, start)
                 raise
-        self.acceptance = self.acceptance.counted(drafted.shape[1], accepted)
-        self._length.saw(drafted.shape[1], accepted)
+        self.acceptance = self.acceptance.counted(tokens, accepted)
+        self._length.saw(tokens, accepted)
         return made
-
-    def _write(
-        self, model: Any, ids: Tensor, judge: _Judge, count: int
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Write `count` tokens with the index, int64 `[1, count]`.
-
-        Also return the probabilities `[1, V]` from which each was sampled, or [] without sampling.
-        """
-        written, distributions = ids, list[Tensor]()
-        for _ in range(count):
-            logits = forward(model, self._cache, written[:, -1:])[:, -1]
-            if judge.sampled:
-                distributions.append(judge.probabilities(written, logits))
-                token = _draw(distributions[-1])[:, None]
-            else:
-                token = judge.choose(written, logits)
-            written = torch.cat([written, token], dim=1)
-        return written[:, ids.shape[1] :], distributions
-
-    def _keep(self, length: int) -> None:
-        """Remove the tokens of the cache from position `length` on."""
-        if (removed := self._cache.get_seq_length() - length) > 0:
-            self._cache.crop(-removed)
-
-    def _layers(self) -> list[AttentionLayer]:
-        return self._cache.attention_layers() if isinstance(self._cache, IndexCache) else []
-
-    @contextmanager
-    def _speculating(self, tokens: int) -> Iterator[None]:
-        """Context manager in which steps of up to `tokens` tokens search and can be removed."""
-        with ExitStack() as stack:
-            for layer in self._layers():
-                stack.enter_context(layer.speculating(tokens))
-            yield
 
     @contextmanager
     def fully(self, full: bool = True) -> Iterator[None]:
         """Context manager in which decoded tokens attend to all tokens, if `full` is True."""
         with ExitStack() as stack:
-            for layer in self._layers() if full else ():
+            for layer in layers_of(self._cache) if full else ():
                 stack.enter_context(layer.attending_fully())
             yield
+
+
+class Drafter:
+    """Writes drafts with a smaller model, in a cache of its own.
+
+    Args:
+        model: The smaller model.
+        cache: An empty cache of this model.
+        chunk: Number of tokens of a prompt that are read at a time.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: Any, chunk: int) -> None:
+        check_removable(model, cache, "draft_model")
+        self._model, self._cache, self._chunk = model, cache, chunk
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the model's weights."""
+        return bytes_of(self._model)
+
+    @contextmanager
+    def drafting(self, ids: Tensor, judge: _Judge, count: int) -> Iterator[Draft]:
+        """Context manager that yields a draft of `count` tokens, at least 1.
+
+        Call `keep` in the `with` block. An error leaves the cache in an unknown state.
+
+        Args:
+            ids: Int64 `[1, N]`, all tokens that are verified.
+            judge: Chooses the tokens, with the logits processors of the larger model.
+            count: Number of tokens of the draft.
+        """
+        model, cache = self._model, self._cache
+        missing = ids[0, cache.get_seq_length() :].to(model.device)
+        if len(missing) > WAITING:  # the prompt; otherwise the tokens that the last round gave
+            given: Any = dict(stop=len(missing) - 1, chunk=self._chunk)
+            prefill(model, missing, cache, **given)
+            missing = missing[-1:]
+        with speculating(cache, WAITING):
+            yield write(model, cache, ids, judge, count, unread=len(missing))
+
+    def keep(self, length: int) -> None:
+        """Remove the tokens of the cache from position `length` on."""
+        keep(self._cache, length)
 
 
 class _Judge:
@@ -306,6 +353,60 @@ class _Judge:
     def _scores(self, ids: Tensor, logits: Tensor) -> Tensor:
         scores: Tensor = self._processors(ids, logits.to(ids.device, torch.float32, copy=True))
         return scores
+
+
+def write(
+    model: Any, cache: Any, ids: Tensor, judge: _Judge, count: int, *, unread: int = 1
+) -> Draft:
+    """Write tokens with a model and its cache.
+
+    Args:
+        model: The model.
+        cache: Its cache, which contains all tokens of `ids` but the last ones.
+        ids: Int64 `[1, N]`, the tokens before the draft.
+        judge: Chooses the tokens.
+        count: Number of tokens to write.
+        unread: Number of tokens at the end of `ids` that are not in the cache.
+
+    Returns:
+        The tokens, int64 `[1, count]`, and the probabilities `[1, V]` from which each was sampled,
+        or [] without sampling.
+    """
+    written, distributions = ids, list[Tensor]()
+    for _ in range(count):
+        logits = forward(model, cache, written[:, -unread:].to(model.device))[:, -1]
+        if judge.sampled:
+            distributions.append(judge.probabilities(written, logits))
+            token = _draw(distributions[-1])[:, None]
+        else:
+            token = judge.choose(written, logits)
+        written, unread = torch.cat([written, token], dim=1), 1
+    return written[:, ids.shape[1] :], distributions
+
+
+def bytes_of(model: PreTrainedModel) -> int:
+    """Return the bytes of a model's weights."""
+    return sum(one.nbytes for one in model.parameters())
+
+
+def layers_of(cache: Any) -> list[AttentionLayer]:
+    """List the layers with an index of a cache."""
+    return cache.attention_layers() if isinstance(cache, IndexCache) else []
+
+
+def keep(cache: Any, length: int) -> None:
+    """Remove the tokens of a cache from position `length` on."""
+    if (removed := cache.get_seq_length() - length) > 0:
+        cache.crop(-removed)
+
+
+@contextmanager
+def speculating(cache: Any, tokens: int) -> Iterator[None]:
+    """Context manager in which steps of up to `tokens` tokens search and can be removed."""
+    with ExitStack() as stack:
+        for layer in layers_of(cache):
+            stack.enter_context(layer.speculating(tokens))
+        yield
 
 
 def forward(model: Any, cache: Any, ids: Tensor, **more: Any) -> Tensor:

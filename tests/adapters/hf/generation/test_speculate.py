@@ -12,6 +12,7 @@ from kvindex_adapters.common.speculation import PromptLookup
 from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.decoder import Chat, Decoder
 from kvindex_adapters.hf.generation import speculate
+from tests.adapters.decoder.families import FULL, perturbed
 from tests.adapters.decoder.test_speculative_sampling import DRAWS, assert_distributed, joint
 from tests.adapters.hf.generation.test_generation import Words
 from tests.adapters.tiny import build, byte_pairs, prompt
@@ -160,6 +161,144 @@ def test_chats_that_full_attention_verifies():
         assert [theirs.send(question).text for question in questions] == want
 
 
+# Drafts of a smaller model
+
+
+@pytest.fixture(scope="module")
+def near():
+    """A model with slightly different weights, which often writes the same tokens."""
+    return perturbed(build("llama", num_hidden_layers=2, eos_token_id=None))
+
+
+@pytest.fixture(scope="module")
+def twin():
+    """A second model with the same weights."""
+    return build("llama", num_hidden_layers=2, eos_token_id=None)
+
+
+@pytest.fixture(scope="module")
+def far():
+    """A model of another family and size."""
+    return build("qwen2", hidden_size=32, eos_token_id=None, **FULL)
+
+
+@pytest.mark.parametrize("count", mostly_slow([1, 4, "auto"], 4))
+@pytest.mark.parametrize("options", [ALL, DENSE], ids=["exact", "dense"])
+def test_greedy_tokens_are_those_without_a_draft_model(model, near, twin, far, options, count):
+    how, rates = dict(repetition_penalty=1.2), {}
+    for name, draft in {"near": near, "twin": twin, "far": far}.items():
+        for length in (2, 57, 60, 63):  # windows are updated every 8 tokens
+            ids, more = ids_of(length), dict(speculative_tokens=count, draft_model=draft)
+            made = generated(model, ids, **more, **options, **how)
+            assert made.answer_ids.tolist() == tokens(model, ids, **options, **how)
+            assert made.acceptance.accepted == COUNT - 1 - made.acceptance.steps
+            rates[name] = made.acceptance.rate
+    assert rates["far"] < rates["near"] < rates["twin"] == 1
+
+
+def test_the_model_itself_drafts_with_full_attention(model):
+    more = dict(speculative_tokens=4, draft_model=model)
+    made = generated(model, ids_of(60), **more, **DENSE)
+    assert made.acceptance.accepted == made.acceptance.drafted == 12
+    with (
+        kvhf.attach(model, index="exact", k=500, **SIZES) as cache,
+        pytest.raises(ValueError, match="draft_model: got the model itself"),
+    ):
+        generated(model, ids_of(60), cache=cache, **more)
+    with pytest.raises(ValueError, match="draft_model: got the model itself"):
+        generated(model, ids_of(60), **more, **ALL)
+
+
+def test_a_draft_model_with_a_cache(model, near, monkeypatch):
+    """The draft model reads all tokens in each call; a call that fails changes nothing."""
+    more = dict(speculative_tokens=3, draft_model=near)
+    with kvhf.attach(model, index="exact", k=500, **SIZES) as cache:
+        first = tokens(model, ids_of(60), cache=cache, used="continue", **more)
+        question = ids_of(9, seed=3)
+        want = tokens(model, question, cache=cache, used="branch")
+        report, real = cache.report(), near.forward
+        for calls in (0, 2, 4):
+            left = iter(range(calls))
+
+            def failing(*given, left=left, **options):
+                if next(left, None) is None:
+                    raise KeyboardInterrupt
+                return real(*given, **options)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(near, "forward", failing)
+                with pytest.raises(KeyboardInterrupt):
+                    tokens(model, question, cache=cache, used="continue", **more)
+            assert cache.get_seq_length() == 60 + len(first)
+            assert cache.report() == report
+        assert tokens(model, question, cache=cache, used="continue", **more) == want
+
+
+def test_a_stop_token_inside_a_draft_of_a_model(model, twin):
+    want = tokens(model, ids_of(60), **ALL)
+    end = want.index(want[5]) + 1
+    more = dict(speculative_tokens=4, draft_model=twin, eos_token_id=want[5])
+    assert tokens(model, ids_of(60), **more, **ALL) == want[:end]
+
+
+def test_chats_with_a_draft_model():
+    sizes, tokenizer = dict(eos_token_id=None, vocab_size=2000), byte_pairs()
+    model, small = build("llama", **sizes), build("llama", num_hidden_layers=1, **sizes)
+    given = dict(max_new_tokens=12, **ALL)
+    questions = ["Hello there, how are you doing today my friend?", "And now what?"]
+    with kvhf.Chat(model, tokenizer, **given) as plain:
+        want = [plain.send(question).text for question in questions]
+    with kvhf.Chat(model, tokenizer, speculative_tokens=3, draft_model=small, **given) as ours:
+        answers = [ours.send(question) for question in questions]
+        assert [answer.text for answer in answers] == want
+        assert all(answer.acceptance.drafted > 0 for answer in answers)
+
+
+@pytest.mark.slow
+def test_sampled_answers_with_a_draft_model_have_the_distribution_of_the_model():
+    """Joint over three tokens, with a penalty that depends on the tokens before."""
+    sizes = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2, head_dim=8)
+    sizes |= dict(vocab_size=4, num_hidden_layers=1, num_key_value_heads=1, eos_token_id=None)
+    model, small = build("llama", **sizes), build("qwen2", **{**sizes, **FULL, "head_dim": 16})
+    ids = torch.randint(0, 4, (30,), generator=torch.Generator().manual_seed(0))
+    how = dict(do_sample=True, temperature=0.7, top_p=0.95, top_k=0, repetition_penalty=1.5)
+    counts, seen = Counter(), Counter()
+    given = dict(index=None, speculative_tokens=2, draft_model=small, count=3)
+    for seed in range(DRAWS // 20):
+        made = generated(model, ids, seed=seed, **given, **how)
+        counts[tuple(made.answer_ids.tolist())] += 1
+        seen.update(vars(made.acceptance))
+    assert 0 < seen["accepted"] < seen["drafted"]
+    assert_distributed(counts, joint(lambda past: _scores(model, ids, past, how), (), 3))
+
+
+@pytest.mark.parametrize(
+    ("draft", "error", "message"),
+    [
+        (lambda: build("llama", vocab_size=90), ValueError, "of 90 tokens for a model with 101"),
+        (lambda: build("gemma3_text"), UnsupportedError, "draft_model: got a .* with sliding"),
+        (lambda: "gpt2", TypeError, "draft_model: got str, allowed is a trans"),
+    ],
+)
+def test_refused_draft_models(model, draft, error, message):
+    with pytest.raises(error, match=message):
+        generated(model, ids_of(20), speculative_tokens=2, draft_model=draft(), **DENSE)
+
+
+def _scores(model, ids, past, how):
+    """Return the probabilities of the token after `ids` and `past`, in transformers' own loop."""
+    whole = torch.cat([ids, torch.tensor(past, dtype=torch.int64)])[None]
+    out = model.generate(
+        whole,
+        attention_mask=torch.ones_like(whole),
+        max_new_tokens=1,
+        output_scores=True,
+        return_dict_in_generate=True,
+        **how,
+    )
+    return out.scores[0][0].softmax(-1)
+
+
 class Puts:
     """A streamer that records the number of ids of each call."""
 
@@ -242,17 +381,4 @@ def test_sampled_answers_have_the_distribution_of_full_attention():
         for seed in range(DRAWS // 20):
             given = dict(cache=cache, used="branch", seed=seed, count=3)
             counts[tuple(tokens(model, ids[-4:], **given, **how, **options))] += 1
-
-    def following(past):
-        whole = torch.cat([ids, torch.tensor(past, dtype=torch.int64)])[None]
-        out = model.generate(
-            whole,
-            attention_mask=torch.ones_like(whole),
-            max_new_tokens=1,
-            output_scores=True,
-            return_dict_in_generate=True,
-            **how,
-        )
-        return out.scores[0][0].softmax(-1)
-
-    assert_distributed(counts, joint(following, (), 3))
+    assert_distributed(counts, joint(lambda past: _scores(model, ids, past, how), (), 3))
