@@ -15,6 +15,7 @@ import typer
 from kvindex_adapters.cli.early import (
     DTYPES,
     ENGINES,
+    VERIFIERS,
     check_lora,
     check_model,
     check_name,
@@ -24,6 +25,7 @@ from kvindex_adapters.cli.options import (
     INDEX,
     DenseBelow,
     Device,
+    DraftModel,
     Dtype,
     Engine,
     Error,
@@ -36,7 +38,9 @@ from kvindex_adapters.cli.options import (
     PrefillMass,
     PrefillSelector,
     Sink,
+    SpeculativeTokens,
     UpdateEvery,
+    Verify,
     announce_imports,
     check_stdout,
 )
@@ -90,6 +94,9 @@ def chat(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed for sampling.")] = 0,
+    speculative_tokens: SpeculativeTokens = None,
+    verify: Verify = "index",
+    draft_model: DraftModel = None,
     engine: Engine = None,
     dtype: Dtype = "float32",
     device: Device = "cpu",
@@ -100,8 +107,11 @@ def chat(
     """
     check_stdout()
     check_model(model)
+    if draft_model is not None:
+        check_model(draft_model, "draft_model")
     check_name("dtype", dtype, DTYPES)
     check_name("engine", engine, ENGINES)
+    check_name("verify", verify, VERIFIERS)
     check_lora(lora)
     if load is not None:
         check_saved_chat(load, "load")
@@ -136,6 +146,7 @@ def chat(
     common.check_attention(index, k, device, regions)
     common.check_size("max_new_tokens", max_new_tokens, 1)
     check.seed(seed)
+    speculation = common.speculation(speculative_tokens, verify, index, draft_model)
     options = common.sampling(
         False,
         temperature=temperature,
@@ -155,9 +166,13 @@ def chat(
     if index != "none":
         common.wait_for_compiler(index, device)  # compilation began in `check_attention`
         given = dict(index=index, k=k, attach_options=regions)
+    draft = None
+    if draft_model is not None:
+        console.print("loading the draft model")
+        draft = load_model.load(draft_model, dtype=number, device=device)
     torch.manual_seed(seed)
-    chosen = engines.choose(engine, loaded, tokenizer, options, seed)
-    opened = chosen.chat(system=system, max_new_tokens=max_new_tokens, **given)
+    chosen = engines.choose(engine, loaded, tokenizer, options, seed, draft=draft)
+    opened = chosen.chat(system=system, max_new_tokens=max_new_tokens, **speculation, **given)
     context: Any = opened if isinstance(opened, AbstractContextManager) else nullcontext()
     with context:
         if load is not None:

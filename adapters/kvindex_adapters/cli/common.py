@@ -161,25 +161,37 @@ def sampling(
     return options
 
 
-def speculation(speculative_tokens: int | str | None, verify: str, index: str) -> dict[str, Any]:
+def speculation(
+    speculative_tokens: int | str | None, verify: str, index: str, draft_model: str | None = None
+) -> dict[str, Any]:
     """Return the options of speculation, as `kvhf.generate` and the decoder take them.
+
+    `draft_model` is the name of the model that writes drafts, or None; it is only checked.
 
     Raise ValueError if a value is not allowed, or if drafts of an index shall be verified without
     an index.
     """
-    if speculation_of(speculative_tokens, verify) is None:
+    has_draft = draft_model is not None
+    if speculation_of(speculative_tokens, verify, draft_model=has_draft) is None:
         return {}
     if verify == "full" and index == "none":
         check_verifiable([])
     return {"speculative_tokens": speculative_tokens, "verify": verify}
 
 
-def check_alone(save_cache: Path | None, load_cache: Path | None) -> None:
-    """Raise ValueError if `--save-cache` or `--load-cache` is given.
+def check_alone(
+    save_cache: Path | None, load_cache: Path | None, *, draft_model: str | None = None
+) -> None:
+    """Raise ValueError if `--save-cache`, `--load-cache` or `--draft-model` is given.
 
     A command that torchrun has started in several processes calls this function, because it cannot
-    save or load a cache.
+    save or load a cache, and cannot use a draft model.
     """
+    if draft_model is not None:
+        raise ValueError(
+            f"draft_model: got {draft_model!r} under torchrun, but a draft model needs one "
+            "process; run the command without torchrun, or leave out --draft-model"
+        )
     if save_cache or load_cache:
         raise ValueError(
             "save-cache, load-cache: got one of them under torchrun, but several processes cannot "

@@ -129,6 +129,7 @@ class SessionDocument:
     def __init__(self, decoder: Decoder, session: OpenSession, *, forks: bool) -> None:
         self._decoder, self._session, self._forks = decoder, session, forks
         self._length = 0
+        self._asked: OpenSession | None = None  # the fork in which the last question was answered
 
     @staticmethod
     @contextmanager
@@ -176,4 +177,9 @@ class SessionDocument:
         """
         if branch and not self._forks:
             self._session.truncate(self._length)  # remove the question and answer before this one
-        return {"session": self._session.fork() if branch and self._forks else self._session}
+        if not (branch and self._forks):
+            return {"session": self._session}
+        if self._asked is not None:  # a draft model has read the text there
+            self._session.drafter = self._asked.drafter
+        self._asked = self._session.fork()
+        return {"session": self._asked}

@@ -26,11 +26,14 @@ def check_name(name: str, value: str | None, allowed: Collection[str]) -> None:
         raise ValueError(f"{name}: got {value!r}, allowed is one of {sorted(allowed)}")
 
 
-def check_model(model: str) -> None:
-    """Raise FileNotFoundError if `--model` is a path, and not a hub id, and does not exist."""
+def check_model(model: str, name: str = "model") -> None:
+    """Raise FileNotFoundError if a model is a path, and not a hub id, and does not exist.
+
+    `name` is the option, for the message.
+    """
     path = Path(model)
     if (path.is_absolute() or model.startswith((".", "~"))) and not path.exists():
-        raise FileNotFoundError(f"model: got {model!r}, which does not exist")
+        raise FileNotFoundError(f"{name}: got {model!r}, which does not exist")
 
 
 def check_lora(lora: Path | None) -> None:

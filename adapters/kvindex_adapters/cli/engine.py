@@ -11,12 +11,14 @@ from kvindex.core import check
 from kvindex_adapters.cli.documents import CacheDocument, Document, SessionDocument
 from kvindex_adapters.cli.early import ENGINES
 from kvindex_adapters.cli.progress import console
+from kvindex_adapters.common.speculation import check_vocabularies
 from kvindex_adapters.decoder import Chat as DecoderChat
 from kvindex_adapters.decoder import Decoder, sampling_like
 from kvindex_adapters.decoder.quantized import PLAIN, check_weights
 from kvindex_adapters.hf.chat import BaseChat
 from kvindex_adapters.hf.chat import Chat as ModelChat
 from kvindex_adapters.hf.generate import ONE_ANSWER, Generation, generate
+from kvindex_adapters.hf.generation.prefill import vocabulary_of
 from kvindex_adapters.hf.model.info import reads_chunks
 from kvindex_adapters.llama.heads import HeadRanks
 
@@ -83,6 +85,8 @@ def choose(
     seed: int,
     weights: str = PLAIN,
     ranks: HeadRanks | None = None,
+    *,
+    draft: tuple[Any, Any] | None = None,
 ) -> Engine:
     """Make an engine that runs a loaded model.
 
@@ -98,16 +102,22 @@ def choose(
         weights: "plain" for unchanged weights, or "fp8" (only with the decoder).
         ranks: The processes over which the decoder shards the model's heads, or None for one
             process.
+        draft: A smaller model that writes drafts, and its tokenizer, or None.
 
     Raises:
-        ValueError: `engine` is "decoder", and the decoder does not support the model or the
-            options.
+        ValueError: `engine` is "decoder", and the decoder does not support a model or the options.
+            Or the smaller model has another vocabulary.
     """
+    drafts: dict[str, Any] = {}
+    if draft is not None:
+        sizes = vocabulary_of(model), vocabulary_of(draft[0])
+        check_vocabularies(sizes, (tokenizer, draft[1]))
+        drafts["draft_model"] = draft[0]
     opened = partial(CacheDocument.opened, model, tokenizer)
-    sizes = model.config.get_text_config(decoder=True).to_dict()
-    longest = sizes.get("max_position_embeddings")
-    chat: Callable[..., BaseChat] = partial(ModelChat, model, tokenizer, **options)
-    answer = partial(generate, model, tokenizer, **options)
+    config = model.config.get_text_config(decoder=True).to_dict()
+    longest = config.get("max_position_embeddings")
+    chat: Callable[..., BaseChat] = partial(ModelChat, model, tokenizer, **options, **drafts)
+    answer = partial(generate, model, tokenizer, **options, **drafts)
     other = Engine("transformers", answer, opened, chat, longest, not reads_chunks(model))
     usual = "decoder" if model.device.type == "cuda" else "transformers"
     if (engine or usual) == "transformers":
@@ -116,6 +126,8 @@ def choose(
         given = {**model.generation_config.to_dict(), **ONE_ANSWER, **options}
         sampling = sampling_like(given, seed)
         decoder = Decoder.of(model, tokenizer, weights=weights, ranks=ranks)
+        if draft is not None:
+            drafts["draft_model"] = Decoder.of(*draft)
     except ValueError as error:
         if engine is not None:
             raise ValueError(
@@ -124,5 +136,6 @@ def choose(
         console.print(f"using transformers instead of the decoder: {error}", markup=False)
         return other
     opened = partial(SessionDocument.opened, decoder)
-    chat = partial(DecoderChat, decoder, sampling=sampling)
-    return Engine("decoder", partial(decoder.generate, sampling=sampling), opened, chat, longest)
+    chat = partial(DecoderChat, decoder, sampling=sampling, **drafts)
+    answered = partial(decoder.generate, sampling=sampling, **drafts)
+    return Engine("decoder", answered, opened, chat, longest)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -21,6 +21,7 @@ from kvindex_adapters.cli.options import (
     INDEX,
     DenseBelow,
     Device,
+    DraftModel,
     Dtype,
     Engine,
     Error,
@@ -34,10 +35,11 @@ from kvindex_adapters.cli.options import (
     PrefillMass,
     PrefillSelector,
     Sink,
+    SpeculativeTokens,
     UpdateEvery,
+    Verify,
     announce_imports,
     check_stdout,
-    number_or_auto,
 )
 
 
@@ -125,24 +127,9 @@ def generate(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed for sampling tokens.")] = 0,
-    speculative_tokens: Annotated[
-        Any,
-        typer.Option(
-            parser=number_or_auto,
-            metavar="TOKENS",
-            help="Draft this number of tokens before each verification, or auto for a number by "
-            "the acceptance seen. One step then gives several tokens where drafts are right "
-            "(default: one token per step).",
-        ),
-    ] = None,
-    verify: Annotated[
-        str,
-        typer.Option(
-            help="With --speculative-tokens, what verifies the drafts: index (drafts are copied "
-            "from the text so far), or full (drafts are written with the index, and full attention "
-            "verifies them, so the answer is that of full attention)."
-        ),
-    ] = "index",
+    speculative_tokens: SpeculativeTokens = None,
+    verify: Verify = "index",
+    draft_model: DraftModel = None,
     engine: Engine = None,
     token_graph: Annotated[
         bool | None,
@@ -168,6 +155,8 @@ def generate(
     """
     check_stdout()
     check_model(model)
+    if draft_model is not None:
+        check_model(draft_model, "draft_model")
     check_name("dtype", dtype, DTYPES)
     check_name("engine", engine, ENGINES)
     check_name("verify", verify, VERIFIERS)
@@ -189,7 +178,7 @@ def generate(
     load_model.check_device(device)
     together = parallel.launched()
     if together:
-        common.check_alone(save_cache, load_cache)
+        common.check_alone(save_cache, load_cache, draft_model=draft_model)
         device = parallel.join(device)
         engine = engine or ("transformers" if weights == "plain" else "decoder")
         console.quiet = parallel.rank()[0] > 0
@@ -214,7 +203,7 @@ def generate(
         save_cache=save_cache,
         load_cache=load_cache,
         token_graph=token_graph,
-        speculation=common.speculation(speculative_tokens, verify, index),
+        speculation=common.speculation(speculative_tokens, verify, index, draft_model),
         options=common.sampling(
             sample,
             temperature=temperature,
@@ -245,13 +234,19 @@ def generate(
         device=device if alone else "cpu",
         heads=heads and alone,
     )
+    draft = None
+    if draft_model is not None:
+        console.print("loading the draft model")
+        draft = load_model.load(draft_model, dtype=number, device=device)
     torch.manual_seed(seed)
-    chosen = engines.choose(engine, loaded, tokenizer, request.options, seed, weights, ranks)
+    given = engine, loaded, tokenizer, request.options, seed, weights, ranks
+    chosen = engines.choose(*given, draft=draft)
     if weights != "plain" or not alone:
         loaded = None  # free the original matrices, which the decoder has copied
     result = answers.answer(tokenizer, text, questions, request, chosen)
     if json_file and parallel.rank()[0] == 0:
         written = answers.to_json(result, request, model, device, chosen.name)
+        written |= {} if draft_model is None else {"draft_model": draft_model}
         write_json(json_file, {**written, "weights": weights}, indent=2)
     if together:
         parallel.leave()

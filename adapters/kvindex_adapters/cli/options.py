@@ -117,6 +117,32 @@ Dtype = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option(help="Device on which the model runs: cpu or cuda.")]
+SpeculativeTokens = Annotated[
+    Any,
+    typer.Option(
+        parser=number_or_auto,
+        metavar="TOKENS",
+        help="Draft this number of tokens before each verification, or auto for a number by "
+        "the acceptance seen. One step then gives several tokens where drafts are right "
+        "(default: one token per step).",
+    ),
+]
+Verify = Annotated[
+    str,
+    typer.Option(
+        help="With --speculative-tokens, what verifies the drafts: index (drafts are copied "
+        "from the text so far, or written by --draft-model), or full (drafts are written with the "
+        "index, and full attention verifies them, so the answer is that of full attention)."
+    ),
+]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(
+        help="With --speculative-tokens, a smaller model with the same vocabulary, which writes "
+        "the drafts: a folder, .gguf file or Hugging Face id (default: drafts are copied from the "
+        "text so far)."
+    ),
+]
 JsonFile = Annotated[
     Path | None,
     typer.Option(

@@ -42,7 +42,8 @@ class Chat(BaseChat):
         attach_options: As in `Options`.
         fused: As in `Options`.
         **options: Options of every answer, as in `Decoder.generate`: `max_new_tokens`, `sampling`,
-            `stop`, `chunk`, `graphs`, `speculative_tokens`, `verify`, `streamer`, `on_progress`.
+            `stop`, `chunk`, `graphs`, `speculative_tokens`, `verify`, `draft_model`, `streamer`,
+            `on_progress`.
 
     Attributes:
         messages: The messages so far, answers included and documents excluded. They may be edited.

@@ -86,6 +86,26 @@ def test_help_says_how_to_ask_two_questions_from_one_state():
     assert "to ask two follow-up questions from one\n" in typed("/help").stdout
 
 
+@pytest.mark.parametrize("engine", ["decoder", "transformers"])
+def test_a_chat_with_a_draft_model(tmp_path, monkeypatch, engine):
+    document, tokenizer = tmp_path / "document.txt", Tokenizer()
+    document.write_text(words(60))
+    models = {"small": build("llama", eos_token_id=None, num_hidden_layers=2)}
+    usual = build("llama", eos_token_id=None)
+    monkeypatch.setattr(
+        "kvindex_adapters.hf.model.load_model.load",
+        lambda name, **options: (models.get(name, usual), tokenizer),
+    )
+    lines = words(8), words(5, 1), "/undo", words(5, 2)
+    arguments = (document, "--engine", engine)
+    drafted = (*arguments, "--speculative-tokens", 3, "--draft-model", "small")
+    told = typed(*lines, arguments=drafted)
+    assert told.stdout == typed(*lines, arguments=arguments).stdout
+    assert "loading the draft model" in told.stderr
+    assert "draft_model: got a model without specul" in failed("--draft-model", "small")
+    assert failed("--draft-model", "./none").startswith("draft_model: got './none', which does")
+
+
 def failed(*arguments, index="exact"):
     given = ("chat", *arguments, "--index", index, *REGIONS)
     result = CliRunner().invoke(app, list(map(str, given)), input="")

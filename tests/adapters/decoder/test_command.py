@@ -5,6 +5,7 @@ import torch
 
 from kvindex_adapters.cli import engine as engines
 from kvindex_adapters.decoder import Decoder, Sampling
+from kvindex_adapters.decoder.session import Session
 from tests.adapters.cli.test_cli import Chats, generated, run, tiny, words
 from tests.adapters.decoder.families import model_of
 from tests.adapters.tiny import build
@@ -47,6 +48,55 @@ def test_several_tokens_per_step(tiny, tmp_path, engine):
         told = generated(tmp_path, *given, *asked)[0]
         assert told["answers"][0]["acceptance"]["steps"] > 0
     assert "acceptance" not in plain
+
+
+@pytest.mark.parametrize("engine", ["decoder", "transformers"])
+def test_a_draft_model(tiny, tmp_path, monkeypatch, engine):
+    """Further questions do not let the draft model of the decoder read the text again."""
+    models, tokenizer = {"small": build("llama", num_hidden_layers=2)}, Chats()
+    monkeypatch.setattr(
+        "kvindex_adapters.hf.model.load_model.load",
+        lambda name, **options: (models.get(name, tiny), tokenizer),
+    )
+    read, real = [], Session._read_prompt
+
+    def counted(session, ids, *more):
+        read.append(ids.shape[1])
+        return real(session, ids, *more)
+
+    monkeypatch.setattr(Session, "_read_prompt", counted)
+    given = ("--prompt", words(50), "--engine", engine)
+    drafts = ("--speculative-tokens", 3, "--draft-model", "small")
+    for index in ("exact", "none"):
+        for asked in ((), ("--ask", words(9, 1), "--ask", words(7, 2))):
+            plain, _ = generated(tmp_path, *given, *asked, "--index", index)
+            read.clear()
+            told, shown = generated(tmp_path, *given, *asked, *drafts, "--index", index)
+            assert told["draft_model"] == "small"
+            answers, others = told.get("answers", [told]), plain.get("answers", [plain])
+            assert [one["answer"] for one in answers] == [one["answer"] for one in others]
+            assert all(one["acceptance"]["drafted"] > 0 for one in answers)
+            assert "drafted tokens accepted" in shown.stderr
+            assert sum(length > 40 for length in read) == (2 if engine == "decoder" else 0)
+
+
+def test_draft_models_that_the_command_refuses(tiny, monkeypatch):
+    given = ("generate", "--model", "tiny", "--prompt", "Hello", "--draft-model", "other")
+    for more, message in (
+        ((), "draft_model: got a model without speculative_tokens"),
+        (("--speculative-tokens", 2, "--verify", "full"), "draft_model: got a model together with"),
+    ):
+        result = run(*given, *more)
+        assert message in str(result.exception or result.stderr)
+    monkeypatch.setattr(
+        "kvindex_adapters.hf.model.load_model.load",
+        lambda name, **options: (build("llama", vocab_size=90 + len(name)), Chats()),
+    )
+    result = run(*given, "--speculative-tokens", 2)
+    assert "a vocabulary of 95 tokens for a model with 94" in str(result.exception)
+    monkeypatch.setattr("kvindex_adapters.common.parallel.launched", lambda: True)
+    result = run(*given, "--speculative-tokens", 2)
+    assert "draft_model: got 'other' under torchrun" in str(result.exception)
 
 
 @pytest.mark.parametrize(

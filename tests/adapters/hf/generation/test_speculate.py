@@ -259,7 +259,7 @@ def test_sampled_answers_with_a_draft_model_have_the_distribution_of_the_model()
     """Joint over three tokens, with a penalty that depends on the tokens before."""
     sizes = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2, head_dim=8)
     sizes |= dict(vocab_size=4, num_hidden_layers=1, num_key_value_heads=1, eos_token_id=None)
-    model, small = build("llama", **sizes), build("qwen2", **{**sizes, **FULL, "head_dim": 16})
+    model, small = build("llama", **sizes), build("llama", **{**sizes, "head_dim": 16})
     ids = torch.randint(0, 4, (30,), generator=torch.Generator().manual_seed(0))
     how = dict(do_sample=True, temperature=0.7, top_p=0.95, top_k=0, repetition_penalty=1.5)
     counts, seen = Counter(), Counter()
