@@ -3,10 +3,12 @@
 import os
 from pathlib import Path
 
+from kvindex.core.geometry import Geometry
 from kvindex_adapters.vllm import pages, register
 from kvindex_adapters.vllm.attention import PagedAttention, Sequence
 from kvindex_adapters.vllm.engine import options_of
 from kvindex_adapters.vllm.gpu import SearchingFlashAttention, SearchingFlashBackend
+from kvindex_adapters.vllm.options import Options
 from kvindex_cuda.runtime import launch
 from tests.cuda import emulator
 
@@ -71,7 +73,14 @@ class Attention(SearchingFlashAttention):
         from vllm.config import get_current_vllm_config
 
         super().__init__(*given, **named)
-        self.plain = PagedAttention.of(options_of(get_current_vllm_config()), self.geometry)
+        config = get_current_vllm_config()
+        # layers of a draft model have no index
+        heads = dict(q_heads=self.num_heads, kv_heads=self.num_kv_heads, head_dim=self.head_size)
+        geometry = self.geometry or Geometry.of(**heads, dtype=config.model_config.dtype)
+        self.plain = PagedAttention.of(options_of(config) or Options(), geometry)
+
+    def scales(self, layer):
+        return None if self.geometry is None else super().scales(layer)
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
         if self.host is not None:

@@ -223,6 +223,20 @@ def test_drafts_of_a_model(stock, engine, model, tmp_path, make):
     assert accepted or make is not with_model
 
 
+@pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
+@pytest.mark.parametrize("make", [with_eagle, with_model])
+def test_the_kernels_verify_drafts_of_a_model(stock, model, tmp_path, make):
+    folder, how = make(model, tmp_path)
+    asked = EVERY | {"index": "pariskv:preset=fast"}
+    prompts = [prompt(length) * 3 for length in (100, 7)]
+    (tmp_path / "run").mkdir()
+    options = dict(emulate=True, how=how)
+    found, drafted, accepted = speculated(tmp_path / "run", folder, asked, 8, prompts, **options)
+    assert found == tokens(stock, prompts, 8)
+    assert drafted
+    assert bool(accepted) is (make is with_model)
+
+
 @pytest.mark.parametrize(
     ("asked", "how", "said"),
     [

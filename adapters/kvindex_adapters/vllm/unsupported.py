@@ -25,7 +25,7 @@ MOST_WIDE = 256
 """Largest head dimension of the GPU kernels for sparse attention of prompts."""
 
 DRAFT_MODELS = "draft_model", "eagle", "mtp"
-"""Methods of speculative decoding with a draft model that are supported on a CPU."""
+"""Methods of speculative decoding with a draft model that are supported."""
 
 CONNECTORS = "ExampleConnector", "OffloadingConnector", "SimpleCPUOffloadConnector"
 """KV connectors of vLLM that are tested. They copy whole pages, whatever these contain."""
@@ -178,9 +178,9 @@ def _setting_reasons(config: Any) -> list[str]:
         (
             "speculative_config",
             f"the method {_method(config)}",
-            _method(config) in (None, "ngram") or (has_draft_model(config) and on_a_cpu()),
-            f"the method 'ngram' or, on a CPU, one of {', '.join(DRAFT_MODELS)}, because others "
-            "are not tested; or leave out --speculative-config",
+            _method(config) in (None, "ngram", *DRAFT_MODELS),
+            f"one of the methods ngram, {', '.join(DRAFT_MODELS)}, because others are not tested; "
+            "or leave out --speculative-config",
         ),
         (
             "kv_sharing_fast_prefill",
