@@ -179,7 +179,9 @@ class SessionDocument:
             self._session.truncate(self._length)  # remove the question and answer before this one
         if not (branch and self._forks):
             return {"session": self._session}
-        if self._asked is not None:  # a draft model has read the text there
-            self._session.drafter = self._asked.drafter
-        self._asked = self._session.fork()
-        return {"session": self._asked}
+        fork = self._session.fork()
+        if self._asked is not None and self._asked.drafter is not None:
+            # its draft model has read the text. No copy, because the last fork is not used again.
+            fork.drafter = self._asked.drafter
+        self._asked = fork
+        return {"session": fork}

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kvindex_adapters.decoder.session as sessions
+from kvindex_adapters.cli.documents import SessionDocument
 from kvindex_adapters.common.speculation import PromptLookup
 from kvindex_adapters.decoder import Chat, Decoder, Sampling
 from kvindex_adapters.decoder.sampling import Sampler
@@ -159,6 +160,20 @@ def test_the_next_turn_reads_only_what_is_new(decoder, near, monkeypatch):
     assert got == tokens(decoder, torch.cat([ids_of(60)[:30], other]), **ALL)
     own = [count for who, count in read if who is session.drafter._session]
     assert own == [20]
+
+
+def test_questions_about_a_text_do_not_copy_the_rows_of_the_draft_model(decoder):
+    """`kvindex generate` asks each question in a fork."""
+    given = dict(max_new_tokens=30, speculative_tokens=3, draft_model=decoder)
+    with SessionDocument.opened(decoder, True, "exact", 500, SIZES) as text:
+        text.read(ids_of(600), lambda *more: None)
+        places = []
+        for number in range(3):
+            options = text.options(branch=True)
+            decoder.generate(ids_of(40, seed=number), **given, **options)
+            indexes = options["session"].drafter._session.indexes()
+            places.append({place for index in indexes for place in index.memory()})
+        assert places[0] == places[1] == places[2]
 
 
 def test_another_draft_model_gets_a_session_of_its_own(decoder, near, far):
