@@ -41,6 +41,9 @@ It is 90 on an H200, and about 40 to 80 on other GPUs with a PCIe bus.
 SEARCHED = 1 / 16
 """Assumed bytes that a decode step with an index reads for each byte of its rows."""
 
+PAUSE = 15
+"""Number of rounds without a draft after which "auto" tries a draft model again, with one token."""
+
 MEMORY = 0.9
 """Weight of the earlier drafts after each new one, when "auto" averages the acceptance."""
 
@@ -217,6 +220,8 @@ class DraftLength:
     "auto" estimates the probability `a` that a drafted token is accepted after the ones before it,
     and chooses the `n` that gives the most tokens per time: `(1 + a + … + a^n) / (1 + cost · n)`.
     With `verify="full"`, `n` may be 0: the next token is then computed by full attention alone.
+    With a draft model, too: the next token is then computed without it, and one token is drafted
+    after every `PAUSE` such rounds, because later text may be easier.
 
     Args:
         speculation: The options.
@@ -229,7 +234,9 @@ class DraftLength:
 
     def __init__(self, speculation: Speculation, cost: float | None = None) -> None:
         self._tokens, self._cost = speculation.tokens, COST if cost is None else cost
-        self._fewest, self._most = 0 if speculation.full else 1, MOST[speculation.verify]
+        self._may_pause, self._idle = speculation.draft_model, 0
+        free = not (speculation.full or speculation.draft_model)  # prompt lookup takes no time
+        self._fewest, self._most = int(free), MOST[speculation.verify]
         # "auto" begins with a few tokens; full attention accepts most drafts of an index
         self._accepted, self._tried = (9.0, 10.0) if speculation.full else (2.0, 3.0)
 
@@ -239,7 +246,8 @@ class DraftLength:
             return self._tokens
         rate, counts = self._accepted / self._tried, np.arange(self._most + 1)
         gains = np.cumsum(rate**counts) / (1 + self._cost * counts)
-        return self._fewest + int(gains[self._fewest :].argmax())
+        best = self._fewest + int(gains[self._fewest :].argmax())
+        return max(best, 1) if self._may_pause and self._idle >= PAUSE else best
 
     def saw(self, drafted: int, accepted: int) -> None:
         """Count a draft of `drafted` tokens, of which the first `accepted` were accepted."""
@@ -249,9 +257,11 @@ class DraftLength:
         """Count the drafts of a batch's sequences in one round, by their mean.
 
         Args:
-            drafts: For each draft its length, and how many of its first tokens were accepted.
+            drafts: For each draft its length, and how many of its first tokens were accepted. A
+                length of 0 stands for a round without a draft.
         """
         some = [(drafted, accepted) for drafted, accepted in drafts if drafted]
+        self._idle = 0 if some else self._idle + 1
         if some:
             kept = sum(accepted for _, accepted in some) / len(some)
             wrong = sum(accepted < drafted for drafted, accepted in some) / len(some)

@@ -148,6 +148,8 @@ class Speculator:
                     self._step_alone()
                     made = [self._read(self._session.token[:, 0])]
                     count, found = 0, Round.together(made, 0, 0)
+                    if self._drafter is not None:
+                        self._drafter.append(torch.tensor(found.tokens))
                 else:
                     count = drafts.shape[1]
                     found = self._verify(drafts, [], behind, stops)

@@ -13,6 +13,7 @@ from kvindex_adapters.common import speculation
 from kvindex_adapters.common.speculation import (
     LONGEST,
     MOST,
+    PAUSE,
     SHORTEST,
     Acceptance,
     DraftLength,
@@ -68,6 +69,19 @@ def test_auto_drafts_more_where_more_is_accepted():
     for _ in range(40):
         always.saw(always.next(), 0)
     assert always.next() == 1
+
+
+@pytest.mark.parametrize("cost", [0.15, 0.3, 1.1])
+def test_auto_leaves_out_a_draft_model_that_does_not_pay(cost):
+    """Where no draft is accepted, few rounds have one; where all are accepted again, most do."""
+    length, drafted = DraftLength(Speculation("auto", "index", draft_model=True), cost), []
+    for accepted in [False] * 200 + [True] * 200:
+        drafted.append(length.next())
+        length.saw(drafted[-1], drafted[-1] if accepted else 0)
+    late = drafted[40:200]
+    assert sum(late) == 160 // (PAUSE + 1)
+    pays = cost < 1  # a token of a model of the same size costs as much as it saves
+    assert (min(drafted[-40:]) >= 1) == pays
 
 
 def test_auto_has_the_most_tokens_per_time():
@@ -189,4 +203,4 @@ def test_a_larger_draft_model_drafts_fewer_tokens():
         length._accepted, length._tried = 80.0, 100.0
         counts.append(length.next())
     assert counts == sorted(counts, reverse=True)
-    assert counts[0] > counts[2] > counts[3] == 1
+    assert counts[0] > counts[2] > counts[3] == 0

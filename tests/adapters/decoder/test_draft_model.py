@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import kvindex_adapters.decoder.session as sessions
 from kvindex_adapters.cli.documents import SessionDocument
-from kvindex_adapters.common.speculation import PromptLookup
+from kvindex_adapters.common.speculation import DraftLength, PromptLookup
 from kvindex_adapters.decoder import Chat, Decoder, Sampling
 from kvindex_adapters.decoder.sampling import Sampler
 from kvindex_adapters.decoder.session import Session
@@ -99,7 +100,9 @@ def test_the_answer_depends_on_the_drafts_and_not_on_who_wrote_them(decoder, mon
 
 @pytest.mark.parametrize("options", [ALL, DENSE], ids=["exact", "dense"])
 @pytest.mark.parametrize("count", mostly_slow([1, 4, "auto"], 4, "auto"))
-def test_greedy_tokens_are_those_without_drafts(decoder, near, far, options, count):
+def test_greedy_tokens_are_those_without_drafts(decoder, near, far, monkeypatch, options, count):
+    # with its real cost, a draft model of the same size never pays
+    monkeypatch.setattr("kvindex_adapters.decoder.run.model_cost", lambda small, large: 0.2)
     accepted = []
     for draft in (near, far):
         for length in range(57, 65):  # windows are updated every 8 tokens
@@ -112,6 +115,27 @@ def test_greedy_tokens_are_those_without_drafts(decoder, near, far, options, cou
             accepted.append(seen.rate)
     assert 0.2 < sum(accepted[:8]) / 8 < 1
     assert sum(accepted[8:]) / 8 < 0.1
+
+
+def test_auto_leaves_out_a_draft_model_that_does_not_pay(decoder, far, monkeypatch):
+    monkeypatch.setattr("kvindex_adapters.decoder.run.model_cost", lambda small, large: 0.3)
+    given = dict(DENSE, max_new_tokens=120, chunk=16)
+    made = decoder.generate(ids_of(60), speculative_tokens="auto", draft_model=far, **given)
+    assert torch.equal(made.answer_ids, decoder.generate(ids_of(60), **given).answer_ids)
+    assert 3 <= made.acceptance.rounds <= 25
+
+
+@pytest.mark.parametrize("options", [ALL, DENSE], ids=["exact", "dense"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_draft_model_reads_the_tokens_of_rounds_without_it(decoder, monkeypatch, options, batch):
+    pauses = itertools.cycle([0, 3, 0, 0, 2, 0, 0, 0, 0, 4])
+    monkeypatch.setattr(DraftLength, "next", lambda length: next(pauses))
+    prompts, given = [ids_of(60), ids_of(47)][:batch], dict(options, max_new_tokens=50, chunk=16)
+    made = decoder.generate(prompts, speculative_tokens="auto", draft_model=decoder, **given)
+    plain = decoder.generate(prompts, **given)
+    for one, other in zip(made, plain, strict=True):
+        assert torch.equal(one.answer_ids, other.answer_ids)
+        assert one.acceptance.accepted == one.acceptance.drafted > 20
 
 
 def test_the_session_of_the_draft_has_the_tokens_of_the_answer(decoder, near):

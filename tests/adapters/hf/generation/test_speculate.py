@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
 import torch
 
 import kvindex_adapters.hf as kvhf
-from kvindex_adapters.common.speculation import PromptLookup
+from kvindex_adapters.common.speculation import DraftLength, PromptLookup
 from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.decoder import Chat, Decoder
 from kvindex_adapters.hf.generation import speculate
@@ -184,7 +185,11 @@ def far():
 
 @pytest.mark.parametrize("count", mostly_slow([1, 4, "auto"], 4))
 @pytest.mark.parametrize("options", [ALL, DENSE], ids=["exact", "dense"])
-def test_greedy_tokens_are_those_without_a_draft_model(model, near, twin, far, options, count):
+def test_greedy_tokens_are_those_without_a_draft_model(
+    model, near, twin, far, monkeypatch, options, count
+):
+    # with its real cost, a draft model of the same size never pays
+    monkeypatch.setattr(speculate, "model_cost", lambda small, large: 0.2)
     how, rates = dict(repetition_penalty=1.2), {}
     for name, draft in {"near": near, "twin": twin, "far": far}.items():
         for length in (2, 57, 60, 63):  # windows are updated every 8 tokens
@@ -194,6 +199,17 @@ def test_greedy_tokens_are_those_without_a_draft_model(model, near, twin, far, o
             assert made.acceptance.accepted == COUNT - 1 - made.acceptance.steps
             rates[name] = made.acceptance.rate
     assert rates["far"] < rates["near"] < rates["twin"] == 1
+
+
+def test_a_draft_model_reads_the_tokens_of_rounds_without_it(model, twin, monkeypatch):
+    for options in (ALL, DENSE):
+        pauses = itertools.cycle([0, 3, 0, 0, 2, 0, 0, 0, 0, 4])
+        with monkeypatch.context() as patch:
+            patch.setattr(DraftLength, "next", lambda length, pauses=pauses: next(pauses))
+            given = dict(speculative_tokens="auto", draft_model=twin, count=50)
+            made = generated(model, ids_of(60), **given, **options)
+        assert made.answer_ids.tolist() == tokens(model, ids_of(60), count=50, **options)
+        assert made.acceptance.accepted == made.acceptance.drafted > 20
 
 
 def test_the_model_itself_drafts_with_full_attention(model):
