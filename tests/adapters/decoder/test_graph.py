@@ -6,7 +6,7 @@ On a CPU, graphs are recorded functions (`tests/cuda/graphs.py`), and kernels ar
 import gc
 import weakref
 from contextlib import contextmanager
-from itertools import product
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ import torch
 from kvindex.core import graphs as capturing
 from kvindex.layer import AttentionLayer
 from kvindex.layer.updates import Updates
-from kvindex_adapters.common.speculation import PromptLookup
+from kvindex_adapters.common.speculation import DraftLength, PromptLookup
 from kvindex_adapters.decoder import Decoder, Sampling, dense
 from kvindex_adapters.decoder import graph as graph_file
 from kvindex_adapters.decoder.session import Session
@@ -935,3 +935,14 @@ def test_a_draft_model_of_a_batch_in_graphs(device, graphs):
         seen = got[0].acceptance
         assert seen.accepted == 23 - seen.steps
         assert (seen.accepted == seen.drafted) == (small is decoder)
+
+
+def test_a_draft_model_in_graphs_reads_the_tokens_of_rounds_without_it(device, graphs, monkeypatch):
+    pauses = cycle([0, 3, 0, 0, 2, 0, 0, 0, 0, 3])
+    monkeypatch.setattr(DraftLength, "next", lambda length: next(pauses))
+    decoder = decoder_of(device, layers=2)
+    plain = given(device, 32, regions=dict(update_every=8)) | ALL_ROWS
+    want = decoder.generate(ids_of(60), graphs=False, **plain)
+    got = decoder.generate(ids_of(60), speculative_tokens="auto", draft_model=decoder, **plain)
+    assert torch.equal(got.answer_ids, want.answer_ids)
+    assert got.acceptance.accepted == got.acceptance.drafted > 10
