@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from kvindex.core import check
 from kvindex.core.capability import capability
 from kvindex.core.protocol import PlacesRows, ReportsRowBytes
 from kvindex.layer import AttentionLayer
+from kvindex_adapters.common.unsupported import UnsupportedError
 
 AUTO = "auto"
 """Value of `speculative_tokens` that chooses the length of each draft by the acceptance seen."""
@@ -156,6 +158,19 @@ def check_vocabularies(sizes: Sequence[int], tokenizers: Sequence[Any]) -> None:
             f"has the id {theirs.get(token)}, for a model with the tokenizer "
             f"{model.name_or_path!r}, in which it has the id {mine.get(token)}; {other}"
         )
+
+
+@contextmanager
+def about_draft_model() -> Iterator[None]:
+    """Context manager in which a ValueError is about the draft model. Its message then says so."""
+    try:
+        yield
+    except ValueError as error:
+        kind = UnsupportedError if isinstance(error, UnsupportedError) else ValueError
+        raise kind(
+            f"draft_model: got a model that cannot write drafts with these options ({error}); pass "
+            "another draft model, or leave out draft_model"
+        ) from error
 
 
 @dataclass(frozen=True)

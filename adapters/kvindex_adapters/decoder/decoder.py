@@ -29,6 +29,7 @@ from kvindex_adapters.common.prompt import Prompt
 from kvindex_adapters.common.prompt_chunks import Progress, check_prompt
 from kvindex_adapters.common.speculation import (
     Acceptance,
+    about_draft_model,
     check_vocabularies,
     speculation_of,
 )
@@ -497,7 +498,8 @@ class Decoder:
                 f"draft_model: got a {type(draft_model).__name__}, allowed is a Decoder; pass "
                 "Decoder.of(model, tokenizer)"
             )
-        draft_model._follow()
+        with about_draft_model():
+            draft_model._follow()
         sizes = self.config.vocabulary, draft_model.config.vocabulary
         check_vocabularies(sizes, (self.tokenizer, draft_model.tokenizer))
         return draft_model
@@ -529,7 +531,8 @@ class Decoder:
         fused = options.pop("fused")
         some = dict(options.pop("attach_options") or {})
         usual = {name: some[name] for name in some.keys() - OF_SINGLE_LAYERS}
-        layers = self._attentions(attach_options=usual or None, graphs=graphs, **options)
+        with about_draft_model():
+            layers = self._attentions(attach_options=usual or None, graphs=graphs, **options)
         kernels = self._fused_for(len(padding), fused)
         own = Session(self.weights, self.config, layers, padding, kernels)
         drafter = Drafter(own, self._reading, self._chunk(chunk, batch=len(padding)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
@@ -24,6 +24,7 @@ from kvindex_adapters.common.prompt import Prompt, encode_prompt
 from kvindex_adapters.common.prompt_chunks import Progress, check_prompt
 from kvindex_adapters.common.speculation import (
     Acceptance,
+    about_draft_model,
     check_verifiable,
     check_vocabularies,
     speculation_of,
@@ -313,7 +314,9 @@ def _drafting(
 ) -> Iterator[Drafter]:
     """Context manager in which a smaller model writes drafts with an index."""
     usual = {name: attach_options[name] for name in attach_options.keys() - OF_SINGLE_LAYERS}
-    with attach(model, index=index, k=k, **usual) as cache:
+    with ExitStack() as stack:
+        with about_draft_model():
+            cache = stack.enter_context(attach(model, index=index, k=k, **usual))
         yield _drafter(model, cache)
 
 

@@ -446,6 +446,16 @@ def test_other_vocabularies_are_refused(decoder):
     assert tokens(large, ids, draft_model=small, **given) == tokens(large, ids, **ALL)
 
 
+def test_an_index_that_the_draft_model_cannot_have_is_refused(decoder):
+    sizes = dict(hidden_size=24, num_hidden_layers=1, num_key_value_heads=4, head_dim=6)
+    small = Decoder.of(model_of("llama", **sizes), WORDS)
+    given = dict(speculative_tokens=2, draft_model=small)
+    message = r"draft_model: got a model that cannot .* \(head_dim: got 6, allowed .* leave out"
+    with pytest.raises(ValueError, match=message):
+        decoder.start(ids_of(10), **given, **ALL)
+    assert tokens(decoder, ids_of(10), **given, **DENSE) == tokens(decoder, ids_of(10), **DENSE)
+
+
 def test_processes_that_share_heads_are_refused(decoder, monkeypatch):
     monkeypatch.setattr(Session, "ranks", 2)
     with pytest.raises(ValueError, match="draft_model: got a model in several processes"):

@@ -301,6 +301,15 @@ def test_refused_draft_models(model, draft, error, message):
         generated(model, ids_of(20), speculative_tokens=2, draft_model=draft(), **DENSE)
 
 
+def test_a_draft_model_that_takes_no_index_is_refused(model):
+    small = build("gptj", rotary_dim=8, eos_token_id=None)
+    given = dict(speculative_tokens=2, draft_model=small)
+    message = r"draft_model: got a model that .* \(model: got GPTJForCausalLM, whose attention"
+    with pytest.raises(UnsupportedError, match=message):
+        generated(model, ids_of(20), **given, **ALL)
+    assert tokens(model, ids_of(20), **given, **DENSE) == tokens(model, ids_of(20), **DENSE)
+
+
 def _scores(model, ids, past, how):
     """Return the probabilities of the token after `ids` and `past`, in transformers' own loop."""
     whole = torch.cat([ids, torch.tensor(past, dtype=torch.int64)])[None]
