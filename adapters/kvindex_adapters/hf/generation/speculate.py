@@ -7,12 +7,13 @@ drafts can be written with the index and verified by full attention.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 from transformers.generation.stopping_criteria import StopStringCriteria
@@ -44,6 +45,9 @@ functions with drafted tokens, some of which are rejected later."""
 Draft = tuple[Tensor, list[Tensor]]
 """Drafted tokens, int64 `[1, n]`, and the probabilities `[1, V]` from which each was sampled, or []
 if they are no samples."""
+
+OFFSET = 2
+"""Largest number of embeddings before that of the first position, in a table of positions."""
 
 WAITING = 2
 """Largest number of tokens that a round appends before the draft of a smaller model: the last token
@@ -189,6 +193,8 @@ class Speculated:
             if judge.ends(ids):
                 break
             count = min(self._length.next(), stopping_criteria.max_length - ids.shape[1] - 1)
+            if self._drafter is not None:
+                count = min(count, self._drafter.most(ids.shape[1]))
             made = self._round(model, ids, judge, lookup, count)
             ids = torch.cat([ids, *made], dim=1)
             for token in made:
@@ -258,6 +264,15 @@ class Drafter:
     def __init__(self, model: PreTrainedModel, cache: Any, chunk: int) -> None:
         check_removable(model, cache, "draft_model")
         self._model, self._cache, self._chunk = model, cache, chunk
+        self._positions = learned_positions(model)
+
+    def most(self, length: int) -> int:
+        """Return the largest number of tokens to draft after `length` tokens, or 0 for none.
+
+        It is limited if the model has an embedding for each position.
+        """
+        # the last drafted token is not read
+        return sys.maxsize if self._positions is None else max(self._positions - length + 1, 0)
 
     @property
     def nbytes(self) -> int:
@@ -382,6 +397,19 @@ def write(
             token = judge.choose(written, logits)
         written, unread = torch.cat([written, token], dim=1), 1
     return written[:, ids.shape[1] :], distributions
+
+
+def learned_positions(model: PreTrainedModel) -> int | None:
+    """Return the number of positions for which a model has learned embeddings, or None if it has
+    no such embeddings, for example because it rotates keys."""
+    config = model.config.get_text_config(decoder=True).to_dict()
+    most, tokens = config.get("max_position_embeddings"), model.get_input_embeddings()
+    most = config.get("n_positions") if most is None else most
+    if most is None:
+        return None
+    tables = [part for part in model.modules() if isinstance(part, nn.Embedding)]
+    sizes = [part.num_embeddings for part in tables if part is not tokens]
+    return int(most) if any(most <= size <= most + OFFSET for size in sizes) else None
 
 
 def bytes_of(model: PreTrainedModel) -> int:

@@ -310,6 +310,19 @@ def test_a_draft_model_that_takes_no_index_is_refused(model):
     assert tokens(model, ids_of(20), **given, **DENSE) == tokens(model, ids_of(20), **DENSE)
 
 
+@pytest.mark.parametrize("family", ["opt", "gpt2"])
+def test_a_draft_model_with_fewer_positions_drafts_as_far_as_it_can(model, family):
+    most = dict(n_positions=64) if family == "gpt2" else {}
+    small = build(family, max_position_embeddings=64, eos_token_id=None, **most)
+    for length, steps in ((40, range(5, 16)), (60, range(12, 16)), (64, (15,)), (70, (15,))):
+        for options in (ALL, DENSE):
+            given = dict(speculative_tokens=3, draft_model=small, **options)
+            made = generated(model, ids_of(length), **given)
+            assert made.answer_ids.tolist() == tokens(model, ids_of(length), **options)
+            assert made.acceptance.steps in steps
+            assert (made.acceptance.drafted > 0) == (length < 64)
+
+
 def _scores(model, ids, past, how):
     """Return the probabilities of the token after `ids` and `past`, in transformers' own loop."""
     whole = torch.cat([ids, torch.tensor(past, dtype=torch.int64)])[None]
