@@ -446,6 +446,20 @@ def test_other_vocabularies_are_refused(decoder):
     assert tokens(large, ids, draft_model=small, **given) == tokens(large, ids, **ALL)
 
 
+def test_vocabularies_are_compared_once(monkeypatch):
+    """A comparison of large vocabularies takes longer than the first token."""
+    sizes = dict(vocab_size=len(byte_pairs()), num_hidden_layers=1)
+    large, small = (Decoder.of(model_of("llama", **sizes), byte_pairs()) for _ in range(2))
+    calls, real = [], large.tokenizer.get_vocab
+    monkeypatch.setattr(large.tokenizer, "get_vocab", lambda: calls.append(1) or real())
+    for _ in range(3):
+        large.start(ids_of(10), draft_model=small, speculative_tokens=2, **DENSE)
+    assert len(calls) == 1
+    small.tokenizer = other_ids()
+    with pytest.raises(ValueError, match="in which the token"):
+        large.start(ids_of(10), draft_model=small, speculative_tokens=2, **DENSE)
+
+
 def test_an_index_that_the_draft_model_cannot_have_is_refused(decoder):
     sizes = dict(hidden_size=24, num_hidden_layers=1, num_key_value_heads=4, head_dim=6)
     small = Decoder.of(model_of("llama", **sizes), WORDS)
