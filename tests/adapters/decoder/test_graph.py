@@ -372,7 +372,7 @@ def test_a_run_says_how_steps_of_several_tokens_run(device, graphs):
         list(run.tokens())
         said[name] = run.explain().rpartition("\n")[2]
     assert said["few"].endswith("; a step of several tokens is one graph")
-    assert said["full"].endswith("; a step of several tokens is one graph")
+    assert "; a step of several tokens is one graph; each verification reads" in said["full"]
     dense = decoder.start(ids_of(60), index=None, max_new_tokens=4, speculative_tokens=3)
     list(dense.tokens())
     assert "(layer 0: layer: got full attention, which runs a step of 4" in dense.explain()
@@ -398,7 +398,7 @@ def test_explaining_a_run_changes_nothing(device, graphs, monkeypatch):
     monkeypatch.setattr(Session, "observe", explaining)
     list(run.tokens())
     assert said
-    assert all(one.endswith("; a step of several tokens is one graph") for one in said)
+    assert all("; a step of several tokens is one graph" in one for one in said)
 
 
 def test_an_interrupted_draft_leaves_the_session_as_it_was(device, graphs, monkeypatch):
