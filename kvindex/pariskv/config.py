@@ -23,8 +23,7 @@ LONGEST = (0.10, 0.20)
 """`(β, ρ)` for contexts longer than those in `SCHEDULE`, from the authors' code."""
 
 NOMINAL = 128
-"""If rows are sampled, a search for up to twice as many rows takes no more candidates than one for
-this number."""
+"""If rows are sampled, a search takes half as many candidates for each row beyond this number."""
 
 COARSE = ("tiered_votes", "sign_votes", "none")
 
@@ -79,8 +78,7 @@ class ParisKVConfig:
         beta: Fraction of the keys that become candidates, in (0, 1]. None: a fraction that depends
             on the number of tokens (`SCHEDULE`).
         refine_factor: Lower bound of the number of candidates, as a multiple of `k`. If rows are
-            sampled, it does not grow between `k = 128` (`NOMINAL`) and 256, and is half of this
-            multiple for larger `k`.
+            sampled, each row beyond the first 128 (`NOMINAL`) adds half of this multiple.
         least_candidates: Lower bound of the number of candidates.
         single_stage_below: All keys are candidates if the index has at most this many keys.
         rho: Fraction of the keys that get a score above 0 in a subspace, in (0, 1]. None: a
@@ -205,7 +203,7 @@ class ParisKVConfig:
             return n
         fraction, least = ceil_fraction(n, self.fractions(n)[0]), int(self.refine_factor) * k
         if self.sampling != "none":
-            least = max(k, least // 2, int(self.refine_factor) * min(k, NOMINAL))
+            least = max(k, (least + int(self.refine_factor) * min(k, NOMINAL)) // 2)
         return min(max(fraction, least, int(self.least_candidates)), n)
 
     def most_candidates(self, tokens: int, k: int) -> int:
