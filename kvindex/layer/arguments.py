@@ -13,6 +13,10 @@ from kvindex.core.protocol import KVIndex, LimitsError, Rows
 AUTO_ROWS = 1024
 """Largest number of rows per KV head that a search retrieves with `k="auto"`."""
 
+DEFAULT_K = 256
+"""Number of rows that a decode step retrieves for each KV head if the caller gives none
+(docs/decisions/0059-256-rows-by-default.md)."""
+
 AUTO_ERROR = 0.1
 """Relative error of a layer's output that a search may cause with `k="auto"`."""
 

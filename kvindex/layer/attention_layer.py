@@ -41,6 +41,7 @@ from kvindex.core.protocol import (
 from kvindex.core.resident import ResidentRows
 from kvindex.core.transaction import Transactional
 from kvindex.layer.arguments import (
+    DEFAULT_K,
     check_bias,
     check_computed,
     check_finite,
@@ -134,7 +135,7 @@ class AttentionLayer(Transactional):
     Examples:
         ```python
         index = kvindex.create("pariskv", q_heads=32, kv_heads=8, head_dim=128)
-        layer = AttentionLayer(index, k=100)
+        layer = AttentionLayer(index)
         output = layer.step(queries, keys, values)  # [B, H, T, Dv], from [B, H, T, D] and so on
         ```
 
@@ -145,7 +146,7 @@ class AttentionLayer(Transactional):
         self,
         index: KVIndex,
         *,
-        k: int | str = 100,
+        k: int | str = DEFAULT_K,
         coverage: float | None = None,
         error: float | None = None,
         sink: int = 64,

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvindex_adapters.evaluate.compare.tables import Table
     from kvindex_adapters.evaluate.compare.workers import Load
 
-INDEX, K = "pariskv,quest,exact", "100"
+INDEX, K = "pariskv,quest,exact", "256"
 """Default values of the options `--index` and `-k`."""
 
 USUAL: dict[str, Any] = dict(tokens="4K", tries=10, steps=256) | dict(
@@ -129,7 +129,7 @@ def compare(
             "-k",
             help="Number of tokens that each KV head retrieves per decode step, or auto for as "
             "many as the expected error asks for (auto:0.05 sets the allowed error). Separate "
-            f"several values by commas, for example 32,100. Default {K}.",
+            f"several values by commas, for example 100,256. Default {K}.",
         ),
     ] = None,
     tasks: Annotated[

@@ -76,7 +76,7 @@ def demo(
         ),
     ] = None,
     index: Annotated[str, typer.Option(help=f"{INDEX}.")] = "pariskv",
-    k: K = 100,
+    k: K = 256,
     error: Error = None,
     sink: Sink = 64,
     local_window: Local = 256,

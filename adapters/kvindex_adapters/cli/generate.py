@@ -73,7 +73,7 @@ def generate(
     gguf_file: GgufFile = None,
     lora: Lora = None,
     index: Annotated[str, typer.Option(help=f"{INDEX}, or none for full attention.")] = "pariskv",
-    k: K = 100,
+    k: K = 256,
     error: Error = None,
     sink: Sink = 64,
     local_window: Local = 256,

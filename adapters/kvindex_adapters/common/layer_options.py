@@ -15,6 +15,7 @@ from kvindex.core.config import parse_spec
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import KVIndex
 from kvindex.layer import AttentionLayer
+from kvindex.layer.arguments import DEFAULT_K
 from kvindex_adapters.common.placement import default_placement
 
 IndexFactory = Callable[..., KVIndex]
@@ -38,7 +39,7 @@ class LayerOptions:
     """
 
     index: str | IndexFactory = "pariskv"
-    k: int | str = 100
+    k: int | str = DEFAULT_K
     coverage: float | None = None
     error: float | None = None
     sink: int = 64

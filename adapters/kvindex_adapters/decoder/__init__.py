@@ -4,7 +4,7 @@
 from kvindex_adapters.decoder import Decoder
 
 decoder = Decoder.from_pretrained("folder", device="cuda")
-print(decoder.generate("Once upon a time", index="pariskv", k=100).text)
+print(decoder.generate("Once upon a time", index="pariskv").text)
 ```
 
 Read `layers.py` first, then `session.py`, then `decoder.py`.

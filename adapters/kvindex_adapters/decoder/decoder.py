@@ -85,7 +85,7 @@ class Decoder:
     Examples:
         ```python
         decoder = Decoder.of(model, tokenizer)
-        answer = decoder.generate(text, index="pariskv", k=100, max_new_tokens=64)
+        answer = decoder.generate(text, index="pariskv", max_new_tokens=64)
         print(answer.text, answer.report)
         ```
     """

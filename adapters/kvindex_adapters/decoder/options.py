@@ -29,7 +29,7 @@ class Options(TypedDict, total=False):
     """Name of an index, possibly with options, or a factory, as in `kvhf.attach` (default
     "pariskv"). None means full attention."""
     k: int | str
-    """Number of rows to retrieve per KV head and decode step (default 100), or "auto"."""
+    """Number of rows to retrieve per KV head and decode step (default 256), or "auto"."""
     attach_options: Mapping[str, Any] | None
     """Further keyword arguments of `kvhf.attach`. For an index with the option `punctuation`, the
     decoder sets it to the tokenizer's sentence-ending tokens."""

@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 import kvindex
 from kvindex.core import check
 from kvindex.core.protocol import KVIndex
+from kvindex.layer.arguments import DEFAULT_K
 from kvindex.wrappers import MeasureRecall
 from kvindex_adapters.common.placement import default_placement
 from kvindex_adapters.evaluate.parallel import ParallelLayer
@@ -60,7 +61,7 @@ def teacher_forced(
     continuation: Tensor,
     *,
     index: str = "pariskv",
-    k: int = 100,
+    k: int = DEFAULT_K,
     chunk: int = 1024,
     attach_options: dict[str, Any] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
@@ -153,7 +154,7 @@ def divergences(
     full: Tensor,
     *,
     index: str = "pariskv",
-    k: int = 100,
+    k: int = DEFAULT_K,
     chunk: int = 1024,
     attach_options: dict[str, Any] | None = None,
 ) -> Tensor:

@@ -15,6 +15,7 @@ from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
 from kvindex.core import check
+from kvindex.layer.arguments import DEFAULT_K
 from kvindex.ops import group
 from kvindex.ops.select import top_k
 from kvindex.wrappers.reuse import similarity
@@ -68,7 +69,7 @@ def calibrate_tau(
     ids: Tensor,
     *,
     steps: int = 256,
-    k: int = 100,
+    k: int = DEFAULT_K,
     overlap: float = 0.8,
     taus: Sequence[float] = TAUS,
     chunk: int = 1024,

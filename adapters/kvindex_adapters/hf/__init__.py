@@ -1,7 +1,7 @@
 """The transformers adapter: let a decoder model of transformers attend through an index.
 
 import kvindex_adapters.hf as kvhf
-with kvhf.attach(model, index="pariskv", k=100) as cache:
+with kvhf.attach(model, index="pariskv") as cache:
     out = model.generate(**inputs, past_key_values=cache, max_new_tokens=512)
 print(cache.report())
 """

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from kvindex.core import check
 from kvindex.core.graphs import GRAPHS
 from kvindex.layer import AttentionLayer
+from kvindex.layer.arguments import DEFAULT_K
 from kvindex.ops.block_sparse import BLOCK
 from kvindex_adapters.common.context import context
 from kvindex_adapters.common.layer_options import IndexFactory, LayerOptions, Ropes
@@ -40,7 +41,7 @@ def attach(
     model: PreTrainedModel,
     *,
     index: str | IndexFactory = "pariskv",
-    k: int | str = 100,
+    k: int | str = DEFAULT_K,
     coverage: float | None = None,
     error: float | None = None,
     sink: int = 64,
@@ -124,7 +125,7 @@ def attach(
 
     Examples:
         ```python
-        with kvhf.attach(model, index="pariskv", k=100) as cache:
+        with kvhf.attach(model, index="pariskv") as cache:
             out = model.generate(**inputs, past_key_values=cache, max_new_tokens=64)
             print(cache.report())
         ```

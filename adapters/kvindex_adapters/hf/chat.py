@@ -570,7 +570,7 @@ class Chat(BaseChat):
         tokenizer: The model's tokenizer, with a chat template.
         index: As in `attach`, by default "pariskv"; None for full attention with transformers' own
             cache.
-        k: As in `attach`, by default 100.
+        k: As in `attach`, by default 256.
         cache: A cache that the caller's `attach` yielded, instead of `index`, `k` and
             `attach_options`. The first turn removes the tokens in it that the conversation does not
             begin with, with a warning if these are more than the end of a message.

@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from kvindex.core import check
 from kvindex.core.capability import capability
 from kvindex.core.protocol import RunsOps
+from kvindex.layer.arguments import DEFAULT_K
 from kvindex_adapters.common.context import check_not_of_index
 from kvindex_adapters.common.layer_options import OF_SINGLE_LAYERS, IndexFactory
 from kvindex_adapters.common.placement import make_room
@@ -54,7 +55,7 @@ from kvindex_adapters.hf.model.reread import prefilled, unread
 from kvindex_adapters.hf.model.wrapped import unwrapped
 from kvindex_adapters.hf.unsupported import assisted
 
-INDEX, K = "pariskv", 100
+INDEX, K = "pariskv", DEFAULT_K
 """Default values of the arguments `index` and `k` of `generate`."""
 
 ONE_ANSWER = dict(num_beams=1, num_return_sequences=1, return_dict_in_generate=False)
@@ -145,7 +146,7 @@ def generate(
         prompt: Plain text, messages for the tokenizer's chat template, or token ids int64 `[N]`.
         index: As in `attach`, by default "pariskv"; None for full attention with transformers' own
             cache. If an index has the option `punctuation`, it is set from the tokenizer.
-        k: As in `attach`, by default 100.
+        k: As in `attach`, by default 256.
         cache: A cache that the caller's `attach` yielded, instead of `index`, `k` and
             `attach_options`.
         used: How to treat a cache that already stores tokens. "refuse" raises ValueError.

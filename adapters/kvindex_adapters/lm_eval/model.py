@@ -15,6 +15,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from kvindex.core import check
+from kvindex.layer.arguments import DEFAULT_K
 from kvindex_adapters.hf.attach import attach
 from kvindex_adapters.hf.generate import check_full_attention, generate
 from kvindex_adapters.hf.generation.prefill import read
@@ -63,7 +64,7 @@ class KVIndexLM(TemplateLM):
         self,
         pretrained: str = "smollm2",
         index: str = "pariskv",
-        k: int | str = 100,
+        k: int | str = DEFAULT_K,
         *,
         dtype: str = "float32",
         device: str | None = None,

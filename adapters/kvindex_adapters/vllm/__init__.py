@@ -1,6 +1,6 @@
 """The vLLM plug-in: in full-attention layers, decode steps search the KV cache with an index.
 
-LLM(model, attention_backend="KVINDEX", additional_config={"kvindex": {"k": 100}})
+LLM(model, attention_backend="KVINDEX", additional_config={"kvindex": {"k": 256}})
 
 The options in `additional_config` may be left out. vLLM finds `register` by the entry point
 `kvindex` of `vllm.general_plugins` (docs/adapters/vllm.md).

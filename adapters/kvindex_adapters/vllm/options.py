@@ -11,7 +11,7 @@ from typing import Any
 import kvindex
 from kvindex.core import check
 from kvindex.core.config import make_config, read_options, split_spec, unknown
-from kvindex.layer.arguments import AUTO_ERROR, AUTO_ROWS
+from kvindex.layer.arguments import AUTO_ERROR, AUTO_ROWS, DEFAULT_K
 from kvindex.pariskv.block_layout import BLOCK, Layout, SubspaceLayout
 from kvindex.pariskv.config import ParisKVConfig
 from kvindex_adapters.vllm import costs, reports
@@ -82,7 +82,7 @@ class Options:
     """
 
     index: str = DEFAULT
-    k: int | str = 100
+    k: int | str = DEFAULT_K
     sink: int = 64
     local_window: int = 256
     dense_below: int | str = costs.AUTO

@@ -3,6 +3,7 @@
 The tests need the package lm_eval, which `make test-lm-eval` installs in an environment of its own.
 """
 
+import inspect
 import json
 import subprocess
 import sys
@@ -18,6 +19,7 @@ lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402
 
 import kvindex_adapters.hf as kvhf  # noqa: E402
+from kvindex.layer.arguments import DEFAULT_K  # noqa: E402
 from kvindex_adapters.lm_eval import scoring  # noqa: E402
 from kvindex_adapters.lm_eval.model import KVIndexLM  # noqa: E402
 from tests.adapters.tiny import build  # noqa: E402
@@ -233,3 +235,7 @@ def test_the_command_runs_a_task_of_a_local_file(folder, tmp_path):
     result = json.loads(path.read_text())
     assert result["results"]["letters"]["acc,none"] == 0.5
     assert "quest:page=4" in json.dumps(result["config"])
+
+
+def test_default_number_of_rows():
+    assert inspect.signature(KVIndexLM).parameters["k"].default == DEFAULT_K

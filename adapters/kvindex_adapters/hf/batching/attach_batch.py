@@ -9,6 +9,7 @@ from typing import Any
 from transformers import DynamicCache, PreTrainedModel
 
 from kvindex.core.protocol import KVIndex
+from kvindex.layer.arguments import DEFAULT_K
 from kvindex_adapters.common.context import context
 from kvindex_adapters.common.layer_options import IndexFactory, LayerOptions, Ropes
 from kvindex_adapters.hf.batching.layer import PagedLayer, Regions, check_index
@@ -27,7 +28,7 @@ def attach_batch(
     model: PreTrainedModel,
     *,
     index: str | IndexFactory = "pariskv",
-    k: int = 100,
+    k: int = DEFAULT_K,
     sink: int = 64,
     local_window: int = 256,
     update_every: int = 256,
