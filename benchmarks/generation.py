@@ -11,7 +11,7 @@ number of rounds that were therefore not run.
         [--context N] [--steps S] [--seconds S] [--index SPEC] [--model … --gguf-file … --lora …]
         [--dtype …] [--device …] [--without-graphs] --json OUT
     python -m benchmarks.generation --decoder SHAPE [--context N] [--index SPEC] [--written T]
-        [--turn T] [--batch B] [--hit-rate R] [--rows N…] [--drafts N…]
+        [--turn T] [--batch B] [--hit-rate R] [--k K] [--rows N…] [--drafts N…]
         [--verified N=K…] [--weights fp8] [--torch-products] [--device …] --json OUT
     python -m benchmarks.generation --decoder SHAPE --through transformers [--context N] …
         --json OUT
@@ -64,7 +64,7 @@ Results of each plan:
   round divided by K. With N = 0, full attention computes one token at a time, over the rows of the
   index.
 - `ratio`: ratio to the time of `dense`, or of `weights` if `dense` does not fit. With `--rows` or
-  `--drafts`, it is the ratio to the time of `cached`, which retrieves 100 rows.
+  `--drafts`, it is the ratio to the time of `cached`, which retrieves `--k` rows.
 
 `floor_ms` is the time to read the weights from memory. A time per token below it is not possible,
 and ends the run with an error. Before anything is timed, a model of two layers must generate the
@@ -115,7 +115,7 @@ from benchmarks.common.shapes import SHAPES
 from benchmarks.common.timing import Figures, drained, in_turns
 from benchmarks.common.workload import D, G, H
 from kvindex.core.geometry import Geometry
-from kvindex.layer.arguments import AUTO_ROWS
+from kvindex.layer.arguments import AUTO_ROWS, DEFAULT_K
 from kvindex.pariskv.row_budget import LEAST
 from kvindex_adapters.decoder.quantized import PLAIN, WEIGHTS
 from kvindex_adapters.evaluate.machine import describe
@@ -200,6 +200,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         default=0.93,
         help="Fraction of the retrieved keys and values that are already in the cache in GPU "
         "memory (the benchmark simulates this rate)",
+    )
+    parser.add_argument(
+        "--k", type=int, default=DEFAULT_K, help="With --decoder, tokens that a search retrieves"
     )
     parser.add_argument(
         "--rows",

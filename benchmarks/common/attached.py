@@ -104,14 +104,14 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     model = model_of(shape, g, given.context + room)
     weights = read_weights(model)
     rate, read = token.read_rate(g.device), weights.read_bytes
-    layers = token.indexed(g, given.index, given.context, shape.layers, room)
+    layers = token.indexed(g, given.index, given.context, shape.layers, room, k=given.k)
     decoder = token.Plan(shape, g, weights, layers, fused=not given.torch_products)
     decoder.turn(token.WARM)
-    about: dict[str, Any] = dict(shape=shape._asdict(), context=given.context, k=token.K)
+    about: dict[str, Any] = dict(shape=shape._asdict(), context=given.context, k=given.k)
     about |= dict(sink=token.SINK, window=token.LOCAL, update_every=token.UPDATE)
     about |= dict(weights_bytes=read, read_bytes_per_s=rate, floor_ms=1e3 * read / rate)
     about["sharpness"] = token.sharpen_for(weights, decoder, given.hit_rate)
-    options: Any = dict(k=token.K, sink=token.SINK, local_window=token.LOCAL)
+    options: Any = dict(k=given.k, sink=token.SINK, local_window=token.LOCAL)
     options |= dict(update_every=token.UPDATE, dense_below=0, token_graph=True)
     fused = not given.torch_products and device_refusal(torch.device(given.device)) is None
     with attach(model, index=given.index, fused=fused, **options) as cache:

@@ -28,7 +28,7 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     shape, device = SHAPES[given.decoder], given.device
     g = shape.geometry(getattr(torch, given.dtype), device)
     how: dict[str, Any] = dict(batch=given.batch, fused=not given.torch_products)
-    automatic = "auto" if given.rows else None
+    automatic = "auto" if given.rows else given.k
     token.check(shape, g, given.index, kind=given.weights, k=automatic, **how)
     for drafts in given.drafts:
         fused = not given.torch_products
@@ -42,7 +42,7 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     weights = weights_of(shape, g, given.weights)
     read = weights.read_bytes
     about = dict(shape=shape._asdict(), context=given.context, batch=given.batch)
-    about |= dict(k=token.K, sink=token.SINK, window=token.LOCAL, update_every=token.UPDATE)
+    about |= dict(k=given.k, sink=token.SINK, window=token.LOCAL, update_every=token.UPDATE)
     by_torch = given.torch_products or refusal(weights, given.batch) is not None
     about |= dict(products="torch" if by_torch else "triton", kind=given.weights)
     about["weights_bytes"] = read
@@ -65,9 +65,9 @@ def measured(given: argparse.Namespace, end: float) -> Iterator[dict[str, Any]]:
     through, errors, most = plan(layers), [0.0] * shape.layers, layers[0].k
 
     def use(name: str) -> None:
-        """Let the layers retrieve `K` rows, or for the plan "auto" as many as are allowed."""
+        """Let the layers retrieve `given.k` rows, or for the plan "auto" as many as are allowed."""
         for layer, error in zip(layers, errors, strict=True):
-            layer.k, layer.error = (most, error) if name == "auto" else (token.K, None)
+            layer.k, layer.error = (most, error) if name == "auto" else (given.k, None)
 
     use("cached")
     through.turn(token.WARM)

@@ -27,6 +27,7 @@ from kvindex.core.capability import required
 from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import Reserves
 from kvindex.layer import AttentionLayer
+from kvindex.layer.arguments import DEFAULT_K
 from kvindex_adapters.common.placement import default_placement
 from kvindex_adapters.common.token_ring import TokenRing
 from kvindex_adapters.decoder.config import DecoderConfig
@@ -40,7 +41,7 @@ from kvindex_adapters.llama.fused import Fused, refusal
 from kvindex_adapters.llama.weights import Weights
 from kvindex_cuda.memory.row_cache import RowCache
 
-SINK, LOCAL, UPDATE, K = 64, 256, 256, 100
+SINK, LOCAL, UPDATE, K = 64, 256, 256, DEFAULT_K
 """The defaults of `attach` in tokens: size of the sink, size of the local window, number of tokens
 that move from the window into the index together, and number to retrieve per KV head."""
 

@@ -20,8 +20,8 @@ PLANS = {
     "weights": "no attention",
     "dense": "full attention, torch's kernel, buffers of exactly this length",
     "growing": "full attention, the decoder's own, in buffers that grow",
-    "cached": "`{index}`",
-    "uncached": "`{index}`, cache of rows emptied before each token",
+    "cached": "`{index}`, k = {k}",
+    "uncached": "`{index}`, k = {k}, cache of rows emptied before each token",
 }
 """Name of a kind of attention that the decoder was measured with -> description in the table."""
 
@@ -107,8 +107,8 @@ def decoder_tokens(result: Result) -> str:
         "The table shows the time per generated token of kvindex's decoder, with several kinds of "
         "attention. The models have random weights in the shape of a real model, in "
         f"{result['dtype']}, and generate one sequence unless the line says otherwise. Each decode "
-        f"step is one CUDA graph. An index retrieves k = {found['k']} tokens per KV head, in "
-        f"addition to a sink of {found['sink']} and a window of {found['window']} tokens. Times "
+        f"step is one CUDA graph. An index retrieves k tokens per KV head, in addition to "
+        f"a sink of {found['sink']} and a window of {found['window']} tokens. Times "
         "are medians, with quartiles in parentheses. They include the steps, every "
         f"{found['update_every']} tokens, in which a layer moves tokens from the window into the "
         "index.\n\n"
@@ -382,7 +382,10 @@ def summary(result: Result) -> str:
         found = one["decoder"]
         full = f"{found['dense']['device_ms']:.1f}" if "dense" in found else "does not fit"
         other = one["index"].removeprefix(result["index"] + ":")  # for example a row codec
-        note = "" if other == result["index"] else f" (`{other}`)"
+        notes = [] if other == result["index"] else [f"`{other}`"]
+        if found["k"] != result["decoder"]["k"]:
+            notes.append(f"k = {found['k']}")
+        note = f" ({', '.join(notes)})" if notes else ""
         times = full, f"{found['cached']['device_ms']:.1f}{note}"
         rows.append((f"{found['context']:,}", one["model"], gpu(one), *times))
     head = ("tokens", "model shape", "GPU", "full attention, ms", f"`{result['index']}`, ms")
@@ -394,13 +397,14 @@ def plain(result: Result) -> list[Result]:
     context.
 
     These are results on the same kind of GPU as `result`, for one sequence, 8 KV heads, and weights
-    that are not quantized.
+    that are not quantized. Of results that differ in `k` alone, only the first one is returned.
     """
     found = [one for one in stored_like("decoder_tokens", result) if gpu(one) == gpu(result)]
     found = [one for one in found if one["decoder"].get("batch", 1) == 1]
     found = [one for one in found if one["decoder"].get("shape", {}).get("kv_heads", 8) == 8]
     found = [one for one in found if one["decoder"]["kind"] == "plain"]
-    return sorted(found, key=lambda one: int(one["decoder"]["context"]))
+    of = {(one["model"], one["decoder"]["context"], one["index"]): one for one in reversed(found)}
+    return sorted(of.values(), key=lambda one: int(one["decoder"]["context"]))
 
 
 def through(result: Result) -> str:
@@ -445,7 +449,7 @@ def _rows(result: Result) -> list[tuple[str, ...]]:
             (
                 f"{result['model']}{kind}, {found['context']:,}{batch}",
                 gpu(result),
-                words.format(index=result["index"]),
+                words.format(index=result["index"], k=found["k"]),
                 f"{ms:.2f} ({low:.2f} to {high:.2f})",
                 f"{ms / found['floor_ms']:.2f}",
                 "" if ratio is None else f"{ratio:.3f}",
