@@ -39,6 +39,7 @@ ROOT = Path(__file__).parents[1]
 
 SOURCES = {
     "tokens_summary": "decoder_tokens",
+    "speculation_lookup": "speculation_long",
     "latents": "latents_128",
     "answers_summary": "answers_lengths",
     "choice": "divergence_drawn",
@@ -114,6 +115,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "verified_device": tokens.verified,
     "verified_batch": tokens.verified,
     "speculation_long": tokens.acceptance,
+    "speculation_lookup": tokens.lookups,
     "row_budget_tokens": tokens.row_budget,
     "ranks_quality": quality.ranks,
     "latents": gpu.latents,

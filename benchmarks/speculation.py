@@ -35,6 +35,7 @@ from typing import Any
 import torch
 
 from benchmarks.common.reading import add_model, described, loaded, write
+from kvindex.layer.arguments import DEFAULT_K
 from kvindex_adapters.common.speculation import AUTO
 from kvindex_adapters.decoder import Decoder, OpenSession, Sampling
 from kvindex_adapters.hf.generate import Generation
@@ -72,7 +73,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--full", nargs="*", type=count_or_auto, default=[6, AUTO])
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0, 0.7])
     parser.add_argument("--index", default="pariskv")
-    parser.add_argument("--k", type=int, default=100)
+    parser.add_argument("--k", type=int, default=DEFAULT_K)
     parser.add_argument("--questions", type=int, default=len(QUESTIONS))
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")

@@ -243,6 +243,49 @@ def acceptance(result: Result) -> str:
     return f"{about}\n\n{table(head, rows)}\n\n{machines(results)}"
 
 
+def lookups(result: Result) -> str:
+    """Make the table of how many drafts of prompt lookup are accepted, and of the time that this
+    gives on a GPU."""
+    results = [one for one in stored_like("speculation_long", result) if _looked_up(one)]
+    steps, rows = stored("draft_steps") or result, []
+    for one in results:
+        cells = _looked_up(one)
+        for tokens in values(cells, "tokens"):
+            for way in values(cells, "way"):
+                each = some(cells, tokens=tokens, way=way)
+                names = ("new", "drafted", "accepted", "rounds", "steps")
+                sums = {name: sum(cell[name] for cell in each) for name in names}
+                drafts, written = int(way.split()[1]), sums["new"] - len(each)
+                ratio = steps["decoder"]["ratio"][f"cached+{drafts}"]["token_ms"]
+                alone = sums["steps"] - sums["rounds"]
+                rows.append(
+                    (
+                        *(one["dtype"], f"{tokens:,}", str(len(each)), str(drafts)),
+                        f"{sums['accepted']:,} of {sums['drafted']:,}",
+                        f"{sums['rounds']:,} of {sums['steps']:,}",
+                        f"{written / sums['steps']:.2f}",
+                        f"{(sums['rounds'] * ratio + alone) / written:.2f}",
+                    )
+                )
+    longest = max(cell["new"] for one in results for cell in _looked_up(one))
+    about = (
+        f"The model is {result['model']} with {result['lora']}. It answered questions about topics "
+        f"of the Python language reference, greedily, with up to {longest} tokens, the index "
+        f"`{result['index']}` and k = {result['k']}. Drafts are by prompt lookup. The last column "
+        "is the time per token relative to steps of one token. It is computed: the times of steps "
+        "are those of the table above."
+    )
+    head = ("dtype", "tokens read", "answers", "drafts of a step", "accepted drafts")
+    head = (*head, "steps with drafts", "tokens per step", "time per token")
+    return f"{about}\n\n{table(head, rows)}\n\n{machines(results)}"
+
+
+def _looked_up(result: Result) -> list[Result]:
+    """Return the answers whose drafts are by prompt lookup, with a fixed number of drafts."""
+    cells = (cell for cell in result["cells"] if cell["way"].startswith("lookup "))
+    return [cell for cell in cells if cell["way"] != "lookup auto"]
+
+
 def row_budget(result: Result) -> str:
     """Make the table of the time per token with a fixed number of rows, and with one that follows
     from the expected error."""
