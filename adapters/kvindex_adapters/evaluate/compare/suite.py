@@ -119,7 +119,7 @@ class FieldPlan(Plan):
     )
 
     def __post_init__(self) -> None:
-        specs = (index for method in self.methods for index, _, _ in _settings(method, 2**20))
+        specs = (index for method in self.methods for index, _, _ in settings_of(method, 2**20))
         object.__setattr__(self, "indexes", tuple(dict.fromkeys(specs)))
         if len(set(self.methods)) < len(self.methods):
             raise ValueError(
@@ -157,7 +157,7 @@ class FieldPlan(Plan):
         if tokens not in self._cells:
             found: dict[str, dict[int, Record]] = {}
             for method in self.methods:
-                for index, k, budget in _settings(method, tokens):
+                for index, k, budget in settings_of(method, tokens):
                     cells = found.setdefault(index, {})
                     cell = cells.setdefault(k, {"method": method, "budgets": []})
                     cell["budgets"] = [*cell["budgets"], budget]
@@ -173,7 +173,7 @@ def names() -> list[str]:
     return sorted(kvindex.names(), key=lambda name: order.get(name, 1))
 
 
-def _settings(method: str, tokens: int) -> Iterator[tuple[str, int, str]]:
+def settings_of(method: str, tokens: int) -> Iterator[tuple[str, int, str]]:
     """Yield name and options of an index, `k`, and the name of the budget, for each budget."""
     for k in BUDGETS:
         yield filled(LINES.get(method, method), k), k, str(k)
