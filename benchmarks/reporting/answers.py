@@ -99,8 +99,9 @@ def summary(result: Result) -> str:
         if (row := _one(result, "accuracy", FULL, {"tokens": tokens}, task=None))
     ]
     said = (
-        f"Correct answers about long texts: {_percent(mine)}% with `{DEFAULT}`, {_percent(full)}% "
-        f"with full attention, {_percent(best)}% with exact search for the same number of tokens "
+        f"Correct answers about long texts: {_percent(mine)}% with `{DEFAULT}` and k = "
+        f"{_middle(result)}, {_percent(full)}% with full attention, {_percent(best)}% with exact "
+        "search for the same number of tokens "
         f"({named(result['settings']['model'], None)}; prompts: {', '.join(counts)}; "
         "[answers](docs/results/answers.md))."
     )
