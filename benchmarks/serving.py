@@ -1,4 +1,4 @@
-"""Measure the time per generated token in vLLM, with kvindex's plug-in and without.
+"""Measure the time per token and the throughput of vLLM, with kvindex's plug-in and without.
 
 The benchmark needs a GPU, and vLLM 0.26 or newer. It compares vLLM engines with the same random
 weights in the shape of a model. Each runs in a process of its own:
@@ -6,11 +6,15 @@ weights in the shape of a model. Each runs in a process of its own:
 - `stock` uses the attention that vLLM selects.
 - `stock-fp8` does so too, with keys and values in FP8 (`kv_cache_dtype="fp8"`).
 - `kvindex` uses the plug-in.
-- `kvindex-fp8` does so too, with keys and values in FP8. It is measured only if `--plans` names it.
+- `kvindex-fp8` does so too, with keys and values in FP8.
+- `kvindex-sparse` uses the plug-in, and reads prompts with sparse attention (`prefill="sparse"`).
+
+The last two are measured only if `--plans` names them.
 
     python -m benchmarks.serving [--shape SHAPE] [--layers L]
         [--context N --batch B … | --cases NxB …] [--shared]
         [--index SPEC] [--k K] [--rows WHERE] [--dense-below TOKENS] [--dense-graphs]
+        [--prefill-selector NAME] [--prefill-mass F]
         [--written T] [--rounds R] [--stock-block TOKENS] [--plain] [--gpus N]
         [--arrivals PER_S --requests N] [--without-check] [--plans PLAN …]
         [--resume FILE] [--seconds S] --json OUT
@@ -19,7 +23,7 @@ weights in the shape of a model. Each runs in a process of its own:
 plug-in retrieves all tokens (k is as large as the sequence). The engines must generate the same
 tokens, for single sequences and for a batch. They may differ only where the log probabilities of
 the two best tokens are so close that rounding decides. If there is another difference, nothing is
-timed.
+timed. `kvindex-sparse` is not checked, because sparse attention changes the tokens.
 
 **Batches.** Each engine reads B sequences of N random tokens, and then generates T tokens for each
 sequence. It does so R times, and later rounds find the prompts in the prefix cache. With
@@ -31,10 +35,40 @@ the KV cache and fit on a smaller GPU. Results:
 - `ratio`: `token_ms` of an engine divided by that of `stock`.
 - `prefill_s`: time in seconds to read all sequences one after another.
 
-**--arrivals.** Instead of batches, requests arrive at random times. The times are the same for both
-engines. At most `--batch` requests run at a time. Results are medians and 99th percentiles of two
-times in milliseconds: from the arrival of a request to its first token (`first_ms`), and between
-two tokens of a request (`between_ms`).
+**--arrivals.** Instead of batches, requests arrive at random times. The times are the same for all
+engines. At most `--batch` requests run at a time. Results:
+
+- `first_ms` and `between_ms`: time in milliseconds from the arrival of a request to its first
+  token, and between two tokens of a request. Both are medians. `first_ms_99` and `between_ms_99`
+  are 99th percentiles.
+- `seconds`: time in seconds from the first arrival until the last request has ended.
+- `requests_per_s` and `tokens_per_s`: throughput, the number of requests and of generated tokens
+  divided by `seconds`.
+- `throughput_ratio`: `requests_per_s` of an engine divided by that of `stock`.
+
+**--arrivals inf** measures the largest throughput: all requests arrive at the beginning. If
+requests arrive more slowly than an engine could process them, its throughput is only their rate. If
+they arrive faster, its queue of waiting requests grows. Here the queue is never empty while the
+engine has room for another request. So the throughput is the rate of arrivals at which the queue of
+this engine just holds its length. Let `--requests` be a multiple of `--batch`, because vLLM reads
+the prompts of a batch one after another, and then generates most of their tokens together.
+
+This command compares three engines with 9 of 36 layers, and takes about five minutes on an H200
+(estimated):
+
+    python -m benchmarks.serving --layers 9 --context 131072 --batch 4 --arrivals inf --requests 8
+        --written 1024 --k 256 --plans stock kvindex kvindex-sparse --without-check
+        --resume THROUGHPUT --json OUT
+
+Nearly all times are proportional to the number of layers. The output head, and about 1 ms of each
+step on the host, are not. They take the same time in all engines, so with fewer layers, ratios are
+a little closer to 1.
+
+**--prefill-mass.** Random weights do not concentrate their attention on few blocks. So
+`kvindex-sparse` reads about the fraction `--prefill-mass` of the blocks, which is nearly all with
+the plug-in's default of 0.95. The default of this benchmark is 0.21. This is an estimate of the
+fraction of blocks that the plug-in's default reads in real texts of 131,072 tokens
+(`docs/prompts.md`).
 
 **--resume.** To start an engine takes about a minute. With this option, each result is written to a
 file as soon as it is measured. If the benchmark ends early, because an engine fails or after
@@ -55,6 +89,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import random
 import statistics
@@ -73,10 +108,11 @@ from torch import Tensor
 from benchmarks.common.resumed import Results
 from benchmarks.common.shapes import SHAPES, Shape
 from benchmarks.common.timing import spread
+from kvindex.layer.sparse import SELECTORS
 from kvindex_adapters.evaluate.machine import describe
 from kvindex_adapters.evaluate.output_files import output, write_json
 
-PLANS = "stock", "stock-fp8", "kvindex", "kvindex-fp8"
+PLANS = "stock", "stock-fp8", "kvindex", "kvindex-fp8", "kvindex-sparse"
 """Names of the engines that can be compared."""
 
 USUAL_PLANS = PLANS[:3]
@@ -188,6 +224,19 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "batches in which a search does not pay",
     )
     parser.add_argument(
+        "--prefill-selector",
+        choices=SELECTORS,
+        default="sampled",
+        help="Rule by which the engine kvindex-sparse chooses blocks of keys in prompts",
+    )
+    parser.add_argument(
+        "--prefill-mass",
+        type=float,
+        default=0.21,
+        help="Fraction of the attention weight that the blocks of kvindex-sparse have, in (0, 1]. "
+        "With random weights, it is also about the fraction of blocks that are read",
+    )
+    parser.add_argument(
         "--written",
         type=int,
         default=128,
@@ -216,8 +265,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--arrivals",
         type=float,
-        help="Mean number of requests that arrive per second at random times. Without this "
-        "option, batches are measured.",
+        help="Mean number of requests that arrive per second at random times, or inf if all arrive "
+        "at the beginning. Without this option, batches are measured.",
     )
     parser.add_argument(
         "--requests",
@@ -235,8 +284,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         nargs="+",
         choices=PLANS,
         default=[*USUAL_PLANS],
-        help="Engines to measure: stock (without the plug-in), kvindex (with the plug-in), and "
-        "the same with keys and values in FP8 (stock-fp8, kvindex-fp8)",
+        help="Engines to measure: stock (without the plug-in), kvindex (with the plug-in), the "
+        "same with keys and values in FP8 (stock-fp8, kvindex-fp8), and kvindex-sparse (with the "
+        "plug-in, and sparse attention in prompts)",
     )
     parser.add_argument(
         "--resume",
@@ -274,6 +324,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     for name, low in least.items():
         if getattr(found, name) < low:
             parser.error(f"{name}: got {getattr(found, name)}, allowed is at least {low}")
+    if not 0 < found.prefill_mass <= 1:
+        parser.error(f"prefill_mass: got {found.prefill_mass}, allowed is more than 0, at most 1")
     if found.arrivals is not None and not found.arrivals > 0:
         parser.error(f"arrivals: got {found.arrivals}, allowed is more than 0")
     if min(found.batch) < 1:
@@ -459,6 +511,9 @@ def large(given: argparse.Namespace, plan: str, folder: str) -> Any:
     sizes |= dict(pages=max(pages_of(context + more, batch) for context, batch in given.cases))
     options = dict(index=given.index, k=given.k, dense_below=given.dense_below)
     options |= dict(dense_graphs=given.dense_graphs)
+    if plan == "kvindex-sparse":
+        how = dict(prefill_selector=given.prefill_selector, prefill_mass=given.prefill_mass)
+        options |= dict(prefill="sparse", **how)
     return opened(given, plan, folder, **options, **sizes)
 
 
@@ -502,7 +557,7 @@ def written(engine: Any, ids: list[list[int]], count: int) -> list[float]:
 
 
 def arrived(given: argparse.Namespace, plan: str, folder: str) -> Any:
-    """Measure how long requests wait for their tokens if they arrive at random times."""
+    """Measure waiting times and throughput if requests arrive at random times."""
     engine = large(given, plan, folder)
     ids = prompts(given, Case(given.context, given.requests))
     written(engine, [text(SHAPES[given.shape], given.context, 1)], 8)  # compile kernels
@@ -512,7 +567,7 @@ def arrived(given: argparse.Namespace, plan: str, folder: str) -> Any:
     return arriving(engine.llm_engine, list(zip(due, ids, strict=True)), given.written)
 
 
-def arriving(core: Any, due: list[tuple[float, list[int]]], count: int) -> dict[str, list[float]]:
+def arriving(core: Any, due: list[tuple[float, list[int]]], count: int) -> dict[str, Any]:
     """Send requests to an engine at given times, and measure how long they wait for their tokens.
 
     Args:
@@ -522,7 +577,8 @@ def arriving(core: Any, due: list[tuple[float, list[int]]], count: int) -> dict[
 
     Returns:
         `first_ms`: milliseconds from the arrival of each request to its first token. `between_ms`:
-        milliseconds between two successive tokens of a request.
+        milliseconds between two successive tokens of a request. `seconds`: seconds from the first
+        arrival to the last token.
     """
     from vllm import SamplingParams
 
@@ -545,7 +601,9 @@ def arriving(core: Any, due: list[tuple[float, list[int]]], count: int) -> dict[
             if len(outcome.outputs[0].token_ids) >= len(seen):
                 seen.append(now)
     waits = [[1e3 * (b - a) for a, b in itertools.pairwise(seen)] for seen in came.values()]
-    return dict(first_ms=[w[0] for w in waits], between_ms=[ms for w in waits for ms in w[1:]])
+    seconds = max(seen[-1] for seen in came.values()) - due[0][0]
+    first_ms, between_ms = [w[0] for w in waits], [ms for w in waits for ms in w[1:]]
+    return dict(first_ms=first_ms, between_ms=between_ms, seconds=seconds)
 
 
 def settings_of(given: argparse.Namespace) -> dict[str, Any]:
@@ -554,6 +612,8 @@ def settings_of(given: argparse.Namespace) -> dict[str, Any]:
     found = {name: value for name, value in vars(given).items() if name not in others}
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     found |= dict(gpu=gpu, torch=torch.__version__, vllm=find_version("vllm"))
+    if given.arrivals is not None and math.isinf(given.arrivals):
+        found |= dict(arrivals="inf")  # JSON has no infinite numbers
     return found | dict(cases=[str(case) for case in given.cases])
 
 
@@ -640,9 +700,13 @@ class Engines:
         return equal
 
     def arrivals(self) -> dict[str, Any]:
-        """Return how long requests wait for their tokens, for each engine with results."""
+        """Return waiting times and throughput, for each engine with results."""
         found = {plan: self._one("arrive", plan) for plan in self._given.plans}
-        return {plan: waits(one) for plan, one in found.items() if one is not None}
+        plans = {plan: arrival_figures(one) for plan, one in found.items() if one is not None}
+        for plan, mine in plans.items():
+            if plan != "stock" and "stock" in plans:
+                mine["throughput_ratio"] = mine["requests_per_s"] / plans["stock"]["requests_per_s"]
+        return plans
 
     def times(self) -> list[dict[str, Any]]:
         """Return the times of all cases, for each engine with results."""
@@ -736,17 +800,21 @@ def summarized(cases: list[Case], found: list[dict[str, Any]]) -> list[dict[str,
     return batches
 
 
-def waits(found: dict[str, list[float]]) -> dict[str, float]:
-    """Return the median and the 99th percentile of each kind of time.
+def arrival_figures(found: dict[str, Any]) -> dict[str, float]:
+    """Return the median and the 99th percentile of each kind of waiting time, and the throughput.
 
-    `found` has the times that `arriving` returns: to the first token, and between two tokens.
+    `found` is what `arriving` returns.
     """
     fractions = {"": 0.5, "_99": 0.99}
-    return {
-        f"{kind}{end}": float(torch.tensor(times).quantile(fraction))
-        for kind, times in found.items()
+    shown = {
+        f"{kind}{end}": float(torch.tensor(found[kind]).quantile(fraction))
+        for kind in ("first_ms", "between_ms")
         for end, fraction in fractions.items()
     }
+    requests, seconds = len(found["first_ms"]), found["seconds"]
+    tokens = requests + len(found["between_ms"])
+    rates = dict(requests_per_s=requests / seconds, tokens_per_s=tokens / seconds)
+    return shown | dict(seconds=seconds) | rates
 
 
 def measured(given: argparse.Namespace, path: Path) -> dict[str, Any]:

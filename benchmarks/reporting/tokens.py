@@ -342,6 +342,7 @@ def serving(result: Result) -> str:
             "stock-fp8": "FlashAttention, keys and values in FP8",
             "kvindex": f"`{about['index']}`",
             "kvindex-fp8": f"`{about['index']}`, keys and values in FP8",
+            "kvindex-sparse": f"`{about['index']}`, sparse prompts",
         }
         for batch, (plan, words) in product(one["serving"]["batches"], names.items()):
             if plan not in batch["plans"]:
@@ -391,6 +392,37 @@ def arrivals(result: Result) -> str:
         "percentiles in parentheses."
     )
     head = ("attention", "ms to the first token", "ms between tokens")
+    return f"{words}\n\n{table(head, rows)}\n\n{machine(result)}"
+
+
+def throughput(result: Result) -> str:
+    """Make the table of vLLM's throughput if all requests arrive at the beginning."""
+    found = result["serving"]
+    about, rows = found["settings"], []
+    index, blocks = f"`{about['index']}`", f"about {about['prefill_mass']:.0%} of the blocks"
+    names = {
+        "stock": ("FlashAttention", "full attention"),
+        "kvindex": (index, "full attention"),
+        "kvindex-sparse": (index, f"sparse (`{about['prefill_selector']}`), {blocks}"),
+    }
+    for plan, words in names.items():
+        if plan not in found["arrivals"]:
+            continue
+        one = found["arrivals"][plan]
+        rates = f"{one['requests_per_s']:.3f}", f"{one['tokens_per_s']:.0f}"
+        ratio = f"{one['throughput_ratio']:.2f}" if "throughput_ratio" in one else ""
+        rows.append((*words, f"{one['seconds']:.1f}", *rates, ratio))
+    shared = "a shared prompt" if about["shared"] else "different prompts"
+    size = f" with {about['layers']} layers" if about["layers"] else ""
+    words = (
+        f"The table is for {about['requests']} requests with {shared} of "
+        f"{about['context']:,} tokens. All of them arrive at the beginning, vLLM runs at most "
+        f"{max(about['batch'])} at a time, and {about['written']:,} tokens are generated for each "
+        f"request. The model has random weights in the shape of {about['shape']}{size}, in "
+        f"bfloat16. The index retrieves k = {about['k']} tokens per KV head."
+    )
+    head = ("attention in decode steps", "in prompts", "seconds", "requests per second")
+    head = (*head, "generated tokens per second", "throughput, ratio to FlashAttention")
     return f"{words}\n\n{table(head, rows)}\n\n{machine(result)}"
 
 

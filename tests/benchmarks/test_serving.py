@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import report, serving
 from benchmarks.common import shapes
+from kvindex_adapters.vllm.options import Options
 from tests.benchmarks.running import MACHINE
 
 ANSWER = dict(tokens=[5, 6, 7], gaps=[3.0, 0.01, 2.0])
@@ -154,6 +155,8 @@ def test_no_engine_starts_after_the_given_time(engines, monkeypatch, tmp_path):
         (["--resume", "x.json"], "resume: got x.json, which is the file of --json, too"),
         (["--cases", "1024x1", "--arrivals", "1"], "cases: allowed is --context and --batch"),
         (["--cases", "1024"], "argument --cases: invalid"),
+        (["--prefill-mass", "1.5"], "prefill_mass: got 1.5, allowed is more than 0, at most 1"),
+        (["--arrivals", "nan"], "arrivals: got nan, allowed is more than 0"),
     ],
 )
 def test_wrong_options(options, reason, capsys):
@@ -199,10 +202,29 @@ def test_requests_that_arrive_wait_for_tokens(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
     found = serving.arriving(Core(), [(0.0, [1]), (0.02, [2])], 3)
-    assert [len(times) for times in found.values()] == [2, 4]
-    shown = serving.waits(found)
-    assert set(shown) == {"first_ms", "first_ms_99", "between_ms", "between_ms_99"}
+    assert [len(found[kind]) for kind in ("first_ms", "between_ms")] == [2, 4]
+    assert found["seconds"] >= 0.02
+    shown = serving.arrival_figures(found)
     assert 0 <= shown["first_ms"] <= shown["first_ms_99"]
+    assert shown["requests_per_s"] * found["seconds"] == pytest.approx(2)
+    assert shown["tokens_per_s"] * found["seconds"] == pytest.approx(6)
+
+
+def test_the_throughput_of_requests_that_arrive_at_the_beginning(engines, monkeypatch, tmp_path):
+    seconds = {"stock": 8.0, "kvindex": 6.0, "kvindex-sparse": 4.0}
+    for plan, taken in seconds.items():
+        found = dict(first_ms=[1.0, 2.0], between_ms=[3.0] * 14, seconds=taken)
+        engines.found[f"arrive {plan}"] = found
+    options = ["--arrivals", "inf", "--layers", "9", "--plans", *seconds, "--without-check"]
+    result = run(engines, monkeypatch, *options, "--resume", str(tmp_path / "results.json"))
+    assert engines.started == [f"arrive {plan}" for plan in seconds]
+    assert result["serving"]["settings"]["arrivals"] == "inf"
+    ratios = [one.get("throughput_ratio") for one in result["serving"]["arrivals"].values()]
+    assert ratios == [None, pytest.approx(8 / 6), 2]
+    page = report.TABLES["throughput"](result)
+    assert "shape of qwen3-8b with 9 layers, in" in page
+    assert "| FlashAttention | full attention | 8.0 | 0.250 | 2 |  |" in page
+    assert "| sparse (`sampled`), about 21% of the blocks | 4.0 | 0.500 | 4 | 2.00 |" in page
 
 
 def test_options_of_the_plug_in(monkeypatch):
@@ -217,3 +239,7 @@ def test_options_of_the_plug_in(monkeypatch):
         asked | sizes | dict(dense_below=8192, dense_graphs=False),
         asked | sizes | dict(dense_below="auto", dense_graphs=True),
     ]
+    serving.large(serving.arguments([*options, "--prefill-mass", "0.3"]), "kvindex-sparse", "")
+    how = dict(prefill="sparse", prefill_selector="sampled", prefill_mass=0.3)
+    assert opened[2] == opened[0] | how
+    Options.of(asked | how)  # raises an error if the plug-in does not know an option
