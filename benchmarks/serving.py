@@ -108,6 +108,7 @@ from torch import Tensor
 from benchmarks.common.resumed import Results
 from benchmarks.common.shapes import SHAPES, Shape
 from benchmarks.common.timing import spread
+from kvindex.layer.arguments import DEFAULT_K
 from kvindex.layer.sparse import SELECTORS
 from kvindex_adapters.evaluate.machine import describe
 from kvindex_adapters.evaluate.output_files import output, write_json
@@ -203,7 +204,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         help="Name and options of the index, as in kvindex.create",
     )
     parser.add_argument(
-        "--k", type=int, default=100, help="Number of tokens that each KV head retrieves"
+        "--k", type=int, default=DEFAULT_K, help="Number of tokens that each KV head retrieves"
     )
     parser.add_argument(
         "--rows",

@@ -64,3 +64,11 @@ def test_records_follow_the_table(tokens):
     for count in range(5):
         assert torch.equal(pages.read_records(records, table, count), codes[:count])
     assert (records != 0).any(-1).sum() == 4 * G
+
+
+def test_reading_rows_does_not_copy_all_pages():
+    some = torch.randn(1, 2, 256, 16)
+    memory = some.expand(2**26, -1, -1, -1)  # a terabyte, if it were copied
+    rows = pages.read_rows(memory, torch.tensor([2**25, 7]), 100, 500)
+    both = torch.cat([some[0], some[0]], dim=1)[None, :, 100:500]
+    assert torch.equal(torch.cat([rows.keys, rows.values], dim=-1), both)
