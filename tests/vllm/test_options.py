@@ -5,13 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvindex.layer.arguments import DEFAULT_K
 from kvindex.pariskv.block_layout import Layout, SubspaceLayout
 from kvindex_adapters.vllm import reports, unsupported
 from kvindex_adapters.vllm.options import Options
 
 
 def test_options_and_their_defaults():
-    assert Options.of({}) == Options("pariskv:sign_decoder=mean", 100, 64, 256, "auto")
+    assert Options.of({}) == Options("pariskv:sign_decoder=mean", DEFAULT_K, 64, 256, "auto")
     given = Options.of({"index": "pariskv:preset=fast:beta=.1", "k": 7})
     assert (given.k, given.config.beta, given.config.sampling) == (7, 0.1, "none")
     assert type(given.layout(64)) is Layout
