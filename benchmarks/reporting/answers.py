@@ -99,11 +99,10 @@ def summary(result: Result) -> str:
         if (row := _one(result, "accuracy", FULL, {"tokens": tokens}, task=None))
     ]
     said = (
-        f"Correct answers about long texts: {_percent(mine)}% with `{DEFAULT}` and k = "
-        f"{_middle(result)}, {_percent(full)}% with full attention, {_percent(best)}% with exact "
-        "search for the same number of tokens "
-        f"({named(result['settings']['model'], None)}; prompts: {', '.join(counts)}; "
-        "[answers](docs/results/answers.md))."
+        f"Correct answers about long texts: {_percent(mine)}% with `{DEFAULT}`, {_percent(full)}% "
+        f"with full attention, {_percent(best)}% with exact search for the same number of tokens "
+        f"(k = {_middle(result)}; {named(result['settings']['model'], None)}; prompts: "
+        f"{', '.join(counts)}; [answers](docs/results/answers.md))."
     )
     others = stored_like("answers_lengths", result)
     models = [one for one in others if one["settings"]["model"] != result["settings"]["model"]]

@@ -103,7 +103,8 @@ def summary(result: Result) -> str:
     name = result["index"]
     return (
         f"On a CPU, one layer's decode step over {SHOWN:,} tokens with `{name}` takes "
-        f"{point[name]['of_dense']:.2f} times the time of dense attention ([more](docs/cpu.md))."
+        f"{point[name]['of_dense']:.2f} times the time of dense attention (k = "
+        f"{result['shape']['k']}; [more](docs/cpu.md))."
     )
 
 

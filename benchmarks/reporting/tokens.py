@@ -388,8 +388,8 @@ def arrivals(result: Result) -> str:
     words = (
         f"The table is for {about['requests']} requests with {shared} of {about['context']:,} "
         f"tokens. They arrive at random times, {about['arrivals']} per second on average, and "
-        f"{about['written']} tokens are generated for each request. Times are medians, with 99th "
-        "percentiles in parentheses."
+        f"{about['written']} tokens are generated for each request. An index retrieves k = "
+        f"{about['k']} tokens per KV head. Times are medians, with 99th percentiles in parentheses."
     )
     head = ("attention", "ms to the first token", "ms between tokens")
     return f"{words}\n\n{table(head, rows)}\n\n{machine(result)}"
@@ -442,7 +442,7 @@ def served(result: Result) -> str:
     return (
         f"In vLLM, a decode step over {context:,} tokens with the plug-in takes "
         f"{' or '.join(ratios.values())} times the time of a decode step with FlashAttention "
-        f"(batches of {' or '.join(map(str, ratios))}, {gpu(result)}, both {how} "
+        f"(k = {about['k']}, batches of {' or '.join(map(str, ratios))}, {gpu(result)}, both {how} "
         "`torch.compile`; [more](docs/adapters/vllm.md#how-fast))."
     )
 
@@ -500,7 +500,8 @@ def through(result: Result) -> str:
         "The table compares the time per generated token in transformers and in kvindex's decoder. "
         "It is the time between two tokens that the host reads: the median, with quartiles in "
         "parentheses. The models have random weights in the shape of a real model, in "
-        f"{result['dtype']}. They use `{result['index']}`, and sample one sequence of tokens."
+        f"{result['dtype']}. They use `{result['index']}` with k = {result['transformers']['k']}, "
+        "and sample one sequence of tokens."
     )
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
 

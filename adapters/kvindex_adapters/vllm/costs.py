@@ -13,8 +13,8 @@ heads for each key that it reads. `key_us` holds for 128 coordinates.
 
 **Where the numbers come from.** `costs.json` has the numbers of each kind of GPU.
 `tools/vllm_costs.py` computes them from the benchmark's result files `decode_step*.json` (32 query
-heads, 8 KV heads, bfloat16, 4,096 to 4,194,304 tokens, 1 and 8 sequences), in which torch computes
-full attention. The model is within 5% of each of these times.
+heads, 8 KV heads, bfloat16, k = 100, 4,096 to 4,194,304 tokens, 1 and 8 sequences), in which torch
+computes full attention. The model is within 5% of each of these times.
 
 All of these steps retrieve 100 rows per KV head with `pariskv:preset=fast`. The estimate is the
 same for any number of rows: how the time grows with it in batches has not been measured.
