@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, ref
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvindex.core import check
 from kvindex.core.capability import capability
@@ -131,29 +132,33 @@ _EQUAL: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
 comparison of 150,000 tokens takes about half a second, too long for each turn of a chat."""
 
 
+OTHER_DRAFTS = (
+    "pass a draft model with the same vocabulary, such as a smaller model of the same family, "
+    "or leave out draft_model, so that drafts are copied from the text so far"
+)
+"""End of the errors about vocabularies: what to do."""
+
+
 def check_vocabularies(sizes: Sequence[int], tokenizers: Sequence[Any]) -> None:
     """Check that a draft model has the vocabulary of the model.
 
+    Many families pad the embeddings and logits of their models to different sizes. So models whose
+    tokenizers have the same vocabulary may have different sizes (`resized`).
+
     Args:
-        sizes: Sizes of the vocabularies of the model and of the draft model.
-        tokenizers: The tokenizers of the model and of the draft model. A tokenizer that is None is
-            not compared.
+        sizes: Numbers of tokens of the model and of the draft model, padding included.
+        tokenizers: The tokenizers of the model and of the draft model. If one of them is None, only
+            the sizes are compared.
 
     Raises:
         ValueError: The vocabularies differ.
     """
-    other = (
-        "pass a draft model with the same vocabulary, such as a smaller model of the same family, "
-        "or leave out draft_model, so that drafts are copied from the text so far"
-    )
-    large, small = sizes
-    if small != large:
-        raise ValueError(
-            f"draft_model: got a model with a vocabulary of {small:,} tokens for a model with "
-            f"{large:,}; {other}"
-        )
     model, draft = tokenizers
-    if model is draft or model is None or draft is None:
+    if model is None or draft is None:
+        if sizes[0] != sizes[1]:
+            raise different_sizes(sizes, "both models have tokenizers with the same vocabulary")
+        return
+    if model is draft:
         return
     known = _EQUAL.get(model)
     if known is not None and known() is draft:
@@ -165,9 +170,40 @@ def check_vocabularies(sizes: Sequence[int], tokenizers: Sequence[Any]) -> None:
         raise ValueError(
             f"draft_model: got the tokenizer {draft.name_or_path!r}, in which the token {token!r} "
             f"has the id {theirs.get(token)}, for a model with the tokenizer "
-            f"{model.name_or_path!r}, in which it has the id {mine.get(token)}; {other}"
+            f"{model.name_or_path!r}, in which it has the id {mine.get(token)}; {OTHER_DRAFTS}"
         )
     _EQUAL[model] = ref(draft)
+
+
+def different_sizes(sizes: Sequence[int], allowed: str) -> ValueError:
+    """Return the error for a draft model with another number of tokens.
+
+    `sizes` are those of the model and of the draft model. `allowed` says in which case they may be
+    different.
+    """
+    large, small = sizes
+    return ValueError(
+        f"draft_model: got a model with a vocabulary of {small:,} tokens for a model with "
+        f"{large:,}; different sizes are allowed if {allowed}; {OTHER_DRAFTS}"
+    )
+
+
+def resized(logits: Tensor, size: int, *, missing: float = float("-inf")) -> Tensor:
+    """Convert logits of a draft model to the number of tokens of the model.
+
+    The draft model then never chooses a token that the model does not have. And both give
+    probabilities of one shape, for rejection sampling.
+
+    Args:
+        logits: `[..., V]`.
+        size: Number of tokens of the model. Logits of further tokens are left out.
+        missing: Logit of the tokens that the draft model does not have.
+
+    Returns:
+        Logits `[..., size]`.
+    """
+    more = size - logits.shape[-1]
+    return pad(logits, (0, more), value=missing) if more > 0 else logits[..., :size]
 
 
 @contextmanager

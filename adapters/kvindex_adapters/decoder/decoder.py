@@ -476,7 +476,8 @@ class Decoder:
                     "out draft_model, so that drafts are copied from the text so far"
                 )
             how: Any = dict(index=index, k=k, attach_options=attach_options, fused=fused)
-            drafter = small._drafter_for(session, padding, graphs=graphs, chunk=given_chunk, **how)
+            how |= dict(graphs=graphs, chunk=given_chunk, vocabulary=self.config.vocabulary)
+            drafter = small._drafter_for(session, padding, **how)
         return Run(
             given,
             self._reading,
@@ -511,6 +512,7 @@ class Decoder:
         *,
         graphs: bool,
         chunk: int | None,
+        vocabulary: int,
         **options: Any,
     ) -> Drafter:
         """Return an object that writes drafts with this decoder for another decoder.
@@ -521,6 +523,7 @@ class Decoder:
             padding: Number of padding tokens on the left of each sequence.
             graphs: As in `Options`.
             chunk: As in `Options`.
+            vocabulary: Number of tokens that the other decoder's model has.
             **options: The options `index`, `k`, `attach_options` and `fused`.
         """
         if session is not None:
@@ -535,7 +538,8 @@ class Decoder:
             layers = self._attentions(attach_options=usual or None, graphs=graphs, **options)
         kernels = self._fused_for(len(padding), fused)
         own = Session(self.weights, self.config, layers, padding, kernels)
-        drafter = Drafter(own, self._reading, self._chunk(chunk, batch=len(padding)))
+        chunk = self._chunk(chunk, batch=len(padding))
+        drafter = Drafter(own, self._reading, chunk, vocabulary)
         if session is not None:
             session.drafter = drafter
         return drafter

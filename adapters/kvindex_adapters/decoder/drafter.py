@@ -3,6 +3,11 @@
 The session contains a beginning of the tokens that the larger model has read and written. A round
 appends the tokens that are missing, and then the draft. When the larger model has verified the
 draft, the accepted tokens stay, and the others are removed.
+
+Both models have the same tokenizer, but may pad their vocabulary to different sizes. The smaller
+model chooses only among tokens that the larger model has. In place of a token that it does not have
+itself, it reads its last one. This changes only drafts: each token of the answer is
+chosen or sampled from logits of the larger model, which reads the true tokens.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvindex.core.graphs import GRAPHS
+from kvindex_adapters.common.speculation import resized
 from kvindex_adapters.decoder.graph import TokenGraph
 from kvindex_adapters.decoder.sampling import Sampler, Sampling
 from kvindex_adapters.decoder.session import Session
@@ -31,7 +37,7 @@ class Draft(NamedTuple):
     Attributes:
         tokens: Int64 `[B, n]`.
         distributions: The probabilities from which each token was sampled, float32 `[B, V]` each,
-            or [] for a greedy draft.
+            or [] for a greedy draft. `V` is the larger model's number of tokens.
     """
 
     tokens: Tensor
@@ -46,10 +52,12 @@ class Drafter:
             has.
         source: The object that read the smaller model's weights.
         chunk: Number of tokens of each prompt that a layer computes at a time.
+        vocabulary: Number of tokens that the larger model has, padding included.
     """
 
-    def __init__(self, session: Session, source: object, chunk: int) -> None:
+    def __init__(self, session: Session, source: object, chunk: int, vocabulary: int) -> None:
         self._session, self._source, self._chunk = session, source, chunk
+        self._vocabulary = vocabulary
         # all tokens that the larger model has verified, [B, N]. Those of the session come first.
         self._ids = torch.zeros(len(session.padding), 0, dtype=torch.int64)
         self._room, self._intact = 0, True
@@ -67,7 +75,7 @@ class Drafter:
 
     def fork(self) -> Drafter:
         """Make an independent drafter whose session has the same tokens."""
-        other = Drafter(self._session.duplicate(), self._source, self._chunk)
+        other = Drafter(self._session.duplicate(), self._source, self._chunk, self._vocabulary)
         other._ids, other._intact = self._ids, self._intact
         return other
 
@@ -98,7 +106,7 @@ class Drafter:
         self._graph = None
         if graphs and device.type in GRAPHS:
             greedy = Sampler(Sampling(), device, session.fused)
-            self._graph = TokenGraph(session, greedy)
+            self._graph = TokenGraph(session, greedy, vocabulary=self._vocabulary)
 
     def append(self, tokens: Tensor) -> None:
         """Append verified tokens, int64 `[B, m]`, to the tokens that the next draft continues."""
@@ -120,7 +128,7 @@ class Drafter:
         """
         session = self._session
         self._catch_up()
-        waiting = self._ids[:, session.length :].to(session.token.device)
+        waiting = self._readable(session.length)
         start = session.length
         with session.speculating(WAITING):
             if self._graph is None or sampler.samples:
@@ -131,18 +139,25 @@ class Drafter:
             end = min(session.length, self._ids.shape[1] - 1)
             if end < session.length:
                 session.keep(end)
-            session.observe(self._ids[:, start:end].to(session.token.device))
+            session.observe(self._readable(start, end))
 
     def _catch_up(self) -> None:
         """Read the tokens that are missing in the session, except for the last `WAITING` at
         most."""
         session = self._session
-        missing = self._ids[:, session.length : -1]
+        missing = self._readable(session.length, -1)
         if session.length and missing.shape[1] < WAITING:
             return
         self._intact = False  # until all layers have the same tokens again
-        session.read_prompt(missing.to(session.token.device), self._chunk, self._room)
+        session.read_prompt(missing, self._chunk, self._room)
         self._intact = True
+
+    def _readable(self, start: int, stop: int | None = None) -> Tensor:
+        """Return the verified tokens from position `start` to before `stop`, as ids that the
+        smaller model has."""
+        session = self._session
+        known = self._ids[:, start:stop].clamp(max=session.vocabulary - 1)
+        return known.to(session.token.device)
 
     def _written(
         self, waiting: Tensor, count: int, sampler: Sampler, device: torch.device
@@ -152,7 +167,7 @@ class Drafter:
         tokens, distributions = list[Tensor](), list[Tensor]()
         logits = session.score(waiting)[:, -1]
         while True:
-            logits = logits.to(device)
+            logits = resized(logits.to(device), self._vocabulary)
             if sampler.samples:
                 distributions.append(sampler.probabilities(logits))
                 tokens.append(sampler.draw(distributions[-1]))

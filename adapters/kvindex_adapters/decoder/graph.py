@@ -29,10 +29,18 @@ class TokenGraph:
             answer.
         sampler: The sampler that chose this token.
         graphs: Whether decode steps may be captured in a CUDA graph.
+        vocabulary: Choose among this number of tokens with the lowest ids. None means all.
     """
 
-    def __init__(self, session: Session, sampler: Sampler, *, graphs: bool = True) -> None:
-        self._session, self._sampler = session, sampler
+    def __init__(
+        self,
+        session: Session,
+        sampler: Sampler,
+        *,
+        graphs: bool = True,
+        vocabulary: int | None = None,
+    ) -> None:
+        self._session, self._sampler, self._vocabulary = session, sampler, vocabulary
         self._serves = graphs and session.token.device.type in GRAPHS
         self._ahead = AHEAD if self._serves and session.ranks is not None else 0
         self._graph: Graph | None = None
@@ -106,4 +114,5 @@ class TokenGraph:
         self._reads = reads
 
     def _chosen(self, logits: Tensor) -> Tensor:
-        return self._session.agreed(self._sampler.choose(logits))[:, None]
+        some = logits[:, : self._vocabulary]
+        return self._session.agreed(self._sampler.choose(some))[:, None]

@@ -56,5 +56,5 @@ class Options(TypedDict, total=False):
     written by `draft_model`, and verified by attention with the index. "full": drafts are written
     with the index, and verified by full attention, whose tokens the answer then has."""
     draft_model: DraftModel | None
-    """A `Decoder` with a smaller model of the same vocabulary, which writes the drafts (default
+    """A `Decoder` with a smaller model and the same tokenizer, which writes the drafts (default
     None). It uses the same index options, except for those of single layers."""

@@ -423,6 +423,11 @@ class Session:
         return draft_cost(self._indexed(), self._weights.read_bytes)
 
     @property
+    def vocabulary(self) -> int:
+        """Number of tokens that the model has, padding included."""
+        return self._config.vocabulary
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the model's weights that a decode step reads."""
         return self._weights.read_bytes

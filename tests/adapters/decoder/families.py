@@ -1,5 +1,7 @@
 """Tiny models that the decoder supports, with biases and norms that are not zeros and ones."""
 
+import copy
+
 import torch
 
 from tests.adapters.tiny import LAYERS, build, prompt
@@ -50,6 +52,20 @@ def model_of(name, **options):
 def ids_of(length, seed=0):
     """Return random ids of a prompt, int64 `[N]`."""
     return prompt(1, length + seed)["input_ids"][0, seed:]
+
+
+def padded(model, size):
+    """Return a copy of a model of the Llama family with another number of tokens.
+
+    Further tokens have the weights of the first ones, but their logits are twice as large. So the
+    copy often chooses them.
+    """
+    made, count = copy.deepcopy(model), model.lm_head.out_features
+    made.resize_token_embeddings(size, mean_resizing=False)
+    with torch.no_grad():
+        for weight, factor in ((made.model.embed_tokens.weight, 1), (made.lm_head.weight, 2)):
+            weight[count:] = factor * weight[: max(size - count, 0)]
+    return made
 
 
 def perturbed(model):

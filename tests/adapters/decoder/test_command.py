@@ -88,12 +88,17 @@ def test_draft_models_that_the_command_refuses(tiny, monkeypatch):
     ):
         result = run(*given, *more)
         assert message in str(result.exception or result.stderr)
-    monkeypatch.setattr(
-        "kvindex_adapters.hf.model.load_model.load",
-        lambda name, **options: (build("llama", vocab_size=90 + len(name)), Chats()),
-    )
+
+    def load(name, **options):
+        tokenizer = Chats()
+        tokenizer.name_or_path = name
+        tokenizer.get_vocab = lambda: {"Hello": len(name)}
+        return build("llama"), tokenizer
+
+    monkeypatch.setattr("kvindex_adapters.hf.model.load_model.load", load)
     result = run(*given, "--speculative-tokens", 2)
-    assert "a vocabulary of 95 tokens for a model with 94" in str(result.exception)
+    message = "the tokenizer 'other', in which the token 'Hello' has the id 5, for a model with"
+    assert message in str(result.exception)
     monkeypatch.setattr("kvindex_adapters.common.parallel.launched", lambda: True)
     result = run(*given, "--speculative-tokens", 2)
     assert "draft_model: got 'other' under torchrun" in str(result.exception)

@@ -15,7 +15,7 @@ from kvindex_adapters.decoder import Chat, Decoder, Sampling
 from kvindex_adapters.decoder.sampling import Sampler
 from kvindex_adapters.decoder.session import Session
 from kvindex_adapters.decoder.speculation import Speculator
-from tests.adapters.decoder.families import ids_of, model_of, perturbed
+from tests.adapters.decoder.families import ids_of, model_of, padded, perturbed
 from tests.adapters.decoder.test_decoder import Breaks, breaking
 from tests.adapters.decoder.test_speculation import (
     ALL,
@@ -277,6 +277,54 @@ def test_options_of_single_layers_are_those_of_the_large_model(decoder, far):
     assert tokens(decoder, ids_of(60), **given) == tokens(decoder, ids_of(60), **options)
 
 
+# Vocabularies of other sizes
+
+
+FEWER, MORE = 80, 202
+"""Sizes of vocabularies below and above that of the model, which is 101."""
+
+
+@pytest.fixture(scope="module", params=[FEWER, MORE])
+def other(request):
+    """A decoder with the weights of the model, for fewer or more tokens."""
+    return Decoder.of(padded(model_of("llama", num_hidden_layers=2), request.param), WORDS)
+
+
+@pytest.mark.parametrize("options", [ALL, DENSE], ids=["exact", "dense"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_draft_model_with_fewer_or_more_tokens(decoder, other, options, batch):
+    prompts = [ids_of(60), ids_of(47)][:batch]
+    given = dict(options, max_new_tokens=30, chunk=16)
+    want = decoder.generate(prompts, **given)
+    assert max(int(one.answer_ids.max()) for one in want) >= FEWER
+    made = decoder.generate(prompts, speculative_tokens=3, draft_model=other, **given)
+    for one, plain in zip(made, want, strict=True):
+        assert torch.equal(one.answer_ids, plain.answer_ids)
+    seen = made[0].acceptance
+    more = other.config.vocabulary == MORE  # then no token of the answer is unknown
+    assert (seen.accepted == seen.drafted > 0) == more
+    assert seen.accepted > 0 or batch == 2  # a sequence rejects what the other one accepts
+
+
+def test_samples_of_a_draft_model_with_more_tokens(decoder):
+    """Without the tokens that the model does not have, its probabilities are those of the model."""
+    more = Decoder.of(padded(model_of("llama", num_hidden_layers=2), MORE), WORDS)
+    given = dict(ALL, speculative_tokens=4, draft_model=more, sampling=WARM)
+    made = decoder.generate(ids_of(60), max_new_tokens=COUNT, chunk=16, **given)
+    assert made.acceptance.accepted == made.acceptance.drafted == 12
+
+
+def test_turns_with_a_draft_model_that_has_fewer_or_more_tokens(decoder, other):
+    session, past = decoder.session(**ALL), torch.zeros(0, dtype=torch.int64)
+    given = dict(session=session, speculative_tokens=3, draft_model=other)
+    for number in range(3):
+        past = torch.cat([past, ids_of(20, seed=number)])
+        got = tokens(decoder, ids_of(20, seed=number), **given)
+        assert got == tokens(decoder, past, **ALL)
+        past = torch.cat([past, torch.tensor(got)])
+    assert session.drafter._ids[0].tolist() == past.tolist()
+
+
 # Sampled answers
 
 
@@ -288,12 +336,22 @@ def test_the_model_as_its_own_draft_accepts_all_samples(decoder):
     assert torch.equal(made.answer_ids, again.answer_ids)
 
 
-@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 500])
-def test_sampled_answers_have_the_distribution_of_the_model(tiny, batch):  # noqa: F811
+@pytest.mark.parametrize(
+    ("batch", "vocabulary"),
+    [pytest.param(1, 4, marks=pytest.mark.slow), (500, 4), (500, 3), (500, 6)],
+)
+def test_sampled_answers_have_the_distribution_of_the_model(
+    tiny,  # noqa: F811
+    monkeypatch,
+    batch,
+    vocabulary,
+):
     decoder, prompt = tiny
+    monkeypatch.setattr(decoder, "tokenizer", WORDS)
     sizes = dict(hidden_size=8, intermediate_size=16, num_attention_heads=2, head_dim=8)
-    small = model_of("llama", vocab_size=4, num_hidden_layers=1, num_key_value_heads=2, **sizes)
-    options = dict(index=None, speculative_tokens=3, draft_model=Decoder.of(small))
+    sizes |= dict(num_hidden_layers=1, num_key_value_heads=2)
+    small = Decoder.of(model_of("llama", vocab_size=vocabulary, **sizes), WORDS)
+    options = dict(index=None, speculative_tokens=3, draft_model=small)
     counts, accepted, drafted = Counter(), 0, 0
     for seed in range(DRAWS // batch if batch > 1 else 2000):
         sampling = Sampling(SAMPLING.temperature, top_p=SAMPLING.top_p, seed=seed)
@@ -428,15 +486,17 @@ def test_refusals(decoder, options, error, message):
         decoder.start(ids_of(10), **given)
 
 
-def test_other_vocabularies_are_refused(decoder):
+def test_other_vocabularies_are_refused():
     sizes = dict(vocab_size=len(byte_pairs()), num_hidden_layers=1)
     large, small = (
         Decoder.of(model_of("llama", **sizes), tokenizer)
         for tokenizer in (byte_pairs(), other_ids())
     )
     given = dict(ALL, speculative_tokens=4)
-    with pytest.raises(ValueError, match="a vocabulary of 101 tokens for a model with 2,000; pass"):
-        large.start(ids_of(10), draft_model=decoder, **given)
+    none = Decoder.of(model_of("llama", num_hidden_layers=1))
+    message = "a vocabulary of 101 tokens for a model with 2,000; different .* have tokenizers .* p"
+    with pytest.raises(ValueError, match=message):
+        large.start(ids_of(10), draft_model=none, **given)
     with pytest.raises(
         ValueError, match=r"in which the token '[!#]' has the id .* leave out draft"
     ):

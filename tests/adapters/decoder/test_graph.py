@@ -22,7 +22,7 @@ from kvindex_adapters.decoder.speculation import Speculator
 from kvindex_adapters.llama.fused import Fused
 from kvindex_cuda.pariskv.executor import ParisKVExecutor
 from kvindex_cuda.pariskv.steps import workspace
-from tests.adapters.decoder.families import ids_of, model_of, perturbed
+from tests.adapters.decoder.families import ids_of, model_of, padded, perturbed
 from tests.adapters.hf.generation.test_generation import Words
 from tests.cuda.pages import reads_pages  # noqa: F401  # a fixture
 from tests.support.fused import on_a_cpu
@@ -921,6 +921,27 @@ def test_a_draft_model_in_graphs(device, graphs, sampling, draft):
     for one in (session, session.drafter._session):
         for layer in one._attentions:
             assert len(layer) - len(layer.index) < 8 + 2 * 8 + 4 + 3
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "prompts"), mostly_slow([*product([70, 202], [[60], [60, 47]])], (202, [60]))
+)
+def test_a_draft_model_with_fewer_or_more_tokens_in_graphs(device, graphs, vocabulary, prompts):
+    """The model has 101 tokens. The graph of the draft model chooses none beyond these."""
+    decoder, sizes = decoder_of(device, layers=2), dict(num_hidden_layers=2, head_dim=64)
+    model = padded(model_of("llama", **sizes), vocabulary)
+    small = Decoder.of(model.to(device), decoder.tokenizer)
+    ids = [ids_of(count) for count in prompts]
+    plain = given(device, 20, regions=dict(update_every=40)) | ALL_ROWS
+    want = decoder.generate(ids, graphs=False, **plain)
+    with recorded_calls(Session, "draft") as drafted:
+        got = decoder.generate(ids, speculative_tokens=3, draft_model=small, **plain)
+    for mine, theirs in zip(got, want, strict=True):
+        assert mine.answer_ids.tolist() == theirs.answer_ids.tolist()
+    assert max(int(one.answer_ids.max()) for one in want) >= 70
+    seen = got[0].acceptance
+    assert len(drafted) < seen.drafted / 2  # the others are replays
+    assert (seen.accepted == seen.drafted) == (vocabulary == 202)
 
 
 def test_a_draft_model_of_a_batch_in_graphs(device, graphs):
