@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -27,7 +27,7 @@ from kvindex_adapters.common.speculation import (
     Acceptance,
     about_draft_model,
     check_verifiable,
-    check_vocabularies,
+    different_sizes,
     speculation_of,
 )
 from kvindex_adapters.common.token_timer import TokenTimer
@@ -167,9 +167,11 @@ def generate(
             written by `draft_model`, and verified by attention with the index. "full": drafts are
             written with the index, and verified by full attention, whose tokens the answer then
             has.
-        draft_model: A smaller model with the same tokenizer, which writes the drafts. It attends
-            through an index with the options `index`, `k` and `attach_options`; with `cache`, it
-            uses full attention. It reads all tokens in each call.
+        draft_model: A smaller model with the same tokenizer, which writes the drafts. Its number of
+            tokens may differ from the model's if the two have the same `model_type`, and neither
+            has fewer tokens than the tokenizer. It attends through an index with the options
+            `index`, `k` and `attach_options`; with `cache`, it uses full attention. It reads all
+            tokens in each call.
         **generate_options: Further keyword arguments of `model.generate`. Decoding is greedy
             unless they contain `do_sample=True`.
 
@@ -203,7 +205,7 @@ def generate(
     speculation = speculation_of(speculative_tokens, verify, draft_model=has_draft)
     check_model(cache, model)
     index = None if isinstance(cache, PlainCache) else index
-    small = None if draft_model is None else _draft_model(draft_model, model, index)
+    small = None if draft_model is None else _draft_model(draft_model, model, tokenizer, index)
     if cache is None:
         turn = Turn(0, encode_prompt(tokenizer, prompt), None)
     else:
@@ -286,7 +288,7 @@ def generate(
 
 
 def _draft_model(
-    draft_model: PreTrainedModel, model: PreTrainedModel, index: object
+    draft_model: PreTrainedModel, model: PreTrainedModel, tokenizer: Any, index: object
 ) -> PreTrainedModel:
     """Check that a model can write drafts for another one, and return it without its wrapper."""
     try:
@@ -298,8 +300,29 @@ def _draft_model(
             "draft_model: got the model itself, whose attention searches the index of its own "
             "cache; pass another model, or leave out draft_model"
         )
-    check_vocabularies((vocabulary_of(model), vocabulary_of(small)), (None, None))
+    _check_sizes(model, small, tokenizer)
     return small
+
+
+def _check_sizes(model: PreTrainedModel, small: PreTrainedModel, tokenizer: Any) -> None:
+    """Check that a draft model has as many tokens as the model, apart from padding.
+
+    The draft model's tokenizer is unknown. Models of one family may pad its tokens to other sizes.
+    """
+    sizes = vocabulary_of(model), vocabulary_of(small)
+    if sizes[0] == sizes[1]:
+        return
+    large_type, small_type = (
+        one.config.get_text_config(decoder=True).model_type for one in (model, small)
+    )
+    tokens = len(tokenizer) if isinstance(tokenizer, Sized) else None
+    if large_type != small_type or tokens is None or tokens > min(sizes):
+        known = "an unknown number" if tokens is None else f"{tokens:,}"
+        raise different_sizes(
+            sizes,
+            f"both models have the same model_type (got {small_type!r} for {large_type!r}), and "
+            f"neither has fewer tokens than the tokenizer (got {known})",
+        )
 
 
 def _drafter(model: PreTrainedModel, cache: Any) -> Drafter:

@@ -29,10 +29,11 @@ from kvindex_adapters.common.speculation import (
     draft_cost,
     model_cost,
     rejection_sample,
+    resized,
 )
 from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.hf.cache.cache import IndexCache
-from kvindex_adapters.hf.generation.prefill import prefill
+from kvindex_adapters.hf.generation.prefill import prefill, vocabulary_of
 from kvindex_adapters.hf.graph.run_ahead import OTHER_LOOPS, option_of
 from kvindex_adapters.hf.model.cache_argument import CACHE, takes_cache
 from kvindex_adapters.hf.model.info import text_positions
@@ -41,6 +42,14 @@ from kvindex_adapters.hf.model.rotary import length_dependent
 FUNCTIONS = {"logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"}
 """Options of `model.generate` that this loop supports, although `RunAhead` does not. It calls the
 functions with drafted tokens, some of which are rejected later."""
+
+MISSING = -1e30
+"""Logit of tokens that only the larger model has, in drafts of the smaller one. Such a token is
+chosen only if no other one is possible.
+
+It is not -inf. If logits processors forbid all other tokens, there would be nothing to choose, and
+a processor that adds to a multiple of a logit would make NaN of it.
+"""
 
 Draft = tuple[Tensor, list[Tensor]]
 """Drafted tokens, int64 `[1, n]`, and the probabilities `[1, V]` from which each was sampled, or []
@@ -183,7 +192,8 @@ class Speculated:
         elif self._drafter is not None:
             cost = model_cost(self._drafter.nbytes, bytes_of(model))
             self._length = DraftLength(self._speculation, cost)
-        judge = _Judge(logits_processor, stopping_criteria, sampled=generation_config.do_sample)
+        how: Any = dict(sampled=generation_config.do_sample, vocabulary=logits.shape[-1])
+        judge = _Judge(logits_processor, stopping_criteria, **how)
         token = judge.choose(input_ids, logits[:, -1])
         ids, made = torch.cat([input_ids, token], dim=1), [token]
         lookup = PromptLookup(ids[0].tolist())
@@ -265,6 +275,7 @@ class Drafter:
         check_removable(model, cache, "draft_model")
         self._model, self._cache, self._chunk = model, cache, chunk
         self._positions = learned_positions(model)
+        self._last = (vocabulary_of(model) or sys.maxsize) - 1  # the highest id that the model has
 
     def most(self, length: int) -> int:
         """Return the largest number of tokens to draft after `length` tokens, or 0 for none.
@@ -291,13 +302,16 @@ class Drafter:
             count: Number of tokens of the draft.
         """
         model, cache = self._model, self._cache
-        missing = ids[0, cache.get_seq_length() :].to(model.device)
+        # In place of a token that this model does not have, it reads the last one that it has. This
+        # changes only the draft: the larger model verifies it, and reads the true tokens.
+        missing = ids[0, cache.get_seq_length() :].clamp(max=self._last).to(model.device)
         if len(missing) > WAITING:  # the prompt; otherwise the tokens that the last round gave
             given: Any = dict(stop=len(missing) - 1, chunk=self._chunk)
             prefill(model, missing, cache, **given)
             missing = missing[-1:]
         with speculating(cache, WAITING):
-            yield write(model, cache, ids, judge, count, unread=len(missing))
+            own: Any = dict(unread=len(missing), last=self._last)
+            yield write(model, cache, ids, judge, count, **own)
 
     def keep(self, length: int) -> None:
         """Remove the tokens of the cache from position `length` on."""
@@ -311,10 +325,13 @@ class _Judge:
         processors: Transformers' logits processors.
         criteria: Transformers' stopping criteria.
         sampled: Whether tokens are sampled.
+        vocabulary: Number of tokens for which the model computes logits, `V`. The processors get
+            as many logits also for a smaller model that has fewer or more tokens.
     """
 
-    def __init__(self, processors: Any, criteria: Any, *, sampled: bool) -> None:
+    def __init__(self, processors: Any, criteria: Any, *, sampled: bool, vocabulary: int) -> None:
         self._processors, self._criteria, self.sampled = processors, criteria, bool(sampled)
+        self._vocabulary = vocabulary
 
     def probabilities(self, ids: Tensor, logits: Tensor) -> Tensor:
         """Return the probabilities `[1, V]` of the token after `ids`, with all processors."""
@@ -366,12 +383,20 @@ class _Judge:
         return made, accepted
 
     def _scores(self, ids: Tensor, logits: Tensor) -> Tensor:
-        scores: Tensor = self._processors(ids, logits.to(ids.device, torch.float32, copy=True))
+        own = logits.to(ids.device, torch.float32, copy=True)
+        scores: Tensor = self._processors(ids, resized(own, self._vocabulary, missing=MISSING))
         return scores
 
 
 def write(
-    model: Any, cache: Any, ids: Tensor, judge: _Judge, count: int, *, unread: int = 1
+    model: Any,
+    cache: Any,
+    ids: Tensor,
+    judge: _Judge,
+    count: int,
+    *,
+    unread: int = 1,
+    last: int = sys.maxsize,
 ) -> Draft:
     """Write tokens with a model and its cache.
 
@@ -382,6 +407,7 @@ def write(
         judge: Chooses the tokens.
         count: Number of tokens to write.
         unread: Number of tokens at the end of `ids` that are not in the cache.
+        last: The highest id that the model reads. It reads this id in place of higher ones.
 
     Returns:
         The tokens, int64 `[1, count]`, and the probabilities `[1, V]` from which each was sampled,
@@ -389,7 +415,8 @@ def write(
     """
     written, distributions = ids, list[Tensor]()
     for _ in range(count):
-        logits = forward(model, cache, written[:, -unread:].to(model.device))[:, -1]
+        some = written[:, -unread:].clamp(max=last).to(model.device)
+        logits = forward(model, cache, some)[:, -1]
         if judge.sampled:
             distributions.append(judge.probabilities(written, logits))
             token = _draw(distributions[-1])[:, None]

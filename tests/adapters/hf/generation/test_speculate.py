@@ -13,7 +13,7 @@ from kvindex_adapters.common.speculation import DraftLength, PromptLookup
 from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.decoder import Chat, Decoder
 from kvindex_adapters.hf.generation import speculate
-from tests.adapters.decoder.families import FULL, perturbed
+from tests.adapters.decoder.families import FULL, padded, perturbed
 from tests.adapters.decoder.test_speculative_sampling import DRAWS, assert_distributed, joint
 from tests.adapters.hf.generation.test_generation import Words
 from tests.adapters.tiny import build, byte_pairs, prompt
@@ -36,9 +36,20 @@ def ids_of(length, seed=0):
     return prompt(1, length + seed)["input_ids"][0, seed:]
 
 
-def generated(model, ids, seed=0, count=COUNT, **options):
+class Counted(Words):
+    """A tokenizer that has `count` tokens."""
+
+    def __init__(self, count):
+        self._count = count
+
+    def __len__(self):
+        return self._count
+
+
+def generated(model, ids, seed=0, count=COUNT, tokenizer=None, **options):
     torch.manual_seed(seed)
-    return kvhf.generate(model, Words(), ids, max_new_tokens=count, chunk=16, **options)
+    tokenizer = Words() if tokenizer is None else tokenizer
+    return kvhf.generate(model, tokenizer, ids, max_new_tokens=count, chunk=16, **options)
 
 
 def tokens(model, ids, **options):
@@ -201,6 +212,53 @@ def test_greedy_tokens_are_those_without_a_draft_model(
     assert rates["far"] < rates["near"] < rates["twin"] == 1
 
 
+FEWER, MORE = 80, 202
+"""Numbers of tokens below and above those of the model, which is 101."""
+
+
+@pytest.mark.parametrize("size", [FEWER, MORE])
+@pytest.mark.parametrize("options", [ALL, DENSE], ids=["exact", "dense"])
+@pytest.mark.parametrize("how", [{}, WARM], ids=["greedy", "warm"])
+def test_a_draft_model_with_fewer_or_more_tokens(model, options, size, how):
+    """Logits processors get as many logits as the model has tokens."""
+    sizes, seen = set(), Counter()
+
+    def processor(ids, scores):
+        sizes.add(scores.shape[-1])
+        return scores
+
+    given = dict(tokenizer=Counted(FEWER), count=30, **options, **how)
+    more = dict(logits_processor=[processor], suppress_tokens=[7, 90])
+    draft = dict(speculative_tokens=3, draft_model=padded(model, size))
+    for length in (2, 40, 60):
+        ids = ids_of(length)
+        want = generated(model, ids, **given, **more).answer_ids.tolist()
+        made = generated(model, ids, **given, **more, **draft)
+        if not how:
+            assert made.answer_ids.tolist() == want
+        assert not {7, 90} & {*made.answer_ids.tolist()}
+        seen.update(vars(made.acceptance), high=int((made.answer_ids >= FEWER).sum()))
+    assert sizes == {101}
+    assert 0 < seen["accepted"] <= seen["drafted"]
+    assert (seen["accepted"] == seen["drafted"]) == (size == MORE)
+    assert seen["high"] > 3
+
+
+@pytest.mark.parametrize("how", [{}, WARM], ids=["greedy", "warm"])
+def test_processors_that_allow_only_tokens_that_the_draft_model_does_not_have(model, how):
+    def processor(ids, scores):
+        others = torch.ones_like(scores, dtype=torch.bool)
+        others[:, FEWER + 3 : FEWER + 6] = False
+        return scores.masked_fill(others, float("-inf"))
+
+    given = dict(tokenizer=Counted(FEWER), logits_processor=[processor], **ALL, **how)
+    draft = dict(speculative_tokens=3, draft_model=padded(model, FEWER))
+    made = tokens(model, ids_of(60), **draft, **given)
+    assert {*made} <= {FEWER + 3, FEWER + 4, FEWER + 5}
+    if not how:
+        assert made == tokens(model, ids_of(60), **given)
+
+
 def test_a_draft_model_reads_the_tokens_of_rounds_without_it(model, twin, monkeypatch):
     for options in (ALL, DENSE):
         pauses = itertools.cycle([0, 3, 0, 0, 2, 0, 0, 0, 0, 4])
@@ -271,15 +329,18 @@ def test_chats_with_a_draft_model():
 
 
 @pytest.mark.slow
-def test_sampled_answers_with_a_draft_model_have_the_distribution_of_the_model():
+@pytest.mark.parametrize("vocabulary", [4, 3, 6])
+def test_sampled_answers_with_a_draft_model_have_the_distribution_of_the_model(vocabulary):
     """Joint over three tokens, with a penalty that depends on the tokens before."""
     sizes = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2, head_dim=8)
     sizes |= dict(vocab_size=4, num_hidden_layers=1, num_key_value_heads=1, eos_token_id=None)
-    model, small = build("llama", **sizes), build("llama", **{**sizes, "head_dim": 16})
+    model = build("llama", **sizes)
+    small = build("llama", **{**sizes, "head_dim": 16, "vocab_size": vocabulary})
     ids = torch.randint(0, 4, (30,), generator=torch.Generator().manual_seed(0))
     how = dict(do_sample=True, temperature=0.7, top_p=0.95, top_k=0, repetition_penalty=1.5)
     counts, seen = Counter(), Counter()
     given = dict(index=None, speculative_tokens=2, draft_model=small, count=3)
+    given["tokenizer"] = Counted(3)
     for seed in range(DRAWS // 20):
         made = generated(model, ids, seed=seed, **given, **how)
         counts[tuple(made.answer_ids.tolist())] += 1
@@ -299,6 +360,25 @@ def test_sampled_answers_with_a_draft_model_have_the_distribution_of_the_model()
 def test_refused_draft_models(model, draft, error, message):
     with pytest.raises(error, match=message):
         generated(model, ids_of(20), speculative_tokens=2, draft_model=draft(), **DENSE)
+
+
+@pytest.mark.parametrize(
+    ("family", "tokenizer", "message"),
+    [
+        ("llama", Words(), r"\(got 'llama' for 'llama'\), .* \(got an unknown number\); pass a dr"),
+        (
+            "llama",
+            Counted(91),
+            r"\(got 'llama' for 'llama'\), and neither .* \(got 91\); pass a dr",
+        ),
+        ("mistral", Counted(90), r"model_type \(got 'mistral' for 'llama'\), .* \(got 90\); pass"),
+    ],
+)
+def test_draft_models_of_other_sizes_that_are_refused(model, family, tokenizer, message):
+    small = build(family, vocab_size=90, eos_token_id=None)
+    given = dict(speculative_tokens=2, draft_model=small, tokenizer=tokenizer, **DENSE)
+    with pytest.raises(ValueError, match=message):
+        generated(model, ids_of(20), **given)
 
 
 def test_a_draft_model_that_takes_no_index_is_refused(model):
