@@ -6,8 +6,8 @@ draft, the accepted tokens stay, and the others are removed.
 
 Both models have the same tokenizer, but may pad their vocabulary to different sizes. The smaller
 model chooses only among tokens that the larger model has. In place of a token that it does not have
-itself, it reads its last one. This changes only drafts: each token of the answer is
-chosen or sampled from logits of the larger model, which reads the true tokens.
+itself, it reads its last one. This changes only drafts: each token of the answer is chosen or
+sampled from logits of the larger model, which reads the true tokens.
 """
 
 from __future__ import annotations

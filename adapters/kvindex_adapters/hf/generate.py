@@ -58,6 +58,10 @@ from kvindex_adapters.hf.unsupported import assisted
 INDEX, K = "pariskv", DEFAULT_K
 """Default values of the arguments `index` and `k` of `generate`."""
 
+PADDING = 1024
+"""Models with the same tokenizer have different numbers of tokens because of padding. The numbers
+differ by less than this."""
+
 ONE_ANSWER = dict(num_beams=1, num_return_sequences=1, return_dict_in_generate=False)
 """Options of `model.generate` that `generate` always sets, whatever the model's generation
 configuration contains."""
@@ -168,8 +172,9 @@ def generate(
             written with the index, and verified by full attention, whose tokens the answer then
             has.
         draft_model: A smaller model with the same tokenizer, which writes the drafts. Its number of
-            tokens may differ from the model's if the two have the same `model_type`, and neither
-            has fewer tokens than the tokenizer. It attends through an index with the options
+            tokens may differ from the model's by padding: the two need the same `model_type`,
+            neither may have fewer tokens than the tokenizer, and the numbers must differ by less
+            than 1,024. It attends through an index with the options
             `index`, `k` and `attach_options`; with `cache`, it uses full attention. It reads all
             tokens in each call.
         **generate_options: Further keyword arguments of `model.generate`. Decoding is greedy
@@ -316,12 +321,14 @@ def _check_sizes(model: PreTrainedModel, small: PreTrainedModel, tokenizer: Any)
         one.config.get_text_config(decoder=True).model_type for one in (model, small)
     )
     tokens = len(tokenizer) if isinstance(tokenizer, Sized) else None
-    if large_type != small_type or tokens is None or tokens > min(sizes):
+    near = abs(sizes[0] - sizes[1]) < PADDING
+    if large_type != small_type or tokens is None or tokens > min(sizes) or not near:
         known = "an unknown number" if tokens is None else f"{tokens:,}"
         raise different_sizes(
             sizes,
-            f"both models have the same model_type (got {small_type!r} for {large_type!r}), and "
-            f"neither has fewer tokens than the tokenizer (got {known})",
+            f"both models have the same model_type (got {small_type!r} for {large_type!r}), "
+            f"neither has fewer tokens than the tokenizer (got {known}), and they differ by less "
+            f"than {PADDING:,} tokens of padding",
         )
 
 

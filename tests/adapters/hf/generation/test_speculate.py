@@ -365,19 +365,26 @@ def test_refused_draft_models(model, draft, error, message):
 @pytest.mark.parametrize(
     ("family", "tokenizer", "message"),
     [
-        ("llama", Words(), r"\(got 'llama' for 'llama'\), .* \(got an unknown number\); pass a dr"),
+        ("llama", Words(), r"\(got 'llama' for 'llama'\), .* \(got an unknown number\), and they"),
         (
             "llama",
             Counted(91),
-            r"\(got 'llama' for 'llama'\), and neither .* \(got 91\); pass a dr",
+            r"\(got 'llama' for 'llama'\), neither .* \(got 91\), and .* less than 1,024 tokens",
         ),
-        ("mistral", Counted(90), r"model_type \(got 'mistral' for 'llama'\), .* \(got 90\); pass"),
+        ("mistral", Counted(90), r"model_type \(got 'mistral' for 'llama'\), .* \(got 90\), and"),
     ],
 )
 def test_draft_models_of_other_sizes_that_are_refused(model, family, tokenizer, message):
     small = build(family, vocab_size=90, eos_token_id=None)
     given = dict(speculative_tokens=2, draft_model=small, tokenizer=tokenizer, **DENSE)
     with pytest.raises(ValueError, match=message):
+        generated(model, ids_of(20), **given)
+
+
+def test_a_draft_model_whose_size_differs_by_more_than_padding_is_refused(model):
+    small = build("llama", vocab_size=101 + 1024, eos_token_id=None)
+    given = dict(speculative_tokens=2, draft_model=small, tokenizer=Counted(101), **DENSE)
+    with pytest.raises(ValueError, match=r"vocabulary of 1,125 tokens for a model with 101; .* by"):
         generated(model, ids_of(20), **given)
 
 
