@@ -107,9 +107,7 @@ class OpenSession(Session):
             other = self.duplicate()
             other.drafter = None if self.drafter is None else self.drafter.fork()
         if k is not None or error is not None:
-            for layer in other._attentions:
-                if isinstance(layer, AttentionLayer):
-                    layer.set_rows(layer.k if k is None else k, error=error)
+            other.set_rows(k, error=error)
         return other
 
     def truncate(self, length: int) -> None:

@@ -59,7 +59,23 @@ class Run:
         """True if full attention verifies drafted tokens."""
         return self.speculation is not None and self.speculation.full
 
-    def tokens(self, on_progress: Progress | None = None) -> Iterator[Tensor]:
+    def read(self, on_progress: Progress | None = None) -> Tensor:
+        """Append the prompts to the session, without generating tokens.
+
+        Args:
+            on_progress: Called with "prefill", the number of tokens read, and the total number.
+
+        Returns:
+            Logits `[B, V]` for the first token of every answer.
+        """
+        self.reading.check_unchanged()  # the model may have changed after `Decoder.start`
+        room = self.session.length + self.ids.shape[1] + self.max_new_tokens
+        full = self.verifies_fully
+        return self.session.read_prompt(self.ids, self.chunk, room, on_progress, full=full)
+
+    def tokens(
+        self, on_progress: Progress | None = None, *, logits: Tensor | None = None
+    ) -> Iterator[Tensor]:
         """Yield tokens until every sequence has produced a stop token, or `max_new_tokens` is
         reached.
 
@@ -68,17 +84,17 @@ class Run:
 
         Args:
             on_progress: Called with "prefill", the number of tokens read, and the total number.
+            logits: The result of `read`, if the session, or the one of which it is a copy, has
+                already read the prompts. None: this method reads them.
 
         Returns:
             An iterator of tensors int64 `[B]` on the CPU, each with the next token of every
             sequence.
         """
-        self.reading.check_unchanged()  # the model may have changed after `Decoder.start`
+        self.reading.check_unchanged()
         sampler = Sampler(self.sampling, self.ids.device, self.session.fused)
         running = set(range(len(self.ids)))
-        room = self.session.length + self.ids.shape[1] + self.max_new_tokens
-        full = self.verifies_fully
-        logits = self.session.read_prompt(self.ids, self.chunk, room, on_progress, full=full)
+        logits = self.read(on_progress) if logits is None else logits
         token, ranks = self.session.token, self.session.ranks
         waits = {} if ranks is None else {"wait": ranks.wait_for}
         ring = TokenRing(len(self.ids), self.ids.device, **waits)

@@ -329,7 +329,36 @@ class Session:
             other.exclusive = Exclusive("session", "the same session")
             other._attentions = deepcopy(self._attentions)
             other._position, other.token = self._position.clone(), self.token.clone()
+            other._gaps = [*self._gaps]
         return other
+
+    def set_rows(self, k: int | str | None, *, error: float | None = None) -> None:
+        """Change how many rows later decode steps retrieve, in all layers with an index.
+
+        Args:
+            k: As for `AttentionLayer.set_rows`; None for the present number.
+            error: As for `AttentionLayer.set_rows`.
+
+        Raises:
+            ValueError: An argument is out of range, or an index does not support it.
+        """
+        with self.exclusive():
+            self.forget_prepared()
+            for layer in self._indexed():
+                layer.set_rows(layer.k if k is None else k, error=error)
+
+    @in_plain_torch
+    @torch.no_grad()
+    def begin_decoding(self) -> None:
+        """Report the end of the prompt to the indexes, as the first decode step does.
+
+        Some indexes compute their codes only then. Copies of the session that `duplicate` makes
+        afterwards share these codes.
+        """
+        with self.exclusive():
+            self.forget_prepared()
+            for layer in self._indexed():
+                layer.begin_decoding()
 
     def _begin_speculating(self, some: Sequence[AttentionLayer]) -> None:
         """Let some layers postpone moves into their index, inside `speculating`.
