@@ -26,6 +26,7 @@ class Recording:
     then contain the same as if they had computed them.
 
     The recording has the keys and values of all layers and tokens, on the device of the model.
+    `forget` frees queries and outputs that no further session needs.
 
     Args:
         queries: Whether to record the queries, for indexes that learn from them
@@ -38,6 +39,39 @@ class Recording:
         self._layers: list[_Recorder] = []
         self._ids = self._padding = self._logits = torch.empty(0)
         self._chunks: Sequence[tuple[int, int]] = ()
+
+    def record(
+        self,
+        weights: Weights,
+        config: DecoderConfig,
+        ids: Tensor,
+        padding: Tensor,
+        longest: int,
+        chunks: Sequence[tuple[int, int]],
+    ) -> None:
+        """Compute the recording, unless it has been computed. `read` calls this.
+
+        The arguments are the first ones of `read_by_layer`.
+
+        Raises:
+            ValueError: The prompt or the chunks differ from those of the recording.
+        """
+        if not self._layers:
+            how = config.scale, padding if longest else None, self.queries, self.outputs
+            own = [_Recorder(*how) for _ in weights.layers]
+            into = [PromptLayer(layer, new_buffer(config, weights.embedding, ids)) for layer in own]
+            given = weights, config, ids, padding, longest, chunks
+            self._logits = read_by_layer(*given, into, lambda *_: None)
+            self._layers, self._ids, self._padding, self._chunks = own, ids, padding, chunks
+        same = torch.equal(ids, self._ids) and torch.equal(padding, self._padding)
+        if not same or chunks != self._chunks:
+            raise ValueError("ids: got another prompt or other chunks than those of the recording")
+
+    def forget(self, *, queries: bool = False, outputs: bool = False) -> None:
+        """Free the queries or the outputs of all layers, or do not record them."""
+        self.queries, self.outputs = self.queries and not queries, self.outputs and not outputs
+        for layer in self._layers:
+            layer.chunks = [chunk.without(queries, outputs) for chunk in layer.chunks]
 
     def read(
         self,
@@ -56,16 +90,7 @@ class Recording:
             ValueError: The prompt or the chunks differ from those of the recording, a layer needs
                 queries or outputs that are not recorded, or it reads prompts with sparse attention.
         """
-        if not self._layers:
-            how = config.scale, padding if longest else None, self.queries, self.outputs
-            own = [_Recorder(*how) for _ in attentions]
-            into = [PromptLayer(layer, new_buffer(config, weights.embedding, ids)) for layer in own]
-            given = weights, config, ids, padding, longest, chunks
-            self._logits = read_by_layer(*given, into, lambda *_: None)
-            self._layers, self._ids, self._padding, self._chunks = own, ids, padding, chunks
-        same = torch.equal(ids, self._ids) and torch.equal(padding, self._padding)
-        if not same or chunks != self._chunks:
-            raise ValueError("ids: got another prompt or other chunks than those of the recording")
+        self.record(weights, config, ids, padding, longest, chunks)
         for recorded, attention in zip(self._layers, attentions, strict=True):
             for (start, end), chunk in zip(chunks, recorded.chunks, strict=True):
                 chunk.append_to(attention)
@@ -81,6 +106,11 @@ class _Chunk(NamedTuple):
     valid: Tensor | None
     queries: Tensor | None
     outputs: Tensor | None
+
+    def without(self, queries: bool, outputs: bool) -> _Chunk:
+        """Return the chunk without its queries, its outputs, or both."""
+        kept = None if queries else self.queries, None if outputs else self.outputs
+        return _Chunk(self.keys, self.values, self.valid, *kept)
 
     def append_to(self, attention: layers.Attention) -> None:
         """Append the tokens to a layer."""

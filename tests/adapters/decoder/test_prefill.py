@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvindex.indexes.exact import Exact
+from kvindex.indexes.snapkv import SnapKV
 from kvindex.layer import AttentionLayer
 from kvindex_adapters.common.prompt_chunks import chunks
 from kvindex_adapters.decoder import Decoder, prefill
@@ -95,6 +97,45 @@ def test_a_recorded_prompt_leaves_the_logits_and_states_of_a_read_one(decoder, l
         for token in range(4):
             tokens = torch.full((len(prompts),), token)
             assert torch.equal(mine.session.step(tokens), theirs.session.step(tokens)), index
+
+
+def test_a_recording_without_queries_serves_the_other_indexes(decoder):
+    recording, queries = Recording(queries=True, outputs=True), weakref.WeakSet()
+
+    def read(index):
+        run = started(decoder, [ids_of(60)], index)
+        run.session.reader = recording.read
+        return by_layer(run)
+
+    class Keeps(SnapKV):
+        def observe_queries(self, given, positions):
+            queries.add(given)
+            super().observe_queries(given, positions)
+
+    want = read(Keeps)
+    gc.collect()
+    assert len(queries) > 2
+    recording.forget(queries=True)
+    gc.collect()
+    assert not queries
+    assert (recording.queries, recording.outputs) == (False, True)
+    assert torch.equal(read("pariskv"), want)
+    with pytest.raises(ValueError, match="queries: got None"):
+        read("snapkv")
+
+
+@pytest.mark.parametrize("index", [None, "pariskv", "h2o", "ctkvr"])
+def test_copies_of_a_read_batch_answer_as_one_that_reads_the_prompts(decoder, index):
+    prompts = [ids_of(length) for length in PROMPTS["padded"]]
+    run, other = (replace(started(decoder, prompts, index), max_new_tokens=12) for _ in range(2))
+    want = [*other.tokens()]
+    logits = run.read()
+    run.session.begin_decoding()
+    for session in (run.session.duplicate(), run.session.duplicate(), run.session):
+        session.set_rows(10)
+        tokens = [*replace(run, session=session).tokens(logits=logits)]
+        assert all(map(torch.equal, tokens, want))
+        assert len(tokens) == len(want) == 12
 
 
 def test_a_recording_serves_one_prompt_and_full_attention(decoder):
