@@ -15,48 +15,62 @@ The decoder reads a prompt of a task, and answers its first question greedily in
 
 The model reads each prompt once with full attention. Keys and values, and queries if an index
 learns from them, are recorded, and each index is built from the recording, one after the other.
-Only a way with `sparse:` reads the prompt itself. In the options of an index, `{k}` is the number
-of rows, and `{5k/2}` 2.5 times as much. On a GPU, `--index pariskv:store=device` stores rows there,
-so `full` is faster.
+Ways with the same index and options share it, with any number of rows: it is built once. Only a way
+with `sparse:` reads the prompt itself. In the options of an index, `{k}` is the number of rows, and
+`{5k/2}` 2.5 times as much. The rows of an index are stored on the device of the model, unless the
+index names another `store`.
 
-A recording is in the memory of the model's device until the prompt has been answered in all ways.
-For 57K tokens of SmolLM2-135M in bfloat16 it takes 1.3 GB, with queries 3.3 GB. The way `auto` also
-needs the outputs of attention, which are as large as the queries.
+`--batch 8` answers eight prompts of one task and length together, in one batch. This is faster for
+indexes without kernels of their own, whose decode steps mostly wait for the host.
 
-`--batch 8` answers eight prompts of one task and length together, in one batch. Full attention then
-uses no index. This is faster for indexes without kernels of their own, whose decode steps mostly
-wait for the host.
+A batch is answered in all ways before the next one begins: first with full attention, then with the
+indexes that learn from queries, then with those that need attention outputs (`auto`), then with the
+others. Prompts that already have answers come before those that have none. The answers are written
+after each way, with the seconds that it took: reading the prompts, building the index (counted for
+the first way of an index), and answering. No way is begun after `--seconds` seconds. If the file of
+`--json` exists, its answers are kept, and only missing ones are measured. So a run that is stopped
+loses the answers of one way, and a later run first completes its prompts.
+
+The recording is in memory until its batch has been answered, and one index at a time. For
+SmolLM2-135M in bfloat16, the keys and values of a token take 23 KB: 1.5 GB for a batch of four
+prompts of 16,384 tokens. The recording takes 2.5 times as much with queries, which are freed after
+the indexes that learn from them. Recording and index together take up to 5.6 times as much as keys
+and values, and up to 3.5 times as much without queries (most with `ctkvr` and `socket`, on a CPU).
+The way `auto` also needs the outputs of attention, which are as large as the queries.
 
 The result has, for each prompt, the score of every way, the mean number of rows that a step has
 retrieved per KV head, and with `auto` how often this was the largest number, 1,024. The summary has
 the mean scores, by length and together, and their differences from the first way, with 95%
 intervals (a bootstrap over prompts).
 
-`--part 0/4` measures a fourth of the prompts, so that several processes can share the work. No
-prompt is begun after `--seconds` seconds. The answers are written after each prompt, and the
-summary at the end. If the file of `--json` exists, its answers are kept, and only missing ones are
-measured. `--from` takes over the answers of further results with the same settings, for example of
-the other parts; an answer that is in several files counts once.
+`--part 0/4` measures a fourth of the prompts, so that several processes can share the work.
+`--from` takes over the answers of further results with the same settings, for example of the other
+parts; an answer that is in several files counts once. The summary is written at the end.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from benchmarks.common import paired
 from benchmarks.common.paired import Cell, Key, Way, part, way
 from benchmarks.common.reading import add_model, described, loaded, write
 from benchmarks.reporting.paired import one
+from kvindex.core.config import parse_spec
 from kvindex.layer.retrieval import row_bytes
-from kvindex_adapters.decoder import Decoder, OpenSession
+from kvindex_adapters.decoder import Decoder
 from kvindex_adapters.decoder.recording import Recording
+from kvindex_adapters.decoder.run import Run
 from kvindex_adapters.decoder.session import Session
 from kvindex_adapters.evaluate import tasks
 from kvindex_adapters.evaluate.compare.suite import filled
@@ -65,11 +79,8 @@ TASKS = ("needle", "needle-multikey", "needle-multivalue", "chain", "lookup", "c
 
 WAYS = ("full", "k=100", "auto:0.1", "auto:0.05", "exact@100")
 
-LAST = 2
-"""Number of tokens at the end of a prompt that each way reads itself.
-
-With a single token, the decoder would run a decode step, which searches.
-"""
+PARTS = ("reading", "building", "answering")
+"""Parts of a way whose seconds are measured."""
 
 SAME = ("model", "lora", "index", "dtype")
 """Names of the settings that results must share."""
@@ -116,101 +127,148 @@ def prompts(given: argparse.Namespace) -> list[Key]:
     return [key for i, key in enumerate(keys) if (i % each + i // each) % count == number]
 
 
-def answers(
-    decoder: Decoder,
-    tokenizer: Any,
-    key: Key,
-    ways: list[Way],
-    index: str,
-    learning: Collection[str],
-) -> Cell:
-    """Read a prompt and answer its first question in several ways. Return the cell.
+class Group(NamedTuple):
+    """Ways that share an index, which is built once for all of them.
 
-    `learning` are the indexes that learn from queries (`learning_from_queries`).
+    Args:
+        index: The index; None for full attention without an index.
+        sparse: Whether the prompt is read with sparse attention, instead of from the recording.
+        ways: The ways.
     """
-    instance, cell = asked(tokenizer, key)
-    question = instance.questions[0]
-    prompt = torch.cat([instance.context, question.ids])
-    recording = recording_for(ways, index, learning)
 
-    def answer(name: str, group: list[Way], *, sparse: bool) -> None:
-        session = opened(decoder, name, group, sparse=sparse)
-        if not sparse:
-            session.reader = recording.read
-        decoder.read(prompt[:-LAST], session)
-        for one_way in group:
-            fork = session.fork(k=one_way.k, error=one_way.error)
-            with fork.fully(one_way.k is None):
-                made = decoder.generate(
-                    prompt[-LAST:], session=fork, max_new_tokens=question.max_new_tokens
-                )
-            note(cell, one_way, instance.score(0, made.text), fork)
+    index: str | None
+    sparse: bool
+    ways: list[Way]
 
-    for (name, sparse), group in grouped(ways, index).items():
-        answer(name, group, sparse=sparse)  # a function, so that one index is freed before the next
-    return cell
+    @property
+    def automatic(self) -> bool:
+        """True if a way has `k="auto"`, which needs the outputs of attention in the prompt."""
+        return any(one_way.error is not None for one_way in self.ways)
 
 
-def answers_together(
+class Clock:
+    """Measures the seconds of the parts of a way: reading, building and answering."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._part, self._since = device, "", 0.0
+        self._seconds: dict[str, float] = {}
+
+    def begin(self, part: str) -> None:
+        """End the present part, and begin another one."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        now = time.perf_counter()
+        if self._part:
+            self._seconds[self._part] = self._seconds.get(self._part, 0.0) + now - self._since
+        self._part, self._since = part, now
+
+    def stop(self) -> dict[str, float]:
+        """End the present part. Return the seconds of each part since the last call."""
+        self.begin("")
+        seconds, self._seconds = self._seconds, {}
+        return {part: round(seconds[part], 2) for part in PARTS if part in seconds}
+
+
+def answers(
     decoder: Decoder,
     tokenizer: Any,
     keys: list[Key],
     ways: list[Way],
     index: str,
     learning: Collection[str],
-) -> list[Cell]:
-    """Answer the first questions of several prompts in one batch, in several ways.
+) -> Iterator[list[Cell]]:
+    """Answer the first questions of several prompts of a task, together in one batch.
 
-    Return a cell for each prompt. The number of rows in a cell is the mean of the batch. `learning`
-    are the indexes that learn from queries.
+    After each way, yield a cell with its answer for each prompt. Rows and seconds in a cell are
+    those of the whole batch. `learning` are the indexes that learn from queries
+    (`learning_from_queries`).
     """
-    instances, cells = zip(*(asked(tokenizer, key) for key in keys), strict=True)
+    recording, clock = Recording(queries=True, outputs=True), Clock(decoder.device)
+    clock.begin("reading")
+    instances = [tasks.make(task, tokenizer, tokens=n, seed=seed) for task, n, seed in keys]
     prompts = [torch.cat([one.context, one.questions[0].ids]) for one in instances]
     most = max(one.questions[0].max_new_tokens for one in instances)
-    recording = recording_for(ways, index, learning)
-
-    def answer(one_way: Way) -> None:
-        run = decoder.start(
-            prompts,
-            index=None if one_way.k is None else index_of(one_way, index),
-            k=paired.ROWS if one_way.k is None else one_way.k,
-            attach_options=None if one_way.error is None else {"error": one_way.error},
-            max_new_tokens=most,
-        )
-        run.session.reader = recording.read
-        for cell, instance, ids in zip(cells, instances, run.cut([*run.tokens()]), strict=True):
-            text = tokenizer.decode(ids, skip_special_tokens=True)
-            note(cell, one_way, instance.score(0, text), run.session)
-
-    for one_way in ways:
-        answer(one_way)
-    return [*cells]
+    groups = grouped(ways, index, learning)
+    for i, group in enumerate(groups):
+        queries, outputs = zip(*(needs(each, learning) for each in groups[i:]), strict=True)
+        recording.forget(queries=not any(queries), outputs=not any(outputs))
+        clock.begin("building")
+        run = begun(decoder, prompts, group, max_new_tokens=most)
+        for one_way, session, ids in answered(run, group, recording, clock):
+            seconds, cells = clock.stop(), []
+            for key, instance, answer in zip(keys, instances, ids, strict=True):
+                text = tokenizer.decode(answer, skip_special_tokens=True)
+                cells.append(cell_of(key, one_way, instance.score(0, text), session, seconds))
+            yield cells
+            del session
+        del run
+        free(decoder.device)
 
 
-def asked(tokenizer: Any, key: Key) -> tuple[tasks.Instance, Cell]:
-    """Return a prompt, and its cell without answers."""
+def answered(
+    run: Run, group: Group, recording: Recording, clock: Clock
+) -> Iterator[tuple[Way, Session, list[Tensor]]]:
+    """Build the index of a group, and answer in its ways, each in a copy of the session.
+
+    Yield each way, the session with the answers, and their ids.
+    """
+
+    def read(*given: Any) -> Tensor:
+        clock.begin("reading")
+        recording.record(*given[:-2])
+        clock.begin("building")
+        return recording.read(*given)
+
+    if group.sparse:
+        clock.begin("reading")
+    else:
+        run.session.reader = read
+    logits = run.read()
+    run.session.begin_decoding()
+    for one_way in group.ways:
+        clock.begin("answering")
+        session = run.session if one_way is group.ways[-1] else run.session.duplicate()
+        if one_way.k is not None:
+            session.set_rows(one_way.k, error=one_way.error)
+        with session.fully(one_way.k is None):
+            tokens = [*replace(run, session=session).tokens(logits=logits)]
+        yield one_way, session, run.cut(tokens)
+        del session
+
+
+def begun(decoder: Decoder, prompts: list[Tensor], group: Group, **options: Any) -> Run:
+    """Prepare to answer prompts in the ways of a group.
+
+    With `k="auto"`, the session measures sizes while it reads, which a way with another error
+    needs. Rows are stored on the device of the model, if the index names no other `store`.
+    """
+    if group.index is None:
+        return decoder.start(prompts, index=None, **options)
+    attach: dict[str, Any] = {"prefill": "sparse"} if group.sparse else {}
+    if "store" not in parse_spec(group.index.partition("+")[0])[1]:
+        attach["index_options"] = {"store": "device"}
+    k: int | str = "auto" if group.automatic else paired.ROWS
+    return decoder.start(prompts, index=group.index, k=k, attach_options=attach, **options)
+
+
+def free(device: torch.device) -> None:
+    """Return unused memory to the device, for other processes."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def cell_of(
+    key: Key, one_way: Way, score: float, session: Session, seconds: dict[str, float]
+) -> Cell:
+    """Return a cell with the answer of one way, which a session has generated."""
     task, tokens, seed = key
-    cell: Cell = dict(task=task, tokens=tokens, seed=seed, **{name: {} for name in paired.BY_WAY})
-    return tasks.make(task, tokenizer, tokens=tokens, seed=seed), cell
-
-
-def recording_for(ways: list[Way], index: str, learning: Collection[str]) -> Recording:
-    """Return an empty recording for a prompt that is answered in several ways."""
-    dense = [one_way for one_way in ways if not one_way.sparse]
-    return Recording(
-        queries=any(index_of(one_way, index) in learning for one_way in dense),
-        outputs=any(one_way.error is not None for one_way in dense),
-    )
-
-
-def note(cell: Cell, one_way: Way, score: float, session: Session) -> None:
-    """Add the answer of a way, which a session has generated, to a cell."""
-    name = str(one_way)
-    cell["scores"][name] = score
-    if (rows := mean_rows(session)) is not None:
-        cell["rows"][name] = rows
+    name, rows = str(one_way), mean_rows(session)
+    cell: Cell = dict(task=task, tokens=tokens, seed=seed, scores={name: score})
+    cell |= dict(rows={} if rows is None else {name: rows}, ceiling={}, seconds={name: seconds})
     if one_way.error is not None and (found := session.report().rows_found) is not None:
         cell["ceiling"][name] = found.ceiling
+    return cell
 
 
 def batches(missing: list[tuple[Key, list[Way]]], size: int) -> list[tuple[list[Key], list[Way]]]:
@@ -223,34 +281,40 @@ def batches(missing: list[tuple[Key, list[Way]]], size: int) -> list[tuple[list[
     return [([key for key, _ in batch], batch[0][1]) for batch in found]
 
 
-def grouped(ways: list[Way], index: str) -> dict[tuple[str, bool], list[Way]]:
-    """Divide ways into groups that share a session: by index and by kind of prompt."""
-    groups: dict[tuple[str, bool], list[Way]] = {}
+def grouped(ways: list[Way], index: str, learning: Collection[str] = ()) -> list[Group]:
+    """Divide ways into groups that share an index, in the order in which they are measured.
+
+    The first is full attention. Then come the groups that need the queries of the recording, and
+    then those that need its outputs.
+    """
+    groups: dict[tuple[str | None, bool], list[Way]] = {}
     for one_way in ways:
         groups.setdefault((index_of(one_way, index), one_way.sparse), []).append(one_way)
-    return groups
+    found = [Group(*which, some) for which, some in groups.items()]
+
+    def place(group: Group) -> tuple[bool, ...]:
+        return group.index is not None, *(not needed for needed in needs(group, learning))
+
+    return sorted(found, key=place)
 
 
-def index_of(one_way: Way, index: str) -> str:
-    """Return the index of the session that answers in a way.
+def needs(group: Group, learning: Collection[str]) -> tuple[bool, bool]:
+    """Return whether a group needs the queries of the recording, and whether it needs outputs."""
+    return not group.sparse and group.index in learning, not group.sparse and group.automatic
 
-    Full attention reads the rows of the index, unless a row codec has changed them.
+
+def index_of(one_way: Way, index: str) -> str | None:
+    """Return the index of the session that answers in a way; None for full attention without one.
+
+    After a sparse prompt, full attention reads the rows of the index, unless a row codec has
+    changed them.
     """
+    if one_way.k is None and not one_way.sparse:
+        return None
     if one_way.k is None and "row_codec" in index:
         return "exact"
     mine = index if one_way.index is None else one_way.index
     return filled(mine, one_way.k) if isinstance(one_way.k, int) else mine
-
-
-def opened(decoder: Decoder, index: str, ways: list[Way], *, sparse: bool) -> OpenSession:
-    """Open a session for a prompt that is answered in several ways.
-
-    With `k="auto"`, it measures sizes while it reads, which a fork with another error needs.
-    """
-    automatic = any(one_way.error is not None for one_way in ways)
-    options = {"prefill": "sparse"} if sparse else None
-    k: int | str = "auto" if automatic else paired.ROWS
-    return decoder.session(index=index, k=k, attach_options=options)
 
 
 def mean_rows(session: Session) -> float | None:
@@ -270,11 +334,11 @@ def learning_from_queries(decoder: Decoder, ways: list[Way], index: str) -> set[
 
     Raise ValueError if an index does not exist, or cannot answer in the ways that use it.
     """
-    return {
-        name
-        for (name, sparse), group in grouped(ways, index).items()
-        if opened(decoder, name, group, sparse=sparse).observes_queries
-    }
+    prompt, found = [torch.zeros(1, dtype=torch.int64)], set()
+    for group in grouped(ways, index):
+        if begun(decoder, prompt, group).session.observes_queries and group.index is not None:
+            found.add(group.index)
+    return found
 
 
 def earlier(files: list[Path], result: dict[str, Any]) -> tuple[list[Cell], list[dict[str, Any]]]:
@@ -315,25 +379,39 @@ def main(given: list[str] | None = None) -> None:
 
     missing = [(key, lacking(cells.get(key), options.ways)) for key in prompts(options)]
     missing = [(key, ways) for key, ways in missing if ways]
+    missing.sort(key=lambda one: one[0] not in cells)  # prompts with answers come first
     if missing and options.seconds > 0:
         model, tokenizer = loaded(options, dtype=getattr(torch, options.dtype))
         decoder = Decoder.of(model, tokenizer)
         learning = learning_from_queries(decoder, options.ways, options.index)
-        for keys, ways in batches(missing, options.batch):
-            if (start := time.monotonic()) > end:
-                break
-            if options.batch == 1:
-                made = [answers(decoder, tokenizer, keys[0], ways, options.index, learning)]
-            else:
-                made = answers_together(decoder, tokenizer, keys, ways, options.index, learning)
+        todo = (
+            made
+            for keys, ways in batches(missing, options.batch)
+            for made in answers(decoder, tokenizer, keys, ways, options.index, learning)
+        )
+        while time.monotonic() <= end and (made := next(todo, None)) is not None:
             machines.append(result["machine"])
-            cells |= paired.merged([*(cells[key] for key in keys if key in cells), *made])
-            print(*made, f"{time.monotonic() - start:.1f} s", sep="\n", flush=True)
+            cells = paired.merged([*cells.values(), *made])
+            print(told(made, decoder.device), flush=True)
             write(summed_up(full=False), options.json)
     if cells:
         found_all = summed_up()
         write(found_all, options.json)
         print(one(found_all))
+
+
+def told(cells: list[Cell], device: torch.device) -> str:
+    """Return a line about the answers of a batch in one way: times, and peak of device memory."""
+    first = cells[0]
+    [(name, seconds)] = first["seconds"].items()
+    seeds = ", ".join(str(cell["seed"]) for cell in cells)
+    score = sum(cell["scores"][name] for cell in cells) / len(cells)
+    parts = [f"{part} {number:.1f} s" for part, number in seconds.items()]
+    if device.type == "cuda":
+        parts.append(f"{torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB")
+        torch.cuda.reset_peak_memory_stats(device)
+    about = f"{first['task']}, {first['tokens']:,} tokens, seeds {seeds}: {name}"
+    return f"{about}: score {score:.2f}, {', '.join(parts)}"
 
 
 def lacking(cell: Cell | None, ways: list[Way]) -> list[Way]:

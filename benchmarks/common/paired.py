@@ -27,10 +27,14 @@ Result = dict[str, Any]
 Cell = dict[str, Any]
 """The answers to one prompt: its `task`, number of `tokens` and `seed`, and the fields `BY_WAY`."""
 
-BY_WAY = ("scores", "rows", "ceiling")
+NUMBERS = ("scores", "rows", "ceiling")
 """Fields of a cell that contain numbers by the names of ways: the score of the answer; the mean
 number of rows that decode steps have retrieved per KV head, if any has searched; and for
 `k="auto"`, the fraction of KV heads and steps with the largest number of rows."""
+
+BY_WAY = (*NUMBERS, "seconds")
+"""All fields of a cell that contain something by the names of ways. `seconds` contains the seconds
+of the parts of a way, by the names of the parts."""
 
 Key = tuple[str, int, int]
 """A prompt: its task, its number of tokens, and its seed."""
@@ -181,7 +185,7 @@ def summary(cells: Sequence[Cell], ways: Sequence[str]) -> Iterator[Result]:
             having = [cell for cell in some if name in cell["scores"]]
             if not having:
                 continue
-            score, rows, ceiling = (_mean(having, field, name) for field in BY_WAY)
+            score, rows, ceiling = (_mean(having, field, name) for field in NUMBERS)
             line: Result = dict(tokens=tokens, task=task, way=name, prompts=len(having))
             line |= dict(score=score, rows=rows, ceiling=ceiling)
             pairs = [
@@ -197,6 +201,6 @@ def summary(cells: Sequence[Cell], ways: Sequence[str]) -> Iterator[Result]:
 
 
 def _mean(cells: Sequence[Cell], field: str, way: str) -> float | None:
-    """Return the mean of a field of `BY_WAY` over the cells that have it for a way, or None."""
+    """Return the mean of a field of `NUMBERS` over the cells that have it for a way, or None."""
     known = [cell[field][way] for cell in cells if way in cell[field]]
     return sum(known) / len(known) if known else None

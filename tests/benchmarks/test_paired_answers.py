@@ -5,6 +5,7 @@ import json
 import re
 import zlib
 from argparse import ArgumentTypeError
+from collections import Counter
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from benchmarks import paired_answers, report
 from benchmarks.common import paired, reading
 from benchmarks.reporting.paired import one
 from kvindex.layer import AttentionLayer
+from kvindex.layer.updates import Updates
 from kvindex_adapters.decoder import Decoder, recording, session
 from kvindex_adapters.decoder.dense import DenseAttention
 from kvindex_adapters.decoder.prefill import read_by_layer
@@ -36,12 +38,15 @@ def asked(tiny, monkeypatch):
     asked = []
     scores = {"needle": {"full": 1.0, "k=100": 0.0}, "copy": {"full": 1.0, "k=100": 1.0}}
 
-    def answers(decoder, tokenizer, key, ways, *_):
-        names = [*map(str, ways)]
-        asked.append((*key, *names))
+    def answers(decoder, tokenizer, keys, ways, *_):
+        for name in map(str, ways):
+            asked.extend((*key, name) for key in keys)
+            yield [answer(key, name) for key in keys]
+
+    def answer(key, name):
         known = scores[key[0]] | {"auto:0.1": 1.0}
-        found = {"scores": {name: known[name] for name in names}}
-        found |= {"rows": {"k=100": 100.0}, "ceiling": {}}
+        rows = {name: 100.0} if name == "k=100" else {}
+        found = dict(scores={name: known[name]}, rows=rows, ceiling={}, seconds={name: {}})
         return dict(zip(("task", "tokens", "seed"), key, strict=True)) | found
 
     monkeypatch.setattr(paired_answers, "answers", answers)
@@ -86,31 +91,68 @@ def test_each_prompt_is_read_once_and_answered_in_each_way(tiny, reads, tmp_path
     assert "machines" not in found
 
 
-def test_answers_are_those_of_separate_calls(tiny, monkeypatch):
-    """Answers in forks equal those of a decoder that reads the prompt for each way."""
-    model, tokenizer = reading.load()
-    decoder, made = Decoder.of(model, tokenizer), []
-    generate = Decoder.generate
+@pytest.fixture
+def made(monkeypatch):
+    """Return a dict that gets the session and the ids of the answers of each way."""
+    made, answered = {}, paired_answers.answered
 
-    def noted(self, prompt, **options):
-        made.append(generate(self, prompt, **options))
-        return made[-1]
+    def noted(*given):
+        for one_way, own, ids in answered(*given):
+            made[str(one_way)] = own.report(), [one.tolist() for one in ids]
+            yield one_way, own, ids
 
-    monkeypatch.setattr(Decoder, "generate", noted)
-    ways = [*map(paired.way, ALL)]
-    paired_answers.answers(decoder, tokenizer, ("needle", 2500, 0), ways, "pariskv", [])
-    instance = paired_answers.tasks.make("needle", tokenizer, tokens=2500, seed=0)
+    monkeypatch.setattr(paired_answers, "answered", noted)
+    return made
+
+
+def answer(keys, *names):
+    decoder, ways = Decoder.of(*reading.load()), [*map(paired.way, names)]
+    learning = paired_answers.learning_from_queries(decoder, ways, "pariskv")
+    given = decoder, decoder.tokenizer, keys, ways, "pariskv", learning
+    return [*paired_answers.answers(*given)]
+
+
+def test_answers_are_those_of_separate_calls(tiny, made):
+    """Answers from a recording equal those of a decoder that reads the prompt for each way."""
+    answer([("needle", 2500, 0)], *ALL)
+    decoder = Decoder.of(*reading.load())
+    instance = paired_answers.tasks.make("needle", decoder.tokenizer, tokens=2500, seed=0)
     prompt = torch.cat([instance.context, instance.questions[0].ids])
     most = instance.questions[0].max_new_tokens
-    given = [
-        dict(index=None),
-        dict(k=100),
-        dict(k="auto", attach_options={"error": 0.3}),
-        dict(index="exact", k=100),
-    ]
-    for mine, options in zip(made, given, strict=False):
-        want = generate(decoder, prompt, max_new_tokens=most, **options)
-        assert mine.answer_ids.tolist() == want.answer_ids.tolist()
+    sparse = {"prefill": "sparse"}
+    for name, options in {
+        "full": dict(index=None),
+        "k=100": dict(k=100),
+        "auto:0.3": dict(k="auto", attach_options={"error": 0.3}),
+        "exact@100": dict(index="exact", k=100),
+        "sparse:k=100": dict(k=100, attach_options=sparse),
+    }.items():
+        want = decoder.generate(prompt, max_new_tokens=most, **options)
+        assert made[name][1] == [want.answer_ids.tolist()], name
+
+
+LATE = ["ctkvr", "louiskv", "h2o", "quest", "pariskv"]
+"""Indexes; the first ones compute codes at the end of the prompt."""
+
+
+def test_an_index_is_built_once_for_all_numbers_of_rows(tiny, made, monkeypatch):
+    """The answers and rows are those of an index of its own for each number."""
+    ended, end_prompt = Counter(), Updates.end_prompt
+
+    def counted(self):
+        ended["prompts"] += 1
+        end_prompt(self)
+
+    monkeypatch.setattr(Updates, "end_prompt", counted)
+    keys = [("needle", 2500, seed) for seed in range(2)]
+    names = [f"{index}@{k}" for index in LATE for k in (16, 64)]
+    answer(keys, *names)
+    assert ended["prompts"] == 2 * len(LATE)  # the model has two layers
+    together = {**made}
+    for name in names:
+        answer(keys, name)
+    assert together == made
+    assert len({str(ids) for _, ids in made.values()}) > len(LATE)
 
 
 def test_answers_of_a_batch_are_those_of_single_prompts(tiny, tmp_path, monkeypatch):
@@ -151,24 +193,33 @@ def test_a_recorded_prompt_changes_no_answer(tiny, reads, tmp_path, monkeypatch,
     monkeypatch.setattr(
         recording.Recording, "read", lambda _, *given: session.read_by_layer(*given)
     )
+    monkeypatch.setattr(recording.Recording, "record", lambda *_: None)
     own = run(tmp_path / "own.json", *some)
     assert len(reads) > 5
-    assert own["cells"] == found["cells"]
+    for cell, other in zip(own["cells"], found["cells"], strict=True):
+        assert all(cell[field] == other[field] for field in ("task", "seed", *paired.NUMBERS))
     assert all(len({*cell["scores"].values()}) > 3 for cell in own["cells"])
 
 
-def test_a_recording_has_only_what_the_ways_need(tiny):
-    decoder = Decoder.of(*reading.load())
-    ways = [*map(paired.way, ["full", "snapkv@100", "exact@100", "sparse:h2o@100"])]
-    learning = paired_answers.learning_from_queries(decoder, ways, "pariskv")
-    assert learning == {"snapkv", "h2o"}
-    for names, kept in {
-        ("full", "exact@100", "sparse:h2o@100", "sparse:auto"): (False, False),
-        ("full", "snapkv@100"): (True, False),
-        ("auto",): (False, True),
+def test_ways_that_need_queries_come_first_and_then_queries_are_freed(tiny, monkeypatch):
+    kept, read = [], recording.Recording.read
+
+    def noted(self, *given):
+        kept.append((self.queries, self.outputs))
+        return read(self, *given)
+
+    monkeypatch.setattr(recording.Recording, "read", noted)
+    for names, needed in {
+        ("exact@100", "sparse:h2o@100", "sparse:auto", "full"): [(False, False)] * 2,
+        ("exact@9", "auto", "snapkv@9", "full"): [
+            *((True, True), (True, True), (False, True), (False, False))
+        ],
     }.items():
-        made = paired_answers.recording_for([*map(paired.way, names)], "pariskv", learning)
-        assert (made.queries, made.outputs) == kept
+        kept.clear()
+        answer([("copy", 400, 0)], *names)
+        assert kept == needed, names
+    groups = paired_answers.grouped([*map(paired.way, names)], "pariskv", {"snapkv"})
+    assert [group.index for group in groups] == [None, "snapkv", "pariskv", "exact"]
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -211,7 +262,8 @@ def test_batches_have_one_task_and_length():
 
 
 def test_rows_of_a_codec_do_not_serve_full_attention():
-    full, fixed = paired.way("full"), paired.way("k=100")
+    full, fixed = paired.way("sparse:full"), paired.way("k=100")
+    assert paired_answers.index_of(paired.way("full"), "pariskv") is None
     assert paired_answers.index_of(full, "pariskv") == "pariskv"
     assert paired_answers.index_of(full, "pariskv:row_codec=int8") == "exact"
     assert paired_answers.index_of(fixed, "pariskv:row_codec=int8") == "pariskv:row_codec=int8"
@@ -235,9 +287,9 @@ def test_parts_are_joined_and_each_answer_counts_once(asked, tmp_path):
     for number, file in enumerate(files):  # both files contain the cell of the first
         more = "--part", f"{number}/2", "--from", str(tmp_path / "first.json")
         run(file, *some, *more)
-    assert len(asked) == 4
+    assert len(asked) == 8
     joined = run(tmp_path / "joined.json", *some, "--from", *map(str, files), "--seconds", "0")
-    assert len(asked) == 4
+    assert len(asked) == 8
     assert len(joined["cells"]) == 4
     base, other = (line for line in joined["summary"] if line["tokens"] is line["task"] is None)
     assert (base["way"], base["score"], base["prompts"]) == ("full", 1, 4)
@@ -286,32 +338,63 @@ def test_a_run_continues_its_own_file_and_measures_only_missing_ways(asked, tmp_
 
 
 def test_an_interrupted_run_has_written_its_answers(asked, tmp_path, monkeypatch):
-    """The summary follows at the end of a later run."""
+    """A later run first completes the prompt that has answers. The summary follows at its end."""
     answers = paired_answers.answers
 
-    def interrupted(decoder, tokenizer, key, *more):
-        if key[0] == "copy":
-            raise KeyboardInterrupt
-        return answers(decoder, tokenizer, key, *more)
+    def interrupted(decoder, tokenizer, keys, ways, *more):
+        for number, cells in enumerate(answers(decoder, tokenizer, keys, ways, *more)):
+            if keys[0][0] == "copy" and number:
+                raise KeyboardInterrupt
+            yield cells
 
-    some = "--tasks", "needle", "copy", "--tries", "1", "--ways", "full"
+    some = "--tasks", "copy", "needle", "--tries", "2", "--ways", "full", "k=100"
     with monkeypatch.context() as patch:
         patch.setattr(paired_answers, "answers", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            run(tmp_path / "out.json", *some)
+            run(tmp_path / "out.json", *some, "--batch", "2")
     found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert [cell["task"] for cell in found["cells"]] == ["needle"]
+    assert [(cell["task"], [*cell["scores"]]) for cell in found["cells"]] == [
+        ("copy", ["full"])
+    ] * 2
     assert found["summary"] == []
-    found = run(tmp_path / "out.json", *some)
-    assert [task for task, *_ in asked] == ["needle", "copy"]
-    assert found["summary"][0]["prompts"] == 2
+    asked.clear()
+    more = "--tasks", "needle", "copy", "--tries", "2", "--ways", "full", "k=100"
+    found = run(tmp_path / "out.json", *more, "--batch", "2")
+    assert [(task, seed, name) for task, _, seed, name in asked] == [
+        *(("copy", 0, "k=100"), ("copy", 1, "k=100")),
+        *(("needle", 0, "full"), ("needle", 1, "full")),
+        *(("needle", 0, "k=100"), ("needle", 1, "k=100")),
+    ]
+    assert found["summary"][0]["prompts"] == 4
 
 
-def test_time_ends_before_the_next_prompt(asked, tmp_path, monkeypatch):
-    times = iter([0.0, 1.0, 1.5, 99.0])
+def test_an_answer_of_a_resumed_run_is_that_of_a_whole_one(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(Instance, "score", lambda _, number, text: zlib.crc32(text.encode()))
+    ways = "full", "h2o@64", "exact@9", "exact@64"
+    some = "--tasks", "needle", "--tries", "2", "--batch", "2", "--tokens", "2500", "--ways", *ways
+    whole = run(tmp_path / "whole.json", *some)
+    for count in range(1, 5):
+        times = iter([0.0, 1.0, 99.0])
+        with monkeypatch.context() as patch:
+            patch.setattr(paired_answers.time, "monotonic", lambda times=times: next(times))
+            found = run(tmp_path / "parts.json", *some, "--seconds", "9")
+        assert all(len(cell["scores"]) == count for cell in found["cells"])
+    for cell, other in zip(found["cells"], whole["cells"], strict=True):
+        assert all(cell[field] == other[field] for field in paired.NUMBERS)
+        assert cell["seconds"].keys() == {*ways}
+        assert all(part["answering"] >= 0 for part in cell["seconds"].values())
+        assert "building" in cell["seconds"]["exact@64"]  # resumed between two ways of an index
+        assert "building" not in other["seconds"]["exact@64"]
+
+
+def test_time_ends_before_the_next_way(asked, tmp_path, monkeypatch, capsys):
+    times = iter([0.0, 1.0, 2.0, 3.0, 99.0])
     monkeypatch.setattr(paired_answers.time, "monotonic", lambda: next(times))
-    some = "--tasks", "needle", "copy", "--tries", "1", "--ways", "full", "--seconds", "9"
-    assert len(run(tmp_path / "out.json", *some)["cells"]) == 1
+    some = "--tasks", "needle", "copy", "--tries", "1", "--ways", "full", "k=100"
+    cells = run(tmp_path / "out.json", *some, "--seconds", "9")["cells"]
+    assert [[*cell["scores"]] for cell in cells] == [["full", "k=100"], ["full"]]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("needle, 400 tokens, seeds 0: full: score 1.00")
 
 
 @pytest.mark.parametrize(
