@@ -58,6 +58,11 @@ if they are no samples."""
 OFFSET = 2
 """Largest number of embeddings before that of the first position, in a table of positions."""
 
+NEUTRAL: dict[str, tuple[Any, ...]] = {"use_cache": (None, True), "guidance_scale": (None, 1)}
+"""Further options of `model.generate` that this loop does not support, and the values with which
+they have no effect. With `guidance_scale`, a logits processor has a cache of its own, from which it
+cannot remove rejected tokens."""
+
 WAITING = 2
 """Largest number of tokens that a round appends before the draft of a smaller model: the last token
 of a draft that was accepted as a whole, and the token after it."""
@@ -90,10 +95,9 @@ def speculating_options(
         ValueError: An option needs another decoding loop.
         UnsupportedError: Tokens cannot be removed from the cache of this model.
     """
-    for name in (*OTHER_LOOPS, "use_cache"):
+    for name in (*OTHER_LOOPS, *NEUTRAL):
         value = option_of(model, options, name)
-        neutral = (None, True) if name == "use_cache" else (None, False)
-        if name not in FUNCTIONS and value not in neutral:
+        if name not in FUNCTIONS and value not in NEUTRAL.get(name, (None, False)):
             raise ValueError(
                 f"speculative_tokens: got a value together with {name}={value!r}; allowed is only "
                 "one of them"

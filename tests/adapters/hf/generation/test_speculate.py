@@ -466,6 +466,7 @@ def test_refusals(model, options, message):
         generated(model, ids_of(20), speculative_tokens=2, **options)
     with pytest.raises(ValueError, match="verify: got 'full' without speculative_tokens"):
         generated(model, ids_of(20), verify="full", **ALL)
+        (dict(DENSE, guidance_scale=1.5), "together with guidance_scale=1.5"),
 
 
 @pytest.mark.parametrize(
