@@ -134,6 +134,13 @@ def byte_pairs() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made._tokenizer, chat_template=TEMPLATE)
 
 
+def padded_byte_pairs(size: int) -> PreTrainedTokenizerFast:
+    """Make the tokenizer of `byte_pairs` as a GGUF file contains it, padded to `size` tokens."""
+    made = byte_pairs()
+    made.add_tokens([f"[PAD{number}]" for number in range(len(made), size)])
+    return made
+
+
 def prompt(batch: int, length: int, *, padded: bool = False) -> dict[str, Tensor]:
     """Return random ids `[B, N]` and their mask; with padding, sequence `b` starts `5 b` tokens
     later."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -143,7 +143,8 @@ def check_vocabularies(sizes: Sequence[int], tokenizers: Sequence[Any]) -> None:
     """Check that a draft model has the vocabulary of the model.
 
     Many families pad the embeddings and logits of their models to different sizes. So models whose
-    tokenizers have the same vocabulary may have different sizes (`resized`).
+    tokenizers have the same vocabulary may have different sizes (`resized`). In a GGUF file, the
+    tokenizer contains this padding, as tokens such as "[PAD151936]", which are not compared.
 
     Args:
         sizes: Numbers of tokens of the model and of the draft model, padding included.
@@ -164,7 +165,7 @@ def check_vocabularies(sizes: Sequence[int], tokenizers: Sequence[Any]) -> None:
     if known is not None and known() is draft:
         return
     mine, theirs = model.get_vocab(), draft.get_vocab()
-    differing = sorted(mine.items() ^ theirs.items())
+    differing = sorted(named(mine).items() ^ named(theirs).items())
     if differing:
         token = differing[0][0]
         raise ValueError(
@@ -173,6 +174,12 @@ def check_vocabularies(sizes: Sequence[int], tokenizers: Sequence[Any]) -> None:
             f"{model.name_or_path!r}, in which it has the id {mine.get(token)}; {OTHER_DRAFTS}"
         )
     _EQUAL[model] = ref(draft)
+
+
+def named(vocabulary: Mapping[str, int]) -> dict[str, int]:
+    """Return a vocabulary without the tokens by which llama.cpp pads it in a GGUF file, which have
+    names such as "[PAD151936]" for the id 151936."""
+    return {token: id for token, id in vocabulary.items() if token != f"[PAD{id}]"}
 
 
 def different_sizes(sizes: Sequence[int], allowed: str) -> ValueError:

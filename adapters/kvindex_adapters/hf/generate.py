@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from kvindex.core import check
@@ -28,6 +34,7 @@ from kvindex_adapters.common.speculation import (
     about_draft_model,
     check_verifiable,
     different_sizes,
+    named,
     speculation_of,
 )
 from kvindex_adapters.common.token_timer import TokenTimer
@@ -321,6 +328,12 @@ def _check_sizes(model: PreTrainedModel, small: PreTrainedModel, tokenizer: Any)
         one.config.get_text_config(decoder=True).model_type for one in (model, small)
     )
     tokens = len(tokenizer) if isinstance(tokenizer, Sized) else None
+    if (
+        tokens is not None
+        and tokens > min(sizes)
+        and isinstance(tokenizer, PreTrainedTokenizerBase)
+    ):
+        tokens = len(named(tokenizer.get_vocab()))
     near = abs(sizes[0] - sizes[1]) < PADDING
     if large_type != small_type or tokens is None or tokens > min(sizes) or not near:
         known = "an unknown number" if tokens is None else f"{tokens:,}"

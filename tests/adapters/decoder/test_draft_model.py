@@ -37,7 +37,7 @@ from tests.adapters.decoder.test_speculative_sampling import (
     tiny,  # noqa: F401  # a fixture
 )
 from tests.adapters.hf.generation.test_generation import Words
-from tests.adapters.tiny import byte_pairs
+from tests.adapters.tiny import byte_pairs, padded_byte_pairs
 from tests.support.helpers import mostly_slow
 
 WORDS = Words()
@@ -504,6 +504,27 @@ def test_other_vocabularies_are_refused():
     ids = ids_of(10)
     small.tokenizer = None  # ids only
     assert tokens(large, ids, draft_model=small, **given) == tokens(large, ids, **ALL)
+
+
+def test_padding_in_the_tokenizer_of_a_gguf_file_is_not_compared():
+    count = len(byte_pairs())
+    sizes = dict(num_hidden_layers=1)
+    large, small, plain = (
+        Decoder.of(model_of("llama", vocab_size=count + more, **sizes), tokenizer)
+        for more, tokenizer in (
+            (80, padded_byte_pairs(count + 80)),
+            (16, padded_byte_pairs(count + 16)),
+            (16, byte_pairs()),
+        )
+    )
+    given = dict(ALL, speculative_tokens=4)
+    want = tokens(large, ids_of(10), **ALL)
+    for one in (small, plain):
+        assert tokens(large, ids_of(10), draft_model=one, **given) == want
+    plain.tokenizer = byte_pairs()
+    plain.tokenizer.add_tokens(["[PAD1]"])  # no padding, which has its id in its name
+    with pytest.raises(ValueError, match=r"in which the token '\[PAD1\]' has the id 2000, for"):
+        large.start(ids_of(10), draft_model=plain, **given)
 
 
 def test_vocabularies_are_compared_once(monkeypatch):

@@ -16,7 +16,7 @@ from kvindex_adapters.hf.generation import speculate
 from tests.adapters.decoder.families import FULL, padded, perturbed
 from tests.adapters.decoder.test_speculative_sampling import DRAWS, assert_distributed, joint
 from tests.adapters.hf.generation.test_generation import Words
-from tests.adapters.tiny import build, byte_pairs, prompt
+from tests.adapters.tiny import build, byte_pairs, padded_byte_pairs, prompt
 from tests.support.helpers import mostly_slow
 
 SIZES = dict(sink=4, local_window=8, update_every=8, dense_below=0)
@@ -381,6 +381,20 @@ def test_draft_models_of_other_sizes_that_are_refused(model, family, tokenizer, 
         generated(model, ids_of(20), **given)
 
 
+def test_a_tokenizer_that_contains_the_padding_of_the_model(model):
+    """In a GGUF file, the tokenizer has as many tokens as the model."""
+    count = len(byte_pairs())
+    large, small = padded(model, count + 80), padded(model, count + 16)
+    given = dict(tokenizer=padded_byte_pairs(count + 80), **DENSE)
+    made = tokens(large, ids_of(20), speculative_tokens=2, draft_model=small, **given)
+    assert made == tokens(large, ids_of(20), **given)
+    given["tokenizer"].add_tokens([f"<{number}>" for number in range(17)])
+    with pytest.raises(
+        ValueError, match=r"neither has fewer tokens than the tokenizer \(got 2,017"
+    ):
+        tokens(large, ids_of(20), speculative_tokens=2, draft_model=small, **given)
+
+
 def test_a_draft_model_whose_size_differs_by_more_than_padding_is_refused(model):
     small = build("llama", vocab_size=101 + 1024, eos_token_id=None)
     given = dict(speculative_tokens=2, draft_model=small, tokenizer=Counted(101), **DENSE)
@@ -452,6 +466,7 @@ def test_tokens_are_streamed_one_by_one(model, monkeypatch):
         (dict(ALL, penalty_alpha=0.6), "got a value together with penalty_alpha=0.6"),
         (dict(ALL, prompt_lookup_num_tokens=2), "together with prompt_lookup_num_tokens=2"),
         (dict(ALL, use_cache=False), "together with use_cache=False"),
+        (dict(DENSE, guidance_scale=1.5), "together with guidance_scale=1.5"),
         (dict(ALL, verify="half"), "verify: got 'half'"),
         (
             dict(
@@ -466,7 +481,6 @@ def test_refusals(model, options, message):
         generated(model, ids_of(20), speculative_tokens=2, **options)
     with pytest.raises(ValueError, match="verify: got 'full' without speculative_tokens"):
         generated(model, ids_of(20), verify="full", **ALL)
-        (dict(DENSE, guidance_scale=1.5), "together with guidance_scale=1.5"),
 
 
 @pytest.mark.parametrize(
