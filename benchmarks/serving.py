@@ -46,6 +46,10 @@ engines. At most `--batch` requests run at a time. Results:
   divided by `seconds`.
 - `throughput_ratio`: `requests_per_s` of an engine divided by that of `stock`.
 
+Before the first arrival, each engine generates tokens for `--batch` other prompts, so that no
+kernel is compiled while requests run. The prompts of the requests have no tokens in common (without
+`--shared`), so none is found in the prefix cache. All answers have `--written` tokens.
+
 **--arrivals inf** measures the largest throughput: all requests arrive at the beginning. If
 requests arrive more slowly than an engine could process them, its throughput is only their rate. If
 they arrive faster, its queue of waiting requests grows. Here the queue is never empty while the
@@ -129,6 +133,10 @@ the end of a prompt that differ between sequences with `--shared`."""
 CHECKED, CHECK_LAYERS, CHECK_TOKENS = (700, 20, 1500, 3000), 4, 24
 """Sizes in the check: lengths of the prompts in tokens, number of layers, and number of generated
 tokens."""
+
+WARM_UP, WARM_UP_TOKENS = 16_384, 64
+"""`WARM_UP`: number of tokens of the shorter prompts before requests arrive, two steps of vLLM.
+`WARM_UP_TOKENS`: number of tokens that are generated for each of these prompts."""
 
 CLOSE = {"kvindex": 0.1, "kvindex-fp8": 0.4}
 """Difference between the log probabilities of the two best tokens, by the engine with the plug-in.
@@ -561,11 +569,23 @@ def arrived(given: argparse.Namespace, plan: str, folder: str) -> Any:
     """Measure waiting times and throughput if requests arrive at random times."""
     engine = large(given, plan, folder)
     ids = prompts(given, Case(given.context, given.requests))
-    written(engine, [text(SHAPES[given.shape], given.context, 1)], 8)  # compile kernels
+    warm_up(given, engine)
     draw = random.Random(0)
     gaps = [0.0, *(draw.expovariate(given.arrivals) for _ in ids[1:])]
     due = list(itertools.accumulate(gaps))
     return arriving(engine.llm_engine, list(zip(due, ids, strict=True)), given.written)
+
+
+def warm_up(given: argparse.Namespace, engine: Any) -> None:
+    """Compile the kernels of all kinds of steps before requests arrive.
+
+    As many sequences as can run at a time are generated: one of full length, and shorter ones. So
+    some steps read a prompt while other sequences generate tokens, and others only generate.
+    """
+    lengths = [given.context, *[min(given.context, WARM_UP)] * (max(given.batch) - 1)]
+    shape = SHAPES[given.shape]
+    ids = [text(shape, count, seed) for seed, count in enumerate(lengths, 1)]
+    written(engine, ids, WARM_UP_TOKENS)
 
 
 def arriving(core: Any, due: list[tuple[float, list[int]]], count: int) -> dict[str, Any]:

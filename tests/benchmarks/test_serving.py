@@ -210,6 +210,23 @@ def test_requests_that_arrive_wait_for_tokens(monkeypatch):
     assert shown["tokens_per_s"] * found["seconds"] == pytest.approx(6)
 
 
+def test_a_batch_is_generated_before_requests_arrive(monkeypatch):
+    """Otherwise steps of several sequences would compile kernels while requests run."""
+    calls = []
+    monkeypatch.setattr(serving, "large", lambda *_: SimpleNamespace(llm_engine="core"))
+    monkeypatch.setattr(serving, "written", lambda *given: calls.append(given[1:]))
+    monkeypatch.setattr(serving, "arriving", lambda core, due, count: calls.append((due, count)))
+    options = ["--batch", "3", "--arrivals", "inf", "--requests", "6", "--json", "x.json"]
+    serving.arrived(serving.arguments(["--context", "20000", *options]), "stock", "")
+    (warm, count), (due, _) = calls
+    assert [len(ids) for ids in warm] == [20_000, 16_384, 16_384]
+    assert count < serving.BLOCK  # fits into the engine's longest sequence
+    prompts = [ids for _, ids in due]
+    beginnings = {tuple(ids[:16]) for ids in [*warm, *prompts]}
+    assert len(beginnings) == 3 + 6  # the prefix cache contains none
+    assert {at for at, _ in due} == {0}
+
+
 def test_the_throughput_of_requests_that_arrive_at_the_beginning(engines, monkeypatch, tmp_path):
     seconds = {"stock": 8.0, "kvindex": 6.0, "kvindex-sparse": 4.0}
     for plan, taken in seconds.items():
