@@ -58,10 +58,15 @@ if they are no samples."""
 OFFSET = 2
 """Largest number of embeddings before that of the first position, in a table of positions."""
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {"use_cache": (None, True), "guidance_scale": (None, 1)}
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "use_cache": (None, True),
+    "guidance_scale": (None, 1),
+    "watermarking_config": (None,),
+}
 """Further options of `model.generate` that this loop does not support, and the values with which
-they have no effect. With `guidance_scale`, a logits processor has a cache of its own, from which it
-cannot remove rejected tokens."""
+they have no effect. The logits processor of `guidance_scale` has a cache of its own, from which it
+cannot remove rejected tokens, and a watermark may depend on the tokens that its processor has
+seen."""
 
 WAITING = 2
 """Largest number of tokens that a round appends before the draft of a smaller model: the last token

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from transformers import WatermarkingConfig
 
 import kvindex_adapters.hf as kvhf
 from kvindex_adapters.common.speculation import DraftLength, PromptLookup
@@ -467,6 +468,10 @@ def test_tokens_are_streamed_one_by_one(model, monkeypatch):
         (dict(ALL, prompt_lookup_num_tokens=2), "together with prompt_lookup_num_tokens=2"),
         (dict(ALL, use_cache=False), "together with use_cache=False"),
         (dict(DENSE, guidance_scale=1.5), "together with guidance_scale=1.5"),
+        (
+            dict(DENSE, watermarking_config=WatermarkingConfig()),
+            "together with watermarking_config=",
+        ),
         (dict(ALL, verify="half"), "verify: got 'half'"),
         (
             dict(
