@@ -44,15 +44,30 @@ def test_answers_of_two_dtypes_are_in_one_table(tmp_path, monkeypatch):
     cell |= dict(drafted=6, accepted=5, rounds=3, same=8, compared=8)
     first = dict(model="tiny", lora="long", index="pariskv", k=9, machine=machine)
     first |= dict(dtype="float32", cells=[cell, {**cell, "way": "index"}])
+    monkeypatch.setattr(parts, "RESULTS", tmp_path)
     alone = tokens.acceptance(first)
     assert "in float32. It read" in alone
     assert "up to one questions" not in alone
     assert "| 200 | 2 | 5 of 6 | 1.7 | 8 of 8 |" in alone
     other = {**first, "dtype": "bfloat16", "cells": [{**cell, "new": 9, "same": 4}]}
     (tmp_path / "speculation_long_bfloat16.json").write_text(json.dumps(other), encoding="utf-8")
-    monkeypatch.setattr(parts, "RESULTS", tmp_path)
     both = tokens.acceptance(first)
     assert "in float32 and bfloat16. It read" in both
     assert "answers of up to 9 tokens" in both
     assert "| float32 | 200 | 2 | 5 of 6 | 1.7 | 8 of 8 |" in both
     assert "| bfloat16 | 200 | 2 | 5 of 6 | 1.7 | 4 of 8 |" in both
+
+
+def test_time_per_token_by_prompt_lookup(tmp_path, monkeypatch):
+    """The time of a step with drafts is that of a step with as many tokens on a GPU."""
+    monkeypatch.setattr(parts, "RESULTS", tmp_path)
+    steps = {"decoder": {"ratio": {"cached+4": {"token_ms": 2.0}}}}
+    (tmp_path / "draft_steps.json").write_text(json.dumps(steps), encoding="utf-8")
+    cell = dict(topic="types", question="?", tokens=200, way="lookup 4", new=11)
+    cell |= dict(drafted=12, accepted=6, rounds=3, steps=4)
+    machine = dict(gpu="a GPU", torch="2", transformers="5")
+    first = dict(model="tiny", lora="long", index="pariskv", k=9, machine=machine, dtype="float32")
+    first |= dict(cells=[cell, {**cell, "way": "lookup auto"}, {**cell, "way": "verified 2"}])
+    page = tokens.lookups(first)
+    assert "| float32 | 200 | 1 | 4 | 6 of 12 | 3 of 4 | 2.50 | 0.70 |" in page
+    assert page.count("| float32 |") == 1
