@@ -4,12 +4,12 @@ The layer has an index and contains synthetic tokens. The time of its decode ste
 the time of dense attention over the same number of tokens.
 
     python -m benchmarks.latency [--tokens N …] [--batch B …] [--index SPEC] [--hit-rate H]
-        [--on-device F] [--latents H] [--layers L] [--replays R] [--seconds S] [--no-dense]
+        [--k K] [--on-device F] [--latents H] [--layers L] [--replays R] [--seconds S] [--no-dense]
         [--json OUT]
     python -m benchmarks.latency --device cpu [--tokens N …] [--index SPEC] [--others SPEC …]
         [--layers L] [--replays R] [--json OUT]
 
-**On a GPU**, the layer has 32 query heads, 8 KV heads, D = 128, bfloat16 and k = 100. The index
+**On a GPU**, the layer has 32 query heads, 8 KV heads, D = 128 and bfloat16. The index
 must have a fused step (kernels for a whole decode step), like `pariskv:preset=paper`. First, the
 result of a decode step is checked. Nothing is timed if it is wrong. A CUDA graph contains
 `index.attend` of L layers, one after another (fewer layers if memory is short). CUDA events time
@@ -92,6 +92,12 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     )
     add_index(parser)
     parser.add_argument(
+        "--k",
+        type=int,
+        default=workload.K,
+        help="On a GPU, number of tokens that a step retrieves per KV head",
+    )
+    parser.add_argument(
         "--on-device",
         type=float,
         help="Also measure decode steps for which only this fraction of the keys and values is in "
@@ -131,7 +137,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     found.tokens = found.tokens or (cpu_steps.TOKENS if on_cpu else [2**15, 2**17, 2**20])
     found.layers = found.layers or (4 if on_cpu else 16)
     least = 1024 if on_cpu else 4096
-    refuse(parser, found, tokens=least, batch=1, layers=1, replays=10)
+    refuse(parser, found, tokens=least, batch=1, layers=1, replays=10, k=1)
     if found.on_device is not None and not 0 < found.on_device < 1:
         parser.error(f"on-device: got {found.on_device}, allowed is more than 0 and less than 1")
     return found
@@ -249,6 +255,7 @@ def relative(
     timed: Timed,
     *,
     hit_rate: float,
+    k: int,
     rounds: int = 6,
 ) -> dict[str, Any]:
     """Time decode steps of several indexes in alternation.
@@ -259,7 +266,7 @@ def relative(
     found: dict[str, Any] = {spec: {} for spec in specs[1:]}
     for place, name in (("host", "step_cached"), ("device", "step_device")):
         works = {
-            spec: Layers(g, spec, place, tokens=tokens, batch=batch, layers=layers)
+            spec: Layers(g, spec, place, tokens=tokens, batch=batch, layers=layers, k=k)
             for spec in specs
         }
         turns: dict[str, list[float]] = {spec: [] for spec in specs}
@@ -363,11 +370,11 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     g, timed = workload.geometry("cuda", given.latents), GraphTimer(given.replays)
     start, dense = time.monotonic(), rivals if given.latents is None else latent_rivals
     result: dict[str, Any] = {
-        "shape": dict(q_heads=g.q_heads, kv_heads=g.kv_heads, head_dim=g.head_dim, k=workload.K),
+        "shape": dict(q_heads=g.q_heads, kv_heads=g.kv_heads, head_dim=g.head_dim, k=given.k),
         "index": given.index,
         "near": workload.WINDOW,
         "machine": describe("cuda"),
-        "check": check(g, given.index, batch=max(2, *given.batch)),
+        "check": check(g, given.index, batch=max(2, *given.batch), k=given.k),
         "points": [],
         "notes": [],
     }
@@ -381,16 +388,16 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             continue
         point = {"tokens": tokens, "batch": batch}
         if not given.no_dense:
-            point |= dense(g, tokens, batch, layers, timed)
+            point |= dense(g, tokens, batch, layers, timed, given.k)
             workload.free()
         sizes = tokens, batch, layers
-        places = dict(hit_rate=given.hit_rate, on_device=given.on_device)
+        places = dict(hit_rate=given.hit_rate, on_device=given.on_device, k=given.k)
         point |= steps(g, given.index, *sizes, timed, **places)
         if given.others:
             workload.free()
             specs = [given.index, *given.others]
             few = tokens, batch, max(1, layers // (2 * len(specs)))
-            point["others"] = relative(g, specs, *few, timed, hit_rate=given.hit_rate)
+            point["others"] = relative(g, specs, *few, timed, hit_rate=given.hit_rate, k=given.k)
         result["points"].append(point)
         result["seconds"] = time.monotonic() - start
         if given.json:
