@@ -247,6 +247,18 @@ def test_an_append_gets_memory_itself_where_the_slab_it_waits_for_fails():
     assert fake.threads[:2] == ["kvindex-pin", threading.current_thread().name]
 
 
+HANGS_S = 60
+"""Seconds after which a child process that hangs is ended."""
+
+
+def opened():
+    """Return an open gate for a child process. A thread of its parent may have held the lock of the
+    other gate when the process was forked, and would never release it in the child."""
+    gate = threading.Event()
+    gate.set()
+    return gate
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_process_does_not_wait_for_a_thread_of_its_parent():
     fake = FakeAllocator()
@@ -256,7 +268,7 @@ def test_a_child_process_does_not_wait_for_a_thread_of_its_parent():
     pinning(fake, 1)
     child = os.fork()
     if not child:
-        fake.gate.set()
+        fake.gate = opened()
         os._exit(0 if allocator.allocate(SLAB) else 1)
     deadline, ended = time.monotonic() + 10, 0
     while not ended and time.monotonic() < deadline:
@@ -380,7 +392,8 @@ def test_a_child_process_pins_what_it_announces():
     pinning(fake, 1)
     child = os.fork()
     if not child:
-        fake.gate.set()
+        signal.alarm(HANGS_S)
+        fake.gate = opened()
         announce(allocator, SLAB, 1)
         finish()
         os._exit(0 if allocator.cache.kept_bytes == 3 * SLAB else 1)
