@@ -147,24 +147,25 @@ PARTS = ("half accepted", "accepted as measured", "all accepted")
 """Which of the drafts are accepted in each column of `verified`."""
 
 
-def _accepted() -> tuple[int, dict[int, float]]:
-    """Return the largest length at which acceptance was measured, and the number of accepted drafts
-    of a round by the number of drafts."""
-    cells = (stored("speculation_long") or {"cells": []})["cells"]
+def _accepted() -> dict[int, float]:
+    """Return the number of accepted drafts of a round by the number of drafts, each at the largest
+    length at which it was measured."""
+    results = stored_like("speculation_long", stored("speculation_long") or {"cells": []})
+    cells = [cell for result in results for cell in result["cells"]]
     cells = [cell for cell in cells if cell["way"].startswith("verified")]
-    length = max((int(cell["tokens"]) for cell in cells), default=0)
     found = {}
-    for way in values(some(cells, tokens=length), "way"):
+    for way in values(cells, "way"):
+        length = max(cell["tokens"] for cell in some(cells, way=way))
         each = some(cells, tokens=length, way=way)
         sums = [sum(cell[name] for cell in each) for name in ("accepted", "rounds")]
         found[int(way.split()[1])] = sums[0] / sums[1]
-    return length, found
+    return found
 
 
 def verified(result: Result) -> str:
     """Make the table of the time of rounds in which full attention verifies drafts."""
     rows, found = [], result["decoder"]
-    length, real = _accepted()
+    real = _accepted()
     place = "device" if "store=device" in result["index"] else "host"
     contiguous = place == "device" and "dense" in found
     alone = found["dense" if contiguous else "verified+0"]["token_ms"]
@@ -191,7 +192,8 @@ def verified(result: Result) -> str:
         "drafts, a round is one token with full attention, which reads the rows of the index. "
         f"{base} Random weights have no "
         "acceptance, so the ratios are computed: half of the drafts are accepted, or as many as "
-        f"SmolLM2 with {length:,} tokens accepts in the table of acceptance, or all of them. "
+        "SmolLM2 accepts of so many drafts after the longest text in the table of acceptance, or "
+        "all of them. "
         "Times are medians, with quartiles in parentheses."
     )
     head = ("drafts", "ms per round", *(f"ratio, {part}" for part in PARTS))
