@@ -192,9 +192,8 @@ def verified(result: Result) -> str:
         "drafts, a round is one token with full attention, which reads the rows of the index. "
         f"{base} Random weights have no "
         "acceptance, so the ratios are computed: half of the drafts are accepted, or as many as "
-        "SmolLM2 accepts of so many drafts after the longest text in the table of acceptance, or "
-        "all of them. "
-        "Times are medians, with quartiles in parentheses."
+        "SmolLM2 accepts (for each number of drafts, with the longest text in the table of "
+        "acceptance), or all of them. Times are medians, with quartiles in parentheses."
     )
     head = ("drafts", "ms per round", *(f"ratio, {part}" for part in PARTS))
     return f"{about}\n\n{table(head, rows)}\n\n{machine(result)}"
