@@ -341,7 +341,7 @@ def test_the_model_as_its_own_draft_accepts_all_samples(decoder):
     [pytest.param(1, 4, marks=pytest.mark.slow), (500, 4), (500, 3), (500, 6)],
 )
 def test_sampled_answers_have_the_distribution_of_the_model(
-    tiny,  # noqa: F811
+    tiny,  # noqa: F811  # the fixture that is imported above
     monkeypatch,
     batch,
     vocabulary,
