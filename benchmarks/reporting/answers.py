@@ -304,7 +304,7 @@ def points(row: Row | None) -> str:
     if row is None:
         return ""
     return "{:+.1f} ({:+.1f} to {:+.1f})".format(
-        *(100 * row[name] for name in ("difference", "low", "high"))
+        *(round(100 * row[name], 1) + 0.0 for name in ("difference", "low", "high"))  # no -0.0
     )
 
 

@@ -13,12 +13,32 @@ from benchmarks.reporting.parts import (
     table,
     values,
 )
-from kvindex.layer.arguments import AUTO_ROWS
+from kvindex.layer.arguments import AUTO_ROWS, DEFAULT_K
 
 
 def paired_answers(result: Result) -> str:
     """Make a table of correct answers in several ways, for each file of results."""
     return "\n\n".join(one(each) for each in stored_like("paired_answers", result))
+
+
+def by_default(result: Result) -> str:
+    """Write the differences between the default number of rows and full attention."""
+    lines = some(result["summary"], task=None, way=f"k={DEFAULT_K}")
+    (every,) = some(lines, tokens=None)
+    said = [
+        f"{points(line)} at {line['tokens']:,} tokens"
+        for line in lines
+        if line["tokens"] is not None
+    ]
+    score = every["score"]
+    return (
+        f"With the default, {DEFAULT_K} rows (keys and values of tokens) per KV head and step, "
+        f"{named(result['model'], result['lora'])} answered {100 * score:.1f}% of "
+        f"{every['pairs']} questions correctly, and with full attention "
+        f"{100 * (score - every['difference']):.1f}%. The difference in percentage points, with "
+        f"its 95% interval, is {points(every)}. By the length of the prompt, it is "
+        f"{', '.join(said)}."
+    )
 
 
 def one(result: Result) -> str:
