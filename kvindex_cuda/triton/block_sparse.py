@@ -158,7 +158,7 @@ def choose_pooled(
         first_block=first_block,
         QB=QB,
         KB=KB,
-        WIDE=next_power_of_2(KB),
+        WIDE=row_width(KB),
     )
     return chosen
 
@@ -243,7 +243,7 @@ def choose_sampled(
             QB=blocks,
             KB=KB,
             COUNT=count,
-            WIDE=next_power_of_2(KB),
+            WIDE=row_width(KB),
         )
         chosen[:, :, start : start + blocks] = these
     return chosen
@@ -307,7 +307,7 @@ def _listed(chosen: Tensor, first_block: int, tile: Tile) -> tuple[Tensor, Tenso
         KB=KB,
         first_block=first_block,
         QB=QB,
-        WIDE=next_power_of_2(KB),
+        WIDE=row_width(KB),
     )
     return listed, counts
 
@@ -329,9 +329,18 @@ def _blocks(part: Tensor, rows: int, wide: int) -> TensorDescriptor:
     return TensorDescriptor(part, list(part.shape), list(part.stride()), [1, 1, rows, wide])
 
 
+def row_width(KB: int) -> int:
+    """Return for how many numbers the kernels that read `KB` numbers are compiled: 256, 1,024,
+    4,096, … There are few such widths, because Triton compiles a kernel for each of them."""
+    width = 256
+    while width < KB:
+        width *= 4
+    return min(width, WIDEST)
+
+
 def _row_tile(KB: int) -> Tile:
     """Return the tile of a launch in which a program reads `KB` numbers."""
-    return Tile(warps=4 if KB <= 2048 else 8, stages=1)
+    return Tile(warps=4 if row_width(KB) <= 2048 else 8, stages=1)
 
 
 def _steps(name: str, part: Tensor) -> dict[str, int]:

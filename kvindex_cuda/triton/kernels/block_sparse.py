@@ -11,8 +11,12 @@ from kvindex_cuda.triton.kernels.overlap import after_previous
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
+SIZES = ["first_block", "T", "N", "QB", "KB"]
+"""Arguments that differ from chunk to chunk. Triton must not compile a kernel again when one of
+them becomes a multiple of 16, or stops being one."""
 
-@triton.jit
+
+@triton.jit(do_not_specialize=SIZES)
 def choose_by_mass(
     scores, chosen, mass, first_block, QB, KB,
     WIDE: tl.constexpr, OVERLAP: tl.constexpr,
@@ -20,7 +24,7 @@ def choose_by_mass(
     """Choose blocks of keys by the softmax of one score per block.
 
     Grid: (QB, sequences · heads). A program reads the scores of one block of queries, `KB - 1`
-    numbers, and writes `KB` bytes. `WIDE` is `KB`, rounded up to a power of two.
+    numbers, and writes `KB` bytes. `WIDE` is a power of two, at least `KB`.
     """
     after_previous(OVERLAP)
     row = tl.program_id(1).to(tl.int64) * QB + tl.program_id(0)
@@ -32,7 +36,7 @@ def choose_by_mass(
     tl.store(chosen + row * KB + block, keep.to(tl.int8), block < KB)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def sum_blocks(
     queries, key_blocks, sums, first_block, T, QB, KB, scale,
     query_batch, query_head, query_token,
@@ -71,7 +75,7 @@ def sum_blocks(
         tl.store(to + block, peak + tl.log2(total), asked)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def choose_by_sums(
     sums, chosen, mass, first_block, QB, KB,
     COUNT: tl.constexpr, WIDE: tl.constexpr, OVERLAP: tl.constexpr,
@@ -124,7 +128,7 @@ def _largest(weight, mass, block, own):
     return keep | (block == own) | (block == own - 1) | (block == 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def list_chosen(
     chosen, listed, counts, KB, first_block, QB,
     WIDE: tl.constexpr, OVERLAP: tl.constexpr,
@@ -145,7 +149,7 @@ def list_chosen(
     tl.store(counts + row, tl.sum(keep, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def attend_chosen(
     queries, keys, values, key_blocks, value_blocks, listed, counts, output, lse, scale, T, N, KB,
     query_batch, query_head, query_token, key_batch, key_head, key_token,

@@ -129,7 +129,10 @@ def compiled(kernel, weights, given, aligned=False, warps=4, stages=2):
     attrs = {
         (at,): even
         for at, name in enumerate(kernel.arg_names)
-        if aligned and name != "B" and types[name] not in ("constexpr", "fp32")
+        if aligned
+        and name != "B"
+        and types[name] not in ("constexpr", "fp32")
+        and not kernel.params[at].do_not_specialize
     }
     source = ASTSource(kernel, types, constexprs=constants, attrs=attrs)
     options = dict(num_warps=warps, num_stages=stages)
@@ -172,6 +175,18 @@ CHOOSING = [
 def test_kernels_that_choose_blocks_compile(kernel, given, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     assert compiled(kernel, "bf16", given, warps=8, stages=1).asm["cubin"]
+
+
+def test_a_new_length_of_the_prompt_compiles_no_kernel_again():
+    """Each compilation takes as long as many chunks. A length that happens to be a multiple of 16
+    is not special, and few lengths have a width of their own."""
+    changing = {"first_block", "T", "N", "QB", "KB"}
+    for kernel, _ in [*CHOOSING, (block_sparse.sum_blocks, {}), (block_sparse.attend_chosen, {})]:
+        special = {one.name for one in kernel.params if not one.do_not_specialize}
+        assert not special & changing, kernel
+    widths = [tiles_of_blocks.row_width(KB) for KB in range(1, tiles_of_blocks.WIDEST + 1)]
+    assert sorted(set(widths)) == [256, 1024, 4096, 16384, 32768]
+    assert all(width >= KB for KB, width in enumerate(widths, 1))
 
 
 @pytest.mark.parametrize(
