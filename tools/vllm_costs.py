@@ -6,7 +6,8 @@ PYTHONPATH=.:adapters python tools/vllm_costs.py [--check]
 
 Fits the model of `kvindex_adapters/vllm/costs.py` to the times in the benchmark's result files
 `decode_step*.json`, and writes `costs.json` next to that module. The fit minimizes the relative
-errors. `--check` only compares the file with the result, and fails if they differ.
+errors. What further rows cost follows from `serving.json` and `serving_k100.json`. `--check` only
+compares the file with the result, and fails if they differ.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from kvindex_adapters.vllm.costs import HEADS
+from benchmarks.common.shapes import SHAPES
+from kvindex_adapters.vllm.costs import HEADS, ROWS
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,6 +38,9 @@ FILES = (
 """Result files with times of an index that vLLM supports on a GPU."""
 
 WRITTEN = ROOT / "adapters" / "kvindex_adapters" / "vllm" / "costs.json"
+
+SERVED = "serving.json", "serving_k100.json"
+"""Result files with times of the same batches in vLLM, with more rows and with `ROWS` rows."""
 
 GPUS = "H100", "H200"
 
@@ -83,6 +88,35 @@ def fitted(times: list[float], *columns: list[float]) -> list[float]:
     return [float(factor) for factor in np.linalg.lstsq(parts, np.ones(len(times)), rcond=None)[0]]
 
 
+def row_us() -> float:
+    """Return what a search takes for one more row and query head of a sequence, in microseconds.
+
+    Each file has the times of full attention, too. All else takes the same time in both engines, so
+    the times of searches are compared through their differences from full attention.
+    """
+    more, fewer = (
+        json.loads((RESULTS / file).read_text(encoding="utf-8"))["serving"] for file in SERVED
+    )
+    shape, rows = SHAPES[more["settings"]["shape"]], more["settings"]["k"] - ROWS
+    own = [_over_full(result, shape.layers) for result in (more, fewer)]
+    heads = np.array([float(batch * shape.q_heads * rows) for _, batch in own[0]])
+    added = np.array([own[0][case] - own[1][case] for case in own[0]])
+    return float(np.linalg.lstsq(heads[:, None], added, rcond=None)[0][0])
+
+
+def _over_full(served: dict[str, Any], layers: int) -> dict[tuple[int, int], float]:
+    """Return for each case (tokens, batch) the microseconds by which a layer takes longer with a
+    search than with full attention."""
+    return {
+        (one["context"], one["batch"]): (
+            one["plans"]["kvindex"]["token_ms"] - one["plans"]["stock"]["token_ms"]
+        )
+        * 1e3
+        / layers
+        for one in served["batches"]
+    }
+
+
 def costs_of(found: list[Point]) -> dict[str, float]:
     """Fit the model to the measurements on one kind of GPU."""
     tokens = [float(point.batch * point.tokens) for point in found]
@@ -103,6 +137,7 @@ def costs_of(found: list[Point]) -> dict[str, float]:
         full_bytes=1 / byte_us,
         search_us=search_us,
         head_us=head_us,
+        row_us=row_us(),
         key_us=key_us,
         pages_bytes=PAGES_BYTES,
     )
@@ -113,7 +148,7 @@ def table() -> dict[str, Any]:
     """Return the content of `costs.json`."""
     found = list(points())
     gpus = {gpu: costs_of([point for point in found if point.gpu == gpu]) for gpu in GPUS}
-    return {"written_by": "tools/vllm_costs.py", "from": list(FILES), "gpus": gpus}
+    return {"written_by": "tools/vllm_costs.py", "from": [*FILES, *SERVED], "gpus": gpus}
 
 
 def main() -> int:

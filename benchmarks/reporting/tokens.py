@@ -358,22 +358,22 @@ def serving(result: Result) -> str:
             )
             compiled = "no" if about["plain"] else "yes"
             gpus = gpu(one) if about.get("gpus", 1) == 1 else f"{about['gpus']} × {gpu(one)}"
-            line = (str(batch["batch"]), lengths, gpus, compiled, words, where, times, ratio)
+            k = str(about["k"]) if "kvindex" in plan else ""
+            line = (str(batch["batch"]), lengths, gpus, compiled, words, k, where, times, ratio)
             rows.append(line)
     words = (
         "The table shows the time per token in vLLM, with FlashAttention and with an index. It is "
         "the time between two tokens of the batch, as the host receives them: the median, with "
         "quartiles in parentheses. The model has random weights in the shape of "
-        f"{found['shape']}, in bfloat16. An index retrieves k = {found['k']} tokens per KV "
-        "head.\n\n"
+        f"{found['shape']}, in bfloat16. An index retrieves `k` tokens per KV head.\n\n"
         "*Compiled* says whether both engines used `torch.compile`. "
         "The column *rows* says where keys and values are stored: in device memory or in host "
         "memory. Each of these two places was measured in a separate run of the benchmark. "
         "*Shared* means that the prompts of all sequences are equal except for the tokens at "
         "their end, so the sequences share the pages of the common tokens."
     )
-    head = ("sequences", "tokens of each", "GPU", "compiled", "attention", "rows", "ms per token")
-    head = (*head, "ratio to FlashAttention")
+    head = ("sequences", "tokens of each", "GPU", "compiled", "attention", "`k`", "rows")
+    head = (*head, "ms per token", "ratio to FlashAttention")
     return f"{words}\n\n{table(head, rows)}\n\n{machines(stored_like('serving', result))}"
 
 

@@ -57,7 +57,7 @@ def test_serving_is_timed_where_answers_are_the_engines_own(engines, monkeypatch
     assert ratios == [None, 1, 0.5]
     assert batch["plans"]["stock"]["token_ms_rounds"] == [8, 8]
     page = report.TABLES["serving"](result)
-    assert "FlashAttention, keys and values in FP8 | device | 8.00" in page
+    assert "FlashAttention, keys and values in FP8 |  | device | 8.00" in page
     engines.to.unlink()
     engines.found["check kvindex"] = [dict(tokens=[8, 6, 7], gaps=[1.0, 1.0, 1.0])]
     with pytest.raises(SystemExit, match="token 0 is 5 without the plug-in and 8 with it"):

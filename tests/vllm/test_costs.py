@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvindex.core.geometry import Geometry
+from kvindex.layer.arguments import DEFAULT_K
 from kvindex_adapters.vllm import costs
 from kvindex_adapters.vllm.costs import LEAST, Limit, limit_of
 
@@ -31,8 +32,8 @@ def layer(q_heads=32, kv_heads=8, head_dim=128, **more):
     )
 
 
-def on(gpu, given="auto", batches=True, **shape):
-    return limit_of(given, layer(**shape), f"NVIDIA {gpu} 80GB HBM3", batches=batches)
+def on(gpu, given="auto", batches=True, k=100, **shape):
+    return limit_of(given, layer(**shape), f"NVIDIA {gpu} 80GB HBM3", batches=batches, k=k)
 
 
 def test_the_table_is_what_the_script_computes(tool):
@@ -60,10 +61,8 @@ def test_each_measured_token_of_vllm(file):
     If the quartiles of both times overlap, either decision is right."""
     found = json.loads(file.read_text())
     given = found["serving"]["settings"]
-    if "paper" in given["index"]:
-        return  # vLLM does not support it on a GPU
     gpu, gpus = found["machine"]["gpu"].split()[1], given.get("gpus", 1)
-    limit = on(gpu, q_heads=32 // gpus, kv_heads=8 // gpus, head_dim=128)
+    limit = on(gpu, k=given["k"], q_heads=32 // gpus, kv_heads=8 // gpus, head_dim=128)
     for one in found["serving"]["batches"]:
         stock, mine = (one["plans"][plan] for plan in ("stock", "kvindex"))
         searches = limit.searches([one.get("context", given["context"])] * one["batch"])
@@ -94,6 +93,13 @@ def test_decisions_follow_length_batch_and_shape():
     assert on("H200", kv_heads=32).searches([16_384])
     wide = Geometry.of(q_heads=32, kv_heads=8, head_dim=128, dtype=torch.float32)
     assert limit_of("auto", wide, "NVIDIA H200", batches=True).searches([24_576])
+
+
+def test_more_rows_take_more_time():
+    assert on("H200").searches([32_768])
+    assert not on("H200", k=256).searches([32_768])
+    assert on("H200", k=256).searches([36_000])
+    assert on("H200", k=256).dense_below > on("H200", k=100).dense_below
 
 
 def test_full_attention_in_fp8_reads_half_of_the_bytes():
@@ -159,7 +165,7 @@ def test_the_table_of_the_page():
     for *sizes, gpu, one, four, sixteen in rows:
         if sizes[0]:
             shape = dict(zip(("q_heads", "kv_heads", "head_dim"), map(int, sizes), strict=True))
-        limit = on(gpu, **shape)
+        limit = on(gpu, k=DEFAULT_K, **shape)
         for batch, shown in ((1, one), (4, four), (16, sixteen)):
             length = int(shown.replace(",", ""))
             assert limit.searches([round(length * 1.02)] * batch)

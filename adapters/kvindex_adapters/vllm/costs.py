@@ -5,7 +5,7 @@ pay for short sequences. With `dense_below="auto"`, this module estimates the ti
 attention in a decode step on a GPU:
 
     full attention = full_us + bytes of keys and values / full_bytes
-    search         = search_us + heads · head_us + keys · key_us
+    search         = search_us + heads · (head_us + (k - 100) · row_us) + keys · key_us
 
 `heads` is the number of query heads of all sequences, and `keys` counts each token once for each KV
 head, or once for each four query heads if that is more: `scan` computes the scores of four query
@@ -16,8 +16,10 @@ heads for each key that it reads. `key_us` holds for 128 coordinates.
 heads, 8 KV heads, bfloat16, k = 100, 4,096 to 4,194,304 tokens, 1 and 8 sequences), in which torch
 computes full attention. The model is within 5% of each of these times.
 
-All of these steps retrieve 100 rows per KV head with `pariskv:preset=fast`. The estimate is the
-same for any number of rows: how the time grows with it in batches has not been measured.
+All of these steps retrieve 100 rows per KV head with `pariskv:preset=fast`. What further rows cost
+(`row_us`) follows from decode steps of whole models in vLLM on an H200, with 100 and with 256 rows
+of the plug-in's default index (`serving_k100.json` and `serving.json`). With `k="auto"`, the number
+of rows is not known before, and the estimate is that for 100 rows.
 
 **Two decisions.**
 
@@ -57,6 +59,9 @@ LEAST = 2048
 FALLBACK = "H100"
 """Kind of GPU whose numbers are used for a GPU that is not in the table."""
 
+ROWS = 100
+"""Rows per KV head and step in the measurements, except those that `row_us` follows from."""
+
 HEADS, DIM = 4, 128
 """Query heads that share the reading of a key, and coordinates of a key in the measurements."""
 
@@ -69,7 +74,8 @@ class Costs:
         full_us: Full attention of an empty sequence.
         full_bytes: Bytes that full attention reads in a microsecond.
         search_us: A search of an empty batch.
-        head_us: What a search adds for each query head of a sequence.
+        head_us: What a search adds for each query head of a sequence, with `ROWS` rows.
+        row_us: What each further row adds for each query head of a sequence.
         key_us: What a search adds for each key.
         pages_bytes: Bytes of keys and values that a step reads in a microsecond for sequences with
             full attention.
@@ -83,17 +89,19 @@ class Costs:
     full_bytes: float
     search_us: float
     head_us: float
+    row_us: float
     key_us: float
     pages_bytes: float
     row_bytes: int = 0
     heads: int = 0
     keys: int = 0
 
-    def of_layer(self, geometry: Geometry, *, fp8: bool = False) -> Costs:
+    def of_layer(self, geometry: Geometry, *, k: int = ROWS, fp8: bool = False) -> Costs:
         """Return the times for layers of this geometry.
 
         Args:
             geometry: Geometry of the layers.
+            k: Number of rows that each KV head retrieves.
             fp8: Whether keys and values are in FP8. Full attention then reads one byte per number.
                 The kernel `attend` is limited by its instructions, so it is no faster.
         """
@@ -102,6 +110,7 @@ class Costs:
         return replace(
             self,
             full_bytes=self.full_bytes * (g.dtype.itemsize if fp8 else 1),
+            head_us=self.head_us + (k - ROWS) * self.row_us,
             key_us=self.key_us * g.head_dim / DIM,
             row_bytes=g.kv_heads * width * g.dtype.itemsize,
             heads=g.q_heads,
@@ -170,7 +179,13 @@ class Limit:
 
 
 def limit_of(
-    given: int | str, geometry: Geometry, gpu: str | None, *, batches: bool, fp8: bool = False
+    given: int | str,
+    geometry: Geometry,
+    gpu: str | None,
+    *,
+    batches: bool,
+    k: int = ROWS,
+    fp8: bool = False,
 ) -> Limit:
     """Return the `Limit` of an engine's layers.
 
@@ -179,13 +194,14 @@ def limit_of(
         geometry: Geometry of the layers.
         gpu: Name of the GPU, or None on a CPU.
         batches: Whether FlashAttention can compute a whole batch instead.
+        k: Number of rows that each KV head retrieves.
         fp8: Whether keys and values are in FP8.
     """
     if given != AUTO:
         return Limit(int(given))
     if gpu is None:
         return Limit(LEAST)
-    costs = kind_of(gpu).of_layer(geometry, fp8=fp8)
+    costs = kind_of(gpu).of_layer(geometry, k=k, fp8=fp8)
     return Limit(costs.dense_below(), costs if batches else None)
 
 

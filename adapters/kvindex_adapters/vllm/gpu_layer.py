@@ -108,7 +108,9 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
         self.codes.mixed = options.rows == "host"
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else FALLBACK
         given = options.dense_below, self.geometry, name
-        self.codes.limit = limit_of(*given, batches=options.rows == "device", fp8=self.fp8)
+        self.codes.limit = limit_of(
+            *given, batches=options.rows == "device", k=options.usual_rows, fp8=self.fp8
+        )
         if options.rows == "host":
             self.host = self.codes.host = host_of(config, self.geometry, options, fp8=self.fp8)
             self.number = self.host.add_layer()

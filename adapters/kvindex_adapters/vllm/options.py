@@ -190,6 +190,12 @@ class Options:
         return AUTO_ROWS if isinstance(self.k, str) else self.k
 
     @property
+    def usual_rows(self) -> int:
+        """Number of rows with which the time of a search is estimated. If an error decides how many
+        rows a search retrieves, it is not known before."""
+        return self.most_rows if self.allowed_error is None else min(self.most_rows, costs.ROWS)
+
+    @property
     def allowed_error(self) -> float | None:
         """Allowed error of a layer's output, or None if each search retrieves `k` rows."""
         return AUTO_ERROR if self.error is None and self.k == "auto" else self.error
