@@ -13,7 +13,7 @@ The last two are measured only if `--plans` names them.
 
     python -m benchmarks.serving [--shape SHAPE] [--layers L]
         [--context N --batch B … | --cases NxB …] [--shared]
-        [--index SPEC] [--k K] [--rows WHERE] [--dense-below TOKENS] [--dense-graphs]
+        [--index SPEC] [--k K] [--rows WHERE] [--dense-below TOKENS] [--[no-]dense-graphs]
         [--prefill-selector NAME] [--prefill-mass F]
         [--written T] [--rounds R] [--stock-block TOKENS] [--plain] [--gpus N]
         [--arrivals PER_S --requests N] [--without-check] [--plans PLAN …]
@@ -228,9 +228,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--dense-graphs",
-        action="store_true",
-        help="Let vLLM capture a second CUDA graph with FlashAttention for each batch size, for "
-        "batches in which a search does not pay",
+        action=argparse.BooleanOptionalAction,
+        help="Whether vLLM captures a second CUDA graph with FlashAttention for each batch size, "
+        "for batches in which a search does not pay (default: that of the plug-in)",
     )
     parser.add_argument(
         "--prefill-selector",
@@ -519,7 +519,8 @@ def large(given: argparse.Namespace, plan: str, folder: str) -> Any:
     more = given.written + BLOCK
     sizes |= dict(pages=max(pages_of(context + more, batch) for context, batch in given.cases))
     options = dict(index=given.index, k=given.k, dense_below=given.dense_below)
-    options |= dict(dense_graphs=given.dense_graphs)
+    if given.dense_graphs is not None:
+        options |= dict(dense_graphs=given.dense_graphs)
     if plan == "kvindex-sparse":
         how = dict(prefill_selector=given.prefill_selector, prefill_mass=given.prefill_mass)
         options |= dict(prefill="sparse", **how)

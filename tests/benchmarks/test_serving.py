@@ -248,13 +248,13 @@ def test_options_of_the_plug_in(monkeypatch):
     opened = []
     monkeypatch.setattr(serving, "opened", lambda *given, **options: opened.append(options))
     options = ["--json", "out", "--k", "50", "--dense-below", "8192"]
-    for more in ([], ["--dense-graphs", "--dense-below", "auto"]):
+    for more in ([], ["--no-dense-graphs", "--dense-below", "auto"]):
         serving.large(serving.arguments(options + more), "kvindex", "folder")
     asked = dict(index="pariskv:sign_decoder=mean", k=50)
     sizes = dict(layers=None, tokens=131_072 + 128 + 256, rows=1, pages=515)
     assert opened == [
-        asked | sizes | dict(dense_below=8192, dense_graphs=False),
-        asked | sizes | dict(dense_below="auto", dense_graphs=True),
+        asked | sizes | dict(dense_below=8192),
+        asked | sizes | dict(dense_below="auto", dense_graphs=False),
     ]
     serving.large(serving.arguments([*options, "--prefill-mass", "0.3"]), "kvindex-sparse", "")
     how = dict(prefill="sparse", prefill_selector="sampled", prefill_mass=0.3)

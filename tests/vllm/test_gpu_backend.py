@@ -226,12 +226,16 @@ def test_flash_attention_computes_batches_in_which_a_search_does_not_pay(entered
     assert searches({}, CUDAGraphMode.NONE, **long)
 
 
-def test_a_batch_with_fewer_drafts_is_no_graph(entered):
-    """So FlashAttention computes it if it is faster. A graph searches in any case."""
+@pytest.mark.parametrize("dense_graphs", [False, "auto"])
+def test_a_batch_with_fewer_drafts_is_no_graph(entered, dense_graphs):
+    """So FlashAttention computes it if it is faster. A graph searches in any case, unless there is
+    a second one with FlashAttention."""
     from vllm.config import CUDAGraphMode
 
+    from kvindex_adapters.vllm import two_graphs
+
     speculation = dict(method="ngram", num_speculative_tokens=2, prompt_lookup_max=3)
-    asked = {"index": "pariskv:preset=fast", "k": 6}
+    asked = {"index": "pariskv:preset=fast", "k": 6, "dense_graphs": dense_graphs}
     config = entered(asked, speculative_config=speculation)
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
     builder = builder_of(config, layers_of(config))
@@ -241,11 +245,11 @@ def test_a_batch_with_fewer_drafts_is_no_graph(entered):
         known = dict(seq_lens_cpu_upper_bound=torch.tensor(bounds).int())
         slots = torch.full((sum(counts),), -1)
         given = common(tables, [700, 300, 0], counts, slots, **known)
-        return builder.build(0, given).searching is not None
+        return builder.build(0, given).searching is not None and not two_graphs.full()
 
     short, long = [700, 300, 0], [300_000, 300, 0]
-    assert searches(short, [3, 3, 0])  # with padding
-    assert searches(short, [1, 1, 0])
+    assert searches(short, [3, 3, 0]) is (dense_graphs is False)  # with padding
+    assert searches(short, [1, 1, 0]) is (dense_graphs is False)
     assert not searches(short, [3, 1, 0])
     assert searches(long, [3, 1, 0])
 
@@ -265,14 +269,16 @@ def test_buffers_have_room_for_all_tokens_of_a_batch(entered, most, rows):
         builder._opened().begin(*given, rows=rows + 1)
 
 
-@pytest.mark.parametrize("dense_graphs", [False, True])
-def test_layers_with_other_limits_decide_for_themselves(entered, dense_graphs):
+@pytest.mark.parametrize(
+    ("dense_graphs", "graphs"), [(False, False), ("auto", False), ("auto", True), (True, True)]
+)
+def test_layers_with_other_limits_decide_for_themselves(entered, dense_graphs, graphs):
     """Full attention of layers with FP8 is faster. But a graph contains all layers."""
     from vllm.config import CUDAGraphMode
 
     config = entered({"index": "pariskv:preset=fast", "k": 6, "dense_graphs": dense_graphs})
     config.compilation_config.cudagraph_mode = (
-        CUDAGraphMode.FULL_DECODE_ONLY if dense_graphs else CUDAGraphMode.NONE
+        CUDAGraphMode.FULL_DECODE_ONLY if graphs else CUDAGraphMode.NONE
     )
     layers = layers_of(config)
     costs = [layer.impl.codes.limit.costs for layer in layers.values()]
@@ -284,7 +290,7 @@ def test_layers_with_other_limits_decide_for_themselves(entered, dense_graphs):
     for name in layers:
         builder = builder_of(config, {name: layers[name]})
         found.append(builder._may_search(given))
-    assert found == [True, dense_graphs]
+    assert found == [True, graphs]
 
 
 @pytest.mark.parametrize("scales", [None, (0.37, 0.02)])

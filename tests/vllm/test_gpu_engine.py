@@ -100,7 +100,7 @@ def test_as_many_rows_as_there_are_give_the_engines_own_tokens(made, taught, gra
     assert written(mine, PROMPTS) == taught[: len(PROMPTS)]
 
 
-@pytest.mark.parametrize("dense_graphs", [False, True])
+@pytest.mark.parametrize("dense_graphs", [False, "auto"])
 def test_short_batches_have_graphs_with_flash_attention(made, taught, dense_graphs):
     """FlashAttention computes them there. In graphs that search, sequences of fewer than 2,048
     tokens get full attention too.

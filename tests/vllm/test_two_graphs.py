@@ -23,7 +23,7 @@ __all__ = ["entered"]  # a fixture
 
 ASKED = {"index": "pariskv:preset=fast", "k": 1, "sink": 0, "local_window": 1}
 
-TWO = ASKED | {"dense_graphs": True}
+TWO, ONE = ASKED, ASKED | {"dense_graphs": False}
 
 
 class Graph:
@@ -67,7 +67,7 @@ def captured(monkeypatch):
     two_graphs.choose(False)
 
 
-@pytest.mark.parametrize("asked", [TWO, ASKED])
+@pytest.mark.parametrize("asked", [TWO, ONE, ASKED | {"dense_graphs": True}])
 def test_the_first_model_runner(entered, captured, monkeypatch, asked):
     from vllm.compilation import cuda_graph
     from vllm.config import CUDAGraphMode
@@ -93,7 +93,7 @@ def test_the_first_model_runner(entered, captured, monkeypatch, asked):
     assert calls == [True]
     run(CUDAGraphMode.FULL, 1, True)
     run(CUDAGraphMode.FULL, 2, False)
-    two = asked is TWO
+    two = asked is not ONE
     assert calls[1:] == ([True, True, False] * 2 if two else [True, False])
     for batch, full in ((1, True), (2, False), (2, True), (1, False)):
         run(CUDAGraphMode.FULL, batch, full)
@@ -103,7 +103,7 @@ def test_the_first_model_runner(entered, captured, monkeypatch, asked):
     assert len(calls) == (7 if two else 3)
 
 
-@pytest.mark.parametrize("asked", [TWO, ASKED])
+@pytest.mark.parametrize("asked", [TWO, ONE, ASKED | {"dense_graphs": True}])
 def test_the_second_model_runner(entered, captured, asked):
     from vllm.config import CUDAGraphMode
 
@@ -134,7 +134,7 @@ def test_the_second_model_runner(entered, captured, asked):
         return lambda mode: None
 
     manager.capture(forward_of)
-    two = asked is TWO
+    two = asked is not ONE
     assert made == [chunk, *[size for size in sizes for _ in range(2)] * (2 if two else 1)]
     assert list(manager.graphs) == sizes
     assert manager._capture_descs is known
@@ -195,5 +195,5 @@ def test_the_builder_chooses_and_prepares_both(entered):
 
 def test_the_option():
     assert Options.of({"dense_graphs": True}).dense_graphs is True
-    with pytest.raises(ValueError, match="dense_graphs: got 1, allowed is True or False"):
+    with pytest.raises(ValueError, match="dense_graphs: got 1, allowed is True, False or 'auto'"):
         Options.of({"dense_graphs": 1})

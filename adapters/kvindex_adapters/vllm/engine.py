@@ -37,6 +37,7 @@ from kvindex_adapters.vllm.options import CODES, Options
 from kvindex_adapters.vllm.row_budget import RowBudget
 from kvindex_adapters.vllm.unsupported import (
     fp8_reasons,
+    has_two_graphs,
     layer_reasons,
     refuse,
     sliding_reasons,
@@ -453,7 +454,7 @@ def batch_searches(config: VllmConfig, common: CommonAttentionMetadata, limit: L
     mode, known = config.compilation_config.cudagraph_mode, common.seq_lens_cpu_upper_bound
     options = options_of(config)
     graphs = mode is None or mode.has_full_cudagraphs()
-    if options is not None and options.dense_graphs:
+    if graphs and options is not None and has_two_graphs(config, options):
         graphs, limit = False, first_codes(config).limit
     if limit.costs is None or known is None:
         return True

@@ -36,6 +36,7 @@ from kvindex_adapters.vllm.request_hooks import admitted, sparse_prompts
 from kvindex_adapters.vllm.unsupported import (
     check_causal,
     has_connector,
+    has_two_graphs,
     refuse,
     refuse_memory,
 )
@@ -337,7 +338,7 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
     def _graphs(self) -> bool:
         """True if there are two full CUDA graphs for each batch size."""
         mode = self.vllm_config.compilation_config.cudagraph_mode
-        if self._options is None or not self._options.dense_graphs or self._host is not None:
+        if self._options is None or not has_two_graphs(self.vllm_config, self._options):
             return False
         return mode is None or mode.has_full_cudagraphs()
 

@@ -33,6 +33,7 @@ from kvindex_adapters.vllm.request_hooks import install_runner
 from kvindex_adapters.vllm.unsupported import (
     check_output,
     has_connector,
+    has_two_graphs,
     host_reasons,
     kernel_reasons,
     refuse,
@@ -116,7 +117,7 @@ class SearchingFlashAttention(PluginAttention, FlashAttentionImpl):
             self.number = self.host.add_layer()
         if options.reading.sparse or has_connector(config):
             install_runner(config)
-        if options.dense_graphs:
+        if has_two_graphs(config, options):
             two_graphs.install()
         self.options = options
 

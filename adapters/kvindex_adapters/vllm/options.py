@@ -63,7 +63,8 @@ class Options:
         dense_below: Sequences with fewer tokens use full attention. "auto" for the number that
             `costs` computes: on a CPU 2,048.
         dense_graphs: With `dense_below="auto"`, whether vLLM also captures a CUDA graph of a decode
-            step with FlashAttention for each batch size (see `two_graphs`).
+            step with FlashAttention for each batch size (see `two_graphs`). "auto" for True where
+            it is supported.
         rows: Where keys and values are stored: "device" for vLLM's pages, or "host" for pinned
             memory.
         cached_rows: With `rows="host"`, number of rows per KV head and layer in the device's cache,
@@ -86,7 +87,7 @@ class Options:
     sink: int = 64
     local_window: int = 256
     dense_below: int | str = costs.AUTO
-    dense_graphs: bool = False
+    dense_graphs: bool | str = costs.AUTO
     rows: str = "device"
     cached_rows: int = 4096
     prefill: str = "dense"
@@ -111,8 +112,10 @@ class Options:
         check.at_least("sink", self.sink, 0)
         check.at_least("local_window", self.local_window, 0)
         costs.checked(self.dense_below)
-        if not isinstance(self.dense_graphs, bool):
-            raise ValueError(f"dense_graphs: got {self.dense_graphs!r}, allowed is True or False")
+        if not (isinstance(self.dense_graphs, bool) or self.dense_graphs == costs.AUTO):
+            raise ValueError(
+                f"dense_graphs: got {self.dense_graphs!r}, allowed is True, False or {costs.AUTO!r}"
+            )
         if self.rows not in ROWS:
             raise ValueError(f"rows: got {self.rows!r}, allowed is one of {', '.join(ROWS)}")
         cached = check.at_least("cached_rows", self.cached_rows, 4)

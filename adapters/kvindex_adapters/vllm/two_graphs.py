@@ -2,9 +2,10 @@
 
 vLLM captures one full CUDA graph for each batch size, and selects it before the plug-in knows the
 lengths of the sequences. So the kernels of a search run even if FlashAttention would be faster for
-the whole batch (see `costs`). With the option `dense_graphs`, vLLM captures a second graph for each
-batch size, in which FlashAttention computes the attention. The metadata builder decides for each
-batch (`choose`), and the patches of this module replay the graph that it has chosen.
+the whole batch (see `costs`). Therefore vLLM captures a second graph for each batch size, in which
+FlashAttention computes the attention, unless the option `dense_graphs` is False. The metadata
+builder decides for each batch (`choose`), and the patches of this module replay the graph that it
+has chosen.
 
 The graphs of both sets read the same buffers. The builder prepares a search in any case, so a batch
 is computed correctly even if a graph of the second set is missing.
@@ -25,6 +26,7 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 
 from kvindex_adapters.vllm.options import Options
 from kvindex_adapters.vllm.patches import patch
+from kvindex_adapters.vllm.unsupported import has_two_graphs
 
 WRAPPER = "vllm.compilation.cuda_graph", "CUDAGraphWrapper"
 MANAGER = "vllm.v1.worker.gpu.cudagraph_utils", "CudaGraphManager"
@@ -82,7 +84,9 @@ def _wanted(owner: Any) -> bool:
     stored = vars(owner)
     if "kvindex_two_graphs" not in stored:
         options = Options.of_engine(owner.vllm_config)
-        stored["kvindex_two_graphs"] = options is not None and options.dense_graphs
+        stored["kvindex_two_graphs"] = options is not None and has_two_graphs(
+            owner.vllm_config, options
+        )
     found: bool = stored["kvindex_two_graphs"]
     return found
 

@@ -143,7 +143,7 @@ def engine_reasons(config: Any) -> list[str]:
     reasons += _setting_reasons(config) + _model_reasons(config, options)
     reasons += _draft_reasons(config, options) + _connector_reasons(config, options)
     reasons += fp8_reasons(config, options, config.cache_config.cache_dtype)
-    reasons += _graph_reasons(config, options) if options.dense_graphs else []
+    reasons += _graph_reasons(config, options) if options.dense_graphs is True else []
     return reasons + (_sparse_engine_reasons(config, options) if options.reading.sparse else [])
 
 
@@ -354,6 +354,13 @@ def _model_reasons(config: Any, options: Options) -> list[str]:
             f"rows='device' and vLLM 0.28 or newer for such a model, or {other}",
         ),
     )
+
+
+def has_two_graphs(config: Any, options: Options) -> bool:
+    """Return True if an engine captures two CUDA graphs for each batch size (see `two_graphs`)."""
+    if options.dense_graphs == AUTO:
+        return not _graph_reasons(config, options)
+    return options.dense_graphs is True
 
 
 def _graph_reasons(config: Any, options: Options) -> list[str]:
