@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.shapes import SHAPES
-from kvindex_adapters.vllm.costs import HEADS, ROWS
+from kvindex_adapters.vllm.costs import HEADS
 
 ROOT = Path(__file__).parents[1]
 
@@ -40,7 +40,7 @@ FILES = (
 WRITTEN = ROOT / "adapters" / "kvindex_adapters" / "vllm" / "costs.json"
 
 SERVED = "serving.json", "serving_k100.json"
-"""Result files with times of the same batches in vLLM, with more rows and with `ROWS` rows."""
+"""Result files with times of the same batches in vLLM, with more rows and with fewer."""
 
 GPUS = "H100", "H200"
 
@@ -89,32 +89,32 @@ def fitted(times: list[float], *columns: list[float]) -> list[float]:
 
 
 def row_us() -> float:
-    """Return what a search takes for one more row and query head of a sequence, in microseconds.
+    """Return what a search takes for one more row and query head of a sequence, in microseconds."""
+    added = list(further_rows())
+    heads, times = (np.array(column) for column in zip(*added, strict=True))
+    return float(np.linalg.lstsq(heads[:, None], times, rcond=None)[0][0])
 
-    Each file has the times of full attention, too. All else takes the same time in both engines, so
-    the times of searches are compared through their differences from full attention.
+
+def further_rows() -> Iterator[tuple[float, float]]:
+    """Return for each batch that was measured with more and with fewer rows: the number of further
+    rows of all query heads together, and the microseconds that a layer takes longer with them.
+
+    The two files are of two GPUs of one kind, and everything takes 1% to 2% longer on one of them.
+    So the times with fewer rows are multiplied by the ratio of full attention's times. Differences
+    from full attention would not do: it reads about ten times as many bytes as a search, so a
+    slower memory adds more to its time than further rows add to that of a search.
     """
     more, fewer = (
         json.loads((RESULTS / file).read_text(encoding="utf-8"))["serving"] for file in SERVED
     )
-    shape, rows = SHAPES[more["settings"]["shape"]], more["settings"]["k"] - ROWS
-    own = [_over_full(result, shape.layers) for result in (more, fewer)]
-    heads = np.array([float(batch * shape.q_heads * rows) for _, batch in own[0]])
-    added = np.array([own[0][case] - own[1][case] for case in own[0]])
-    return float(np.linalg.lstsq(heads[:, None], added, rcond=None)[0][0])
-
-
-def _over_full(served: dict[str, Any], layers: int) -> dict[tuple[int, int], float]:
-    """Return for each case (tokens, batch) the microseconds by which a layer takes longer with a
-    search than with full attention."""
-    return {
-        (one["context"], one["batch"]): (
-            one["plans"]["kvindex"]["token_ms"] - one["plans"]["stock"]["token_ms"]
-        )
-        * 1e3
-        / layers
-        for one in served["batches"]
-    }
+    shape = SHAPES[more["settings"]["shape"]]
+    rows = more["settings"]["k"] - fewer["settings"]["k"]
+    before = {(one["context"], one["batch"]): one["plans"] for one in fewer["batches"]}
+    for one in more["batches"]:
+        found, old = one["plans"], before[one["context"], one["batch"]]
+        slower = found["stock"]["token_ms"] / old["stock"]["token_ms"]
+        added_ms = found["kvindex"]["token_ms"] - slower * old["kvindex"]["token_ms"]
+        yield float(one["batch"] * shape.q_heads * rows), 1e3 * added_ms / shape.layers
 
 
 def costs_of(found: list[Point]) -> dict[str, float]:

@@ -102,6 +102,17 @@ def test_more_rows_take_more_time():
     assert on("H200", k=256).dense_below > on("H200", k=100).dense_below
 
 
+def test_further_rows_take_as_long_in_each_measured_batch(tool):
+    """Single sequences differ most: their steps take nearly the same time with more rows."""
+    added = [*tool.further_rows()]
+    assert len(added) == 5
+    per_row = [us / heads for heads, us in added]
+    for (heads, _), found in zip(added, per_row, strict=True):
+        single = heads == min(heads for heads, _ in added)
+        assert 0.7 < found / tool.row_us() < (1.8 if single else 1.3)
+    assert costs.kind_of("NVIDIA H200").row_us == pytest.approx(tool.row_us(), rel=0.01)
+
+
 def test_full_attention_in_fp8_reads_half_of_the_bytes():
     geometry = Geometry.of(q_heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
     fp8 = limit_of("auto", geometry, "NVIDIA H200", batches=True, fp8=True)
@@ -170,3 +181,14 @@ def test_the_table_of_the_page():
             length = int(shown.replace(",", ""))
             assert limit.searches([round(length * 1.02)] * batch)
             assert not limit.searches([round(length * 0.95)] * batch)
+
+
+def test_the_lengths_of_the_page_that_search_in_a_graph():
+    page = (ROOT / "docs/adapters/vllm.md").read_text(encoding="utf-8")
+    lengths = [
+        on("H200", k=DEFAULT_K, q_heads=q_heads, kv_heads=kv_heads).dense_below
+        for q_heads, kv_heads in ((32, 8), (64, 8), (32, 2))
+    ]
+    first, second, third = (f"{length:,}" for length in lengths)
+    assert f"fewer than {first} tokens in the shape of Qwen3-8B, {second} in that of" in page
+    assert f"and {third} in that of GLM-4-9B" in page

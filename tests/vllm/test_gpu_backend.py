@@ -226,6 +226,19 @@ def test_flash_attention_computes_batches_in_which_a_search_does_not_pay(entered
     assert searches({}, CUDAGraphMode.NONE, **long)
 
 
+def test_a_layer_estimates_searches_of_its_number_of_rows(entered):
+    def limit_of(asked):
+        config = entered({"index": "pariskv:sign_decoder=mean"} | asked)
+        return next(iter(layers_of(config).values())).impl.codes.limit
+
+    few, usual, many = (limit_of({"k": k}) for k in (100, 256, 512))
+    assert limit_of({}) == usual
+    assert few.costs.head_us < usual.costs.head_us < many.costs.head_us
+    assert few.dense_below < usual.dense_below < many.dense_below
+    for asked in ({"k": "auto"}, {"error": 0.1}):  # the number is not known before
+        assert limit_of(asked) == few
+
+
 @pytest.mark.parametrize("dense_graphs", [False, "auto"])
 def test_a_batch_with_fewer_drafts_is_no_graph(entered, dense_graphs):
     """So FlashAttention computes it if it is faster. A graph searches in any case, unless there is

@@ -24,6 +24,21 @@ def test_options_and_their_defaults():
 
 
 @pytest.mark.parametrize(
+    ("given", "rows"),
+    [
+        ({}, DEFAULT_K),
+        ({"k": 512}, 512),
+        ({"k": "auto"}, 100),
+        ({"error": 0.1}, 100),
+        ({"k": 512, "error": 0.05}, 100),
+        ({"k": 50, "error": 0.1}, 50),
+    ],
+)
+def test_the_rows_with_which_the_time_of_a_search_is_estimated(given, rows):
+    assert Options.of(given).usual_rows == rows
+
+
+@pytest.mark.parametrize(
     ("given", "said"),
     [
         ("pariskv", "kvindex: got 'pariskv', allowed is a mapping"),

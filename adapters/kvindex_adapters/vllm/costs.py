@@ -17,9 +17,10 @@ heads, 8 KV heads, bfloat16, k = 100, 4,096 to 4,194,304 tokens, 1 and 8 sequenc
 computes full attention. The model is within 5% of each of these times.
 
 All of these steps retrieve 100 rows per KV head with `pariskv:preset=fast`. What further rows cost
-(`row_us`) follows from decode steps of whole models in vLLM on an H200, with 100 and with 256 rows
-of the plug-in's default index (`serving_k100.json` and `serving.json`). With `k="auto"`, the number
-of rows is not known before, and the estimate is that for 100 rows.
+(`row_us`) follows from decode steps of a whole model in vLLM on an H200, with 100 and with 256 rows
+of the plug-in's default index (`serving_k100.json` and `serving.json`). An H100 gets the same
+number. With `k="auto"`, the number of rows is not known before, and the estimate is that for 100
+rows.
 
 **Two decisions.**
 
