@@ -14,6 +14,7 @@ from benchmarks import paired_answers, report
 from benchmarks.common import paired, reading
 from benchmarks.reporting.paired import one
 from kvindex.layer import AttentionLayer
+from kvindex.layer.arguments import DEFAULT_K
 from kvindex.layer.updates import Updates
 from kvindex_adapters.decoder import Decoder, recording, session
 from kvindex_adapters.decoder.dense import DenseAttention
@@ -500,6 +501,24 @@ def test_the_table_compares_ways_with_the_first(monkeypatch):
     assert "| decode steps with | `chain` | `copy` |" in page
     assert f"| {auto} | +0.0 (+0.0 to +0.0) | -50.0 (-50.0 to -50.0) |" in page
     assert page.endswith("with torch 2 and transformers 5.")
+
+
+def test_the_readme_compares_the_default_with_full_attention():
+    """Over the prompts that were answered in both ways. The others count for full attention only
+    in the table."""
+    default = f"k={DEFAULT_K}"
+    scores = [{"full": 1.0, "k=100": 0.0, default: 1.0}, {"full": 1.0, default: 0.5}]
+    scores += [{"full": 0.0, default: 0.0}, {"full": 0.0, "k=100": 1.0}]
+    cells = [
+        dict(task="copy", tokens=tokens, seed=0, scores=some, rows={}, ceiling={})
+        for tokens, some in zip((4096, 4096, 16_384, 16_384), scores, strict=True)
+    ]
+    lines = [*paired.summary(cells, ["full", "k=100", default])]
+    text = report.TABLES["default_answers"](dict(model="a/tiny.gguf", lora=None, summary=lines))
+    assert f"With the default, {DEFAULT_K} rows" in text
+    assert "tiny answered 50.0% of 3 questions correctly, and with full attention 66.7%." in text
+    assert "its 95% interval, is -16.7 (-50.0 to +0.0). By the length" in text
+    assert "it is -25.0 (-50.0 to +0.0) at 4,096 tokens, +0.0 (+0.0 to +0.0) at 16,384" in text
 
 
 def test_intervals_of_several_comparisons_are_wider():
