@@ -103,7 +103,8 @@ def _corrected(line: Result) -> str:
     """Return the corrected interval of a difference in percentage points."""
     if "low_all" not in line:
         return ""
-    return "{:+.1f} to {:+.1f}".format(*(100 * line[name] for name in ("low_all", "high_all")))
+    ends = (round(100 * line[name], 1) + 0.0 for name in ("low_all", "high_all"))  # no -0.0
+    return "{:+.1f} to {:+.1f}".format(*ends)
 
 
 def _by_task(result: Result, base: str) -> list[str]:
