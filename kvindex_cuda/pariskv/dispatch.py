@@ -52,6 +52,10 @@ memory.
 In other kinds of step, the shared memory has room for the queries of only `TILE` heads beyond this
 dimension."""
 
+SCANNED = 352
+"""Largest head dimension of `sign_votes`: beyond it, the codes that the kernel `scan` copies do not
+fit into the shared memory of a multiprocessor."""
+
 
 def kind_of(config: ParisKVConfig, geometry: Geometry) -> str | None:
     """Return the kind of fused decode step for a ParisKV index, or None if no kind supports the
@@ -59,8 +63,13 @@ def kind_of(config: ParisKVConfig, geometry: Geometry) -> str | None:
     if refusal(config, geometry) is not None:
         return None
     kind = next(kind for kind in OPTIONS if not _unlike(config, kind))
-    many = geometry.group_size > _most_heads(geometry)
-    return "latents" if kind == "sign_votes" and many else kind
+    return "latents" if kind == "sign_votes" and _is_large(geometry) else kind
+
+
+def _is_large(geometry: Geometry) -> bool:
+    """Return True if a step of the kind `sign_votes` does not support a geometry, because of its
+    query heads or its head dimension."""
+    return geometry.group_size > _most_heads(geometry) or geometry.head_dim > SCANNED
 
 
 def _most_heads(geometry: Geometry) -> int:
@@ -87,13 +96,15 @@ def refusal(config: ParisKVConfig, geometry: Geometry) -> str | None:
         ("head_dim", geometry.head_dim, geometry.head_dim % 8 == 0, "a multiple of 8"),
     ]
     heads, most_heads = geometry.group_size, _most_heads(geometry)
-    if kind == "sign_votes" and geometry.value_in_key and heads > most_heads:
+    if kind == "sign_votes" and geometry.value_in_key and _is_large(geometry):
         most_heads = LATENT_HEADS
         one = geometry.kv_heads == 1
         limits.append(("kv_heads", geometry.kv_heads, one, f"1 with {heads} heads on each"))
     limits.append(("q_heads", heads, heads <= most_heads, f"{most_heads} a head"))
     if kind == "sign_votes":
         limits.append(("query_max", query_max, query_max <= most, f"up to {most}"))
+        scanned = geometry.value_in_key or geometry.head_dim <= SCANNED
+        limits.append(("head_dim", geometry.head_dim, scanned, f"up to {SCANNED} for {kind!r}"))
     else:
         limits.append(("head_dim", geometry.head_dim, geometry.head_dim <= WIDEST, widest))
     return next(

@@ -223,6 +223,11 @@ def test_a_ragged_step_is_that_of_each_row_alone(preset, device):
         (dict(), None),
         (dict(q_heads=128, head_dim=576, value_dim=512), None),
         (dict(q_heads=8, head_dim=576, value_dim=512), None),
+        (dict(q_heads=8, head_dim=320, value_dim=256), None),
+        (
+            dict(q_heads=8, head_dim=512, value_dim=512, value_in_key=False),
+            "head_dim: got 512, allowed is up to 352 for 'sign_votes'",
+        ),
         (dict(q_heads=129), "q_heads: got 129, allowed is 128 a head"),
         (dict(q_heads=40, kv_heads=2), "kv_heads: got 2, allowed is 1 with 20 heads on each"),
         (dict(value_in_key=False), "q_heads: got 20, allowed is 16 a head"),
@@ -236,5 +241,5 @@ def test_a_ragged_step_is_that_of_each_row_alone(preset, device):
 def test_which_geometries_a_step_serves(change, said):
     index = replace(CASE, **change).index("pariskv")
     assert refusal(index.config, index.geometry) == said
-    kind = None if said else "sign_votes" if change.get("q_heads") == 8 else "latents"
+    kind = None if said else "sign_votes" if change.get("head_dim") == 320 else "latents"
     assert kind_of(index.config, index.geometry) == kind

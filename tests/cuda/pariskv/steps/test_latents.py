@@ -31,6 +31,8 @@ CASES = {
     "h20": (SMALL, 900, {}),
     "h20-drawn": (SMALL, 900, SAMPLING),
     "h16-D576": (LARGE, 600, SAMPLING),
+    "h8-D576": (replace(LARGE, q_heads=8), 300, {}),
+    "h2-D576-drawn": (replace(LARGE, q_heads=2), 300, SAMPLING),
     "h128": (MANY, 600, {}),
     "h128-drawn": (MANY, 600, SAMPLING),
     "h128-D576": (replace(LARGE, q_heads=128), 300, {}),
@@ -52,7 +54,17 @@ CASES = {
     "h16-no-warpgroups": (LARGE, 300, dict(SAMPLING, warpgroups=0)),
     "rows-2100": (SMALL, 2600, dict(SAMPLING, k=2100, refine_factor=1)),
 }
-SLOW = {"h128-D576", "rows-2100", "precise", "h128-drawn", "ties-drawn", "padding", "one-drawn"}
+SLOW = {
+    "h128-D576",
+    "h8-D576",
+    "h2-D576-drawn",
+    "rows-2100",
+    "precise",
+    "h128-drawn",
+    "ties-drawn",
+    "padding",
+    "one-drawn",
+}
 SLOW |= {"h128", "h17", "padding-drawn", "softcap", "h16-no-warpgroups"}
 
 
