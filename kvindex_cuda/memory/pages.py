@@ -34,8 +34,9 @@ class Pages:
     Args:
         codes: Codes of each layer, uint8 `[pages, G, parts, bytes]`. A page has `parts` records for
             each KV head, and a record contains the codes of 256 tokens.
-        rows: Rows of each layer, `[pages, G, tokens, 2 D]`, the key before the value. Each row must
-            be contiguous; other strides are arbitrary.
+        rows: Rows of each layer, `[pages, G, tokens, 2 D]`, the key before the value; or the keys
+            alone, `[pages, G, tokens, D]`, if values are a part of their keys. Each row must be
+            contiguous; other strides are arbitrary.
         places: Addresses by which kernels access the rows of each layer, if rows are in pinned host
             memory.
         scales: If rows are uint8, for numbers in FP8 (e4m3): scale of the keys and scale of the

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvindex.core.geometry import Geometry
 from kvindex.storage.codecs import CodecNumber
+from kvindex_cuda.memory.arena import Arena
 from kvindex_cuda.runtime.arguments import CODES
 from kvindex_cuda.runtime.constants import LATENT_ROWS, LATENT_SPLITS
 from kvindex_cuda.runtime.constants import TOKENS as BLOCK
@@ -24,13 +25,39 @@ WIDEST = 1024
 """Largest head dimension for which float32 rows fit into shared memory."""
 
 
+WAVES = 4
+"""Most thread blocks per multiprocessor for rows in an engine's pages. A thread block takes rows in
+turns, so with many sequences, fewer thread blocks per sequence still keep the device busy."""
+
+
 class LatentAttention:
     """Runs the kernels `attend_latents` and `merge_latents`, with buffers for partial results."""
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
         self._partial = self._sums = torch.zeros(0, device=geometry.device)
+        self._splits: int | None = None
         self._outgrown: list[Tensor] = []  # captured graphs may still write to these
+
+    def reserve(self, memory: Arena, groups: int, multiprocessors: int) -> None:
+        """Allocate the buffers for partial results in `memory`, for calls with rows in an engine's
+        pages.
+
+        The host does not know how many resident rows such calls have, so the number of thread
+        blocks does not depend on it.
+
+        Args:
+            memory: Memory for buffers of decode steps.
+            groups: Number of KV heads of all sequences, `B G`.
+            multiprocessors: Number of multiprocessors of the device.
+        """
+        g = self._geometry
+        parts = -(-g.group_size // min(_padded(g), DEVICE_HEADS))
+        fewest = WAVES * multiprocessors // parts
+        self._splits = max(1, min(LATENT_SPLITS, fewest // groups))
+        # steps of fewer sequences have more splits, so the size does not shrink with the batch
+        rows = max(groups, fewest) * g.group_size
+        self._partial, self._sums = memory.empty(rows, g.value_dim), memory.empty(rows, 2)
 
     def __call__(
         self,
@@ -47,6 +74,9 @@ class LatentAttention:
         resident_count: Tensor,
         output: Tensor,
         lse: Tensor,
+        length: Tensor | None = None,
+        sink: int | None = None,
+        head_bytes: int | None = None,
         on_host: bool = False,
         overlap: bool = False,
         ragged: bool = False,
@@ -69,6 +99,10 @@ class LatentAttention:
             resident_count: See `device_state.State`.
             output: Tensor for the result, `[B, H, Dv]`.
             lse: Tensor for the logarithms of sums of exponentials, float32 `[B, H]`.
+            length: See `device_state.State`. Only if rows are in an engine's pages, as are the next
+                two arguments. Call `reserve` before.
+            sink: See `device_state.State`.
+            head_bytes: See `device_state.State.rows_head_bytes`.
             on_host: True if rows are on the host. Then each row is read only once; otherwise, each
                 part of the heads reads it.
             overlap: Allow the launch to begin before the previous one ends.
@@ -78,7 +112,7 @@ class LatentAttention:
         groups, k, room = len(queries) * g.kv_heads, ids.shape[-1], resident.shape[2]
         queries = queries if queries.data_ptr() % 16 == 0 else queries.clone()
         tiles = -(-k // LATENT_ROWS) + -(-room // LATENT_ROWS)
-        splits = max(1, min(tiles, LATENT_SPLITS))
+        splits = self._splits or max(1, min(tiles, LATENT_SPLITS))
         if self._sums.numel() < groups * splits * g.group_size * 2:
             self._outgrown += [self._partial, self._sums]
             self._partial, self._sums = (
@@ -96,6 +130,7 @@ class LatentAttention:
             SOFTCAP=int(g.softcap is not None),
             CODEC=int(CodecNumber[codec.upper()]),
             RAGGED=int(ragged),
+            PAGED=int(sink is not None),
         )
         launch(
             "step/attend_latents.cu",
@@ -110,13 +145,15 @@ class LatentAttention:
                 resident=resident,
                 resident_mask=resident_mask,
                 resident_count=resident_count,
+                length=length,
                 weights=weights,
                 partial=self._partial,
                 sums=self._sums,
                 row=rows.shape[1],
-                head_bytes=BLOCK * row_bytes,
+                head_bytes=head_bytes or BLOCK * row_bytes,
                 row_bytes=row_bytes,
                 room=room,
+                sink=sink or 0,
                 k=k,
                 kv_heads=g.kv_heads,
                 weights_group=g.group_size * k if each else k,

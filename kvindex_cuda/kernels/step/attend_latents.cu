@@ -13,6 +13,8 @@
 // float32.
 // The work on sink and window, except for writing to global memory, overlaps with the previous kernel, which
 // selects rows.
+// In the pages of an inference engine (PAGED), sink and window are rows of the same pages as selected rows. A
+// sequence that is not searched has only resident rows, so this kernel computes its full attention.
 // float32 does not use tensor cores: a thread computes one head and row, then one head and four columns.
 //
 // Compile-time constants:
@@ -20,7 +22,10 @@
 //   PART (query heads of a thread block: 16, 32, 64 or 128)
 //   DTYPE (0 float32, 1 float16, 2 bfloat16), SOFTCAP (1: logits are capped)
 //   CODEC (of the selected rows: CODEC_PLAIN, CODEC_INT8 or CODEC_FP8)
-//   RAGGED (1: each sequence has its own count of resident rows)
+//   RAGGED (1: each sequence has its own count of resident rows; always so if PAGED)
+//   PAGED (0: resident rows have a buffer of their own. 1: sink and window are in the pages that `rows` points to,
+//     and follow the tokens that are searched. A sequence then has `resident_count` resident rows, of which the
+//     first `sink` are its first tokens if any of its tokens are searched.)
 #include "common/row_codes.cuh"
 
 // Each warp computes the logits of 16 heads, so PART / 16 of the eight warps process all PART heads. The other
@@ -36,6 +41,7 @@ constexpr bool BRAIN = DTYPE == 2;
 static_assert(ROWS == 16, "a lane of sixteen for each row");
 static_assert(PART == 16 || PART == 32 || PART == 64 || PART == 128, "warps come out even");
 static_assert(D % 8 == 0 && DV % 8 == 0 && DV < D, "rows are read in pieces of 16 bytes");
+static_assert(!PAGED || CODEC == CODEC_PLAIN && RAGGED, "an engine stores rows unchanged, and lengths of sequences");
 
 // Copy a latent (a key of D numbers, of which the first DV are also its value) to shared memory, or write zeros
 // if the address `row` is 0.
@@ -187,16 +193,17 @@ struct AttendArguments {
     const int* found;           // [BG]: number of selected rows, or null for all k
     const i64* rows;            // [B, row]: addresses of blocks of TOKENS rows; the rows of KV head g begin at g ·
                                 // head_bytes
-    const void* resident;       // DTYPE [BG, room, D + DV]
+    const void* resident;       // DTYPE [BG, room, D + DV]; unused if PAGED, as is resident_mask
     const u8* resident_mask;    // [B, room]: 1 where a resident row is valid
     const i64* resident_count;  // [1], or RAGGED: [B]: number of resident rows
+    const i64* length;          // [B]: number of tokens that are searched; only if PAGED
     // Log weights, which are added to the logits of the selected rows: −inf hides a row, and a null pointer means
     // zeros. For KV head bg (counted over all sequences) and its query head h, the log weight of selected row i is
     // at bg · weights_group + h · weights_head + i.
     const float* weights;
     float* partial;             // [BG, splits, GROUP, DV]
     float2* sums;               // [BG, splits, GROUP]: maximum and sum, −inf and 0 if no row is visible
-    i64 row, head_bytes, row_bytes, room, k, kv_heads, weights_group, weights_head;
+    i64 row, head_bytes, row_bytes, room, sink, k, kv_heads, weights_group, weights_head;
     float scale, softcap;
 };
 
@@ -204,8 +211,8 @@ struct AttendArguments {
 // the rows (a split). The rows are divided into tiles of ROWS rows; split s processes the tiles s, s + splits, ….
 // Grid: (splits, GROUP / PART, BG), 256 threads. GROUP is the number of query heads per KV head, and BG is the
 // batch size times the number of KV heads.
-// Reads each row GROUP / PART times, and the queries once per split. Writes 4 DV + 8 bytes per head and split,
-// where DV is the dimension of a value.
+// Reads each row (D numbers) GROUP / PART times, and the queries once per split; if PAGED, also 8 bytes per row for
+// the address of its block. Writes 4 DV + 8 bytes per head and split, where DV is the dimension of a value.
 // Dynamic shared memory: ROWS · PITCH + 4 · SLICES · PART · LOGITS + 2 · PART · ROWS bytes.
 extern "C" __global__ void __launch_bounds__(256, 1)
 attend_latents(const __grid_constant__ AttendArguments args) {
@@ -224,6 +231,20 @@ attend_latents(const __grid_constant__ AttendArguments args) {
     if (DTYPE != 0) load(part, queries, head);
     for (int h = threadIdx.x; h < PART; h += 256) peaks[h] = NEVER, totals[h] = 0;
     int count = int(__ldcg(args.resident_count + RAGGED * batch)), resident_tiles = (count + ROWS - 1) / ROWS, found = 0;
+    auto stored = [&](i64 id) {
+        return u64(args.rows[batch * args.row + id / TOKENS]) + bg % args.kv_heads * args.head_bytes +
+               id % TOKENS * args.row_bytes;
+    };
+#if PAGED
+    // Row i of the sink belongs to token i. Row i of the window belongs to token i + later.
+    i64 later = __ldcg(args.length + batch), sinks = later ? args.sink : 0;
+    later -= sinks;
+    auto resident = [&](i64 i) { return stored(i < sinks ? i : later + i); };
+#else
+    auto resident = [&](i64 i) {
+        return reinterpret_cast<u64>(args.resident) + (bg * args.room + i) * i64((D + DV) * SIZE);
+    };
+#endif
     bool waited = false;
     auto wait_for_rows = [&] {
         if (waited) return;
@@ -243,13 +264,11 @@ attend_latents(const __grid_constant__ AttendArguments args) {
         u64 row = 0;
         if (lane < OWN) {
             int i = first + warp * OWN + lane;
-            if (!selected && i < count && args.resident_mask[batch * args.room + i]) {
-                row = reinterpret_cast<u64>(args.resident) + (bg * args.room + i) * i64((D + DV) * SIZE);
+            if (!selected && i < count && (PAGED || args.resident_mask[batch * args.room + i])) {
+                row = resident(i);
             } else if (selected && i < found) {
                 i64 id = __ldcg(args.ids + bg * args.k + i);
-                if (id >= 0)
-                    row = u64(args.rows[batch * args.row + id / TOKENS]) + bg % args.kv_heads * args.head_bytes +
-                          id % TOKENS * args.row_bytes;
+                if (id >= 0) row = stored(id);
             }
         }
         __syncthreads();  // all threads have read the previous rows

@@ -155,6 +155,8 @@ class BaseStep:
         shape = groups, self._resident_splits, group, 2
         self.resident_parts = floats(*shape) if limited else None
         self._latents = LatentAttention(g) if g.value_in_key else None
+        if self._latents is not None and arena is not None:
+            self._latents.reserve(memory, groups, multiprocessors)
         self.output = memory.empty(batch, g.q_heads, g.value_dim, dtype=g.dtype)
         self.lse = floats(batch, g.q_heads)
 
@@ -327,6 +329,9 @@ class BaseStep:
                 resident_count=state.resident_count,
                 output=self.output,
                 lse=self.lse,
+                length=None if state.sink is None else state.length,
+                sink=state.sink,
+                head_bytes=state.rows_head_bytes,
                 on_host=state.on_host,
                 overlap=hits is None,
                 ragged=bool(self._ragged["RAGGED"]),

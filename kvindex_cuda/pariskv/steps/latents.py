@@ -66,35 +66,27 @@ class LatentsStep(SignVotesStep):
         self._tile = tile_of(geometry.group_size)
         self._tiles = geometry.group_size // self._tile
         super().__init__(geometry, layout, **options)
+        memory, width = self._memory, layout.stride * 8
         self.votes: Tensor | None = None
-        width, device = layout.stride * 8, geometry.device
-        self._by_warpgroups = dict(WARPGROUPS=warpgroups(device))
-        rows = self.groups, geometry.group_size
+        if tokens := BLOCK * options.get("blocks", 0):
+            self.votes = memory.empty(self.groups, tokens, dtype=torch.int32)
+        self._by_warpgroups = dict(WARPGROUPS=warpgroups(geometry.device))
         columns = -(-geometry.group_size // 16) * 16
-        self.integers = torch.zeros(
-            (self.groups, width // 16, columns, 16), dtype=torch.int8, device=device
-        )  # layout of byte_votes.cuh
-        self.voting = torch.empty((*rows, geometry.head_dim), device=device)
-        self.prepare_tickets = torch.zeros(
-            (self.groups, self._tiles), dtype=torch.int32, device=device
-        )
+        # layout of byte_votes.cuh; columns without a head stay 0
+        self.integers = memory.zeros(self.groups, width // 16, columns, 16, dtype=torch.int8)
+        self.voting = memory.empty(self.groups, geometry.group_size, geometry.head_dim)
+        self.prepare_tickets = memory.zeros(self.groups, self._tiles)
         stage = -(-BLOCK * (layout.stride + 1) // 128) * 128
         self._shared_bytes = columns * width + VOTE_STAGES * stage  # layout of vote_latents.cu
 
     def _open_selection(self, counted: int) -> None:
         """Allocate counters, and the buffers through which the kernels pass votes (approximate
         scores), candidates and estimated scores."""
-        g, groups, capacity = self.geometry, self.groups, self.capacity
-        device, heads = g.device, g.group_size
-
-        def ints(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
+        groups, capacity, heads = self.groups, self.capacity, self.geometry.group_size
+        ints, floats = self._memory.zeros, self._memory.empty
 
         def longs(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.int64, device=device)
-
-        def floats(*shape: int) -> Tensor:
-            return torch.empty(shape, device=device)
+            return self._memory.empty(*shape, dtype=torch.int64)
 
         self.bases, self.shifts = ints(groups), ints(groups)
         self.seeds = ints(groups) if self.weights is not None else None

@@ -32,6 +32,7 @@ from kvindex_cuda.memory.arena import Arena
 from kvindex_cuda.memory.layout import BLOCK, Layout
 from kvindex_cuda.memory.pages import PagedLayout, Pages
 from kvindex_cuda.memory.row_cache import RowCache
+from kvindex_cuda.ops import attend_latents
 from kvindex_cuda.pariskv.append.encode import Encoder, encoder_of
 from kvindex_cuda.pariskv.device_state import State
 from kvindex_cuda.pariskv.dispatch import (
@@ -53,8 +54,8 @@ WAVES = 8
 """Most thread blocks of `read_pages` for each multiprocessor."""
 
 
-KIND = "sign_votes"
-"""The only kind of step that supports pages (see `dispatch.STEPS`)."""
+KINDS = "sign_votes", "latents"
+"""The kinds of step that support pages (see `dispatch.STEPS`)."""
 
 
 def unserved(config: ParisKVConfig, geometry: Geometry) -> str | None:
@@ -65,7 +66,7 @@ def unserved(config: ParisKVConfig, geometry: Geometry) -> str | None:
     kind = kind_of(config, geometry)
     if kind == "tiered_votes":
         return (
-            f"coarse: got {config.coarse!r}, allowed is {OPTIONS[KIND]['coarse']!r} "
+            f"coarse: got {config.coarse!r}, allowed is {OPTIONS[KINDS[0]]['coarse']!r} "
             "(pariskv:preset=fast or preset=precise): over pages preset=paper was slower than "
             "FlashAttention from four sequences on; transformers runs it, and vLLM on a CPU"
         )
@@ -75,8 +76,10 @@ def unserved(config: ParisKVConfig, geometry: Geometry) -> str | None:
             "(pariskv:sign_decoder=mean, or preset=fast): a regression is fitted to one sequence, "
             "and sequences share pages"
         )
-    if kind != KIND:
-        return f"kind of step: got {kind!r}, allowed is {KIND!r}"
+    if kind not in KINDS:
+        return f"kind of step: got {kind!r}, allowed is one of {', '.join(KINDS)}"
+    if geometry.value_in_key and (why := attend_latents.unserved(geometry)):
+        return why
     if _encoder(config, geometry, layout_of(config, geometry)) is None:
         return f"head_dim: got {geometry.head_dim}, which the kernel encode does not support"
     return None
@@ -132,6 +135,12 @@ class PagedSteps:
             raise ValueError(f"index: {why}")
         if local_window < 1:
             raise ValueError(f"local_window: got {local_window}, allowed is at least 1")
+        if geometry.value_in_key and (limits, caches, pages.scales) != (None, None, None):
+            raise ValueError(
+                "geometry: got value_in_key=True with limits, caches or scales; allowed is none of "
+                "them, because the kernels for latents read all rows unchanged from device memory"
+            )
+        self._kind = kind_of(config, geometry) or KINDS[0]  # `unserved` has checked it
         self._geometry, self._config, self._pages, self._k = geometry, config, pages, k
         self._errors = limits
         self._caches = [None] * len(pages.rows) if caches is None else list(caches)
@@ -147,7 +156,7 @@ class PagedSteps:
         searched = [max(count * BLOCK - sink, 0) for count in range(blocks + 1)]
         of = config.candidates if limits is None else partial(row_budget.candidates_of, config)
         candidates = [of(count, k) if count else 0 for count in searched]
-        self._most = max(room_of(KIND, blocks * BLOCK, max(candidates)), 1)
+        self._most = max(room_of(self._kind, blocks * BLOCK, max(candidates)), 1)
         self._candidates = torch.tensor(candidates, dtype=torch.int32, device=device)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -300,11 +309,11 @@ class PagedSteps:
     def _step_for(self, rows: int) -> BaseStep:
         """Return a decode step for `rows` sequences. All such steps use the same memory for their
         buffers."""
-        g, options = self._geometry, options_of(KIND, self._config)
+        g, options = self._geometry, options_of(self._kind, self._config)
         options |= dict(batch=rows, k=self._k, most=self._most, ragged=True, arena=self._arena)
         options |= dict(blocks=self._codes.shape[2], multiprocessors=multiprocessors(g.device))
         options |= dict(limited=self._errors is not None)
-        return STEPS[KIND](g, self._layout, **options)
+        return STEPS[self._kind](g, self._layout, **options)
 
     def _states(self) -> list[State]:
         """Return the `State` of each layer, the tensors that decode steps read."""

@@ -2,6 +2,8 @@
 plain torch.
 """
 
+from typing import ClassVar
+
 import pytest
 import torch
 
@@ -29,15 +31,19 @@ class Engine:
     sinks = None
     """Logits of learned sinks, float32 `[H]`, or None."""
 
+    sizes: ClassVar = {}
+    """Arguments of `Geometry.of` other than `H`, `G` and `D`."""
+
     def __init__(
         self, device, *, tokens=BLOCK, order="HND", dtype=torch.float32, scales=None, **options
     ):
         """`scales`: scales of keys and values in FP8, a pair of numbers for each layer."""
         given = {"index": "pariskv:preset=fast", "k": 4096, "sink": 4, "local_window": 20}
         self.options = Options(**{**given, "dense_below": 400, **options})
-        self.geometry = Geometry.of(
-            q_heads=H, kv_heads=G, head_dim=D, dtype=dtype, device=torch.device(device)
-        )
+        sizes = dict(q_heads=H, kv_heads=G, head_dim=D) | self.sizes
+        self.geometry = Geometry.of(**sizes, dtype=dtype, device=torch.device(device))
+        g = self.geometry
+        width = g.head_dim if g.value_in_key else 2 * g.head_dim  # numbers of a row
         self.paged = PagedAttention.of(self.options, self.geometry)
         self.tokens, self.device, self.generator = tokens, device, torch.Generator().manual_seed(0)
         self.scales, kept, fill = [None] * LAYERS, dtype, 7
@@ -50,25 +56,27 @@ class Engine:
             ]
         # a page of records has whole bytes per token, as the vLLM plug-in's cache has
         record = -(-self.paged.layout.head_bytes // BLOCK) * BLOCK
-        shape = PAGES, G, tokens // BLOCK, record
+        shape = PAGES, g.kv_heads, tokens // BLOCK, record
         self.codes = [self.filled(shape, 0xA5, torch.uint8) for _ in range(LAYERS)]
         if order == "HND":
-            rows = [self.filled((PAGES, G, tokens, 2 * D), fill, kept) for _ in range(LAYERS)]
+            shape = PAGES, g.kv_heads, tokens, width
+            rows = [self.filled(shape, fill, kept) for _ in range(LAYERS)]
         elif order == "packed":  # the records of a head are behind its rows, in the same page
-            size = tokens * 2 * D * kept.itemsize
-            shape = PAGES, G, size + tokens // BLOCK * record
+            size = tokens * width * kept.itemsize
+            shape = PAGES, g.kv_heads, size + tokens // BLOCK * record
             memory = [self.filled(shape, 0xA5, torch.uint8) for _ in range(LAYERS)]
             parts = [page[..., :size].view(kept) for page in memory]
-            rows = [part.view(PAGES, G, tokens, 2 * D).fill_(fill) for part in parts]
-            shape = PAGES, G, tokens // BLOCK, record
+            rows = [part.view(PAGES, g.kv_heads, tokens, width).fill_(fill) for part in parts]
+            shape = PAGES, g.kv_heads, tokens // BLOCK, record
             self.codes = [page[..., size:].view(shape) for page in memory]
         else:
-            rows = [self.filled((PAGES, tokens, G, 2 * D), fill, kept) for _ in range(LAYERS)]
+            shape = PAGES, tokens, g.kv_heads, width
+            rows = [self.filled(shape, fill, kept) for _ in range(LAYERS)]
             rows = [part.transpose(1, 2) for part in rows]
         self.rows = rows
-        width = -(-max(LENGTHS) // tokens)
+        blocks = -(-max(LENGTHS) // tokens)
         free = (torch.randperm(PAGES - 1, generator=self.generator) + 1).tolist()
-        self.tables = torch.zeros(len(LENGTHS), width, dtype=torch.int32, device=device)
+        self.tables = torch.zeros(len(LENGTHS), blocks, dtype=torch.int32, device=device)
         for b, length in enumerate(LENGTHS):
             for i in range(-(-length // tokens)):
                 self.tables[b, i] = free.pop()
@@ -106,7 +114,9 @@ class Engine:
         table = self.tables[sequence].long()
         slots = table[places // self.tokens] * self.tokens + places % self.tokens
         for rows, scales in zip(self.rows, self.scales, strict=True):
-            keys, values = (self.normal(stop - start, G, D) for _ in range(2))
+            shape = stop - start, self.geometry.kv_heads, self.geometry.head_dim
+            keys = self.normal(*shape)
+            values = None if self.geometry.value_in_key else self.normal(*shape)
             pages.write_rows(rows, slots, keys, values, scales)
         return slots
 
@@ -141,15 +151,18 @@ class Engine:
         ]
         self.begin(torch.cat(slots), rows=len(lengths), lengths=lengths, whole=whole)
         for layer in range(LAYERS):
-            queries = self.normal(len(lengths), H, D)
-            output = torch.full_like(queries, torch.nan)
+            queries = self.normal(len(lengths), self.geometry.q_heads, self.geometry.head_dim)
+            output = self.output(queries, torch.nan)
             with on(self.device):
                 self.steps.attend(layer, queries, output, sinks=self.sinks)
             yield output, self.expected(layer, queries, lengths, whole or ())
 
+    def output(self, queries, value):
+        return queries.new_full((*queries.shape[:2], self.geometry.value_dim), value)
+
     def expected(self, layer, queries, lengths, whole=()):
         """The reference reads the codes that the kernels wrote."""
-        found = torch.zeros_like(queries)
+        found = self.output(queries, 0)
         records = self.codes[layer][..., : self.paged.layout.head_bytes]
         for b, length in enumerate(lengths):
             if length:
