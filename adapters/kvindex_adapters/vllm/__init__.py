@@ -65,7 +65,26 @@ def named_backend() -> Any:
         # the member to the enum of the worker process.
         member = _new_member(AttentionBackendEnum, f"{__name__}.gpu.SearchingFlashBackend")
         member.__reduce_ex__ = lambda protocol: (named_backend, ())
+        member.get_class = gpu_backend
     return members[BACKEND]
+
+
+def gpu_backend() -> Any:
+    """Return the class of the backend "KVINDEX" on a GPU: for multi-head latent attention if the
+    model of the current engine has it, otherwise for attention over keys and values.
+
+    vLLM calls this while it constructs the layers of an engine.
+    """
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    if config is not None and config.model_config is not None and config.model_config.use_mla:
+        from kvindex_adapters.vllm.gpu_latents import SearchingLatentBackend
+
+        return SearchingLatentBackend
+    from kvindex_adapters.vllm.gpu import SearchingFlashBackend
+
+    return SearchingFlashBackend
 
 
 def _new_member(enum: Any, path: str) -> Any:

@@ -57,6 +57,11 @@ AUTO = "auto"
 LEAST = 2048
 """With "auto", sequences of fewer tokens never search. On a CPU, all others do."""
 
+LATENTS_LEAST = 32_768
+"""The same number for multi-head latent attention on a GPU, for whose kernels `costs.json` has no
+times. It is a guess: about where a search reads a tenth of the bytes of full attention (sink,
+window and selected rows included), but has eight launches in place of two."""
+
 FALLBACK = "H100"
 """Kind of GPU whose numbers are used for a GPU that is not in the table."""
 
@@ -202,6 +207,8 @@ def limit_of(
         return Limit(int(given))
     if gpu is None:
         return Limit(LEAST)
+    if geometry.value_in_key:
+        return Limit(LATENTS_LEAST)
     costs = kind_of(gpu).of_layer(geometry, k=k, fp8=fp8)
     return Limit(costs.dense_below(), costs if batches else None)
 

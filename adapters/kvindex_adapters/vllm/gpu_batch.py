@@ -237,7 +237,7 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         fast_build: bool = False,
     ) -> FlashAttentionMetadata:
         """Build the metadata of a batch, and prepare the fused decode steps in it."""
-        common, slots, shared = self._admitting(common_attn_metadata)
+        common, slots, shared = admitting(self._layers, common_attn_metadata)
         rows, starts, whole = 0, [], None
         sparse: list[SparseChunk] = []
         tables, lengths = common.block_table_tensor, common.seq_lens
@@ -278,32 +278,6 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
             parts = self._parts(common, starts, rows) if starts else []
             metadata.searching = Searching(steps, self._numbers, rows, parts, common)
         return metadata
-
-    def _admitting(
-        self, common: CommonAttentionMetadata
-    ) -> tuple[CommonAttentionMetadata, Tensor, Tensor | None]:
-        """Treat the requests that a step admits as prompts, if a KV connector may have loaded their
-        blocks (see `loaded`).
-
-        Args:
-            common: vLLM's metadata of the step.
-
-        Returns:
-            The metadata, and the slots of the step's new tokens and of the last tokens of these
-            blocks, int64 `[T]`. All blocks that end at these slots are encoded before the next
-            step. The third result is bool `[R]` on the device: the sequences that have such blocks,
-            None if there are none. They must not search in this step.
-        """
-        counts = admitted() if self._layers else []
-        if not counts:
-            return common, common.slot_mapping, None
-        layer, tables = self._layers[0], common.block_table_tensor[: common.num_reqs]
-        count, _, page_tokens, _ = layer.impl.codes.rows(layer.kv_cache).shape
-        more = last_slots(tables, counts, page_tokens)
-        shared = sharing(tables, more, count, page_tokens)
-        reading = as_prompts(common.is_prefilling, counts, common.num_reqs)
-        slots = torch.cat([common.slot_mapping, more])
-        return replace(common, is_prefilling=reading), slots, shared
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
@@ -448,6 +422,34 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         if not self._layers[0].impl.fp8:
             return None
         return [device_scales(layer) for layer in self._layers]
+
+
+def admitting(
+    layers: list[Any], common: CommonAttentionMetadata
+) -> tuple[CommonAttentionMetadata, Tensor, Tensor | None]:
+    """Treat the requests that a step admits as prompts, if a KV connector may have loaded their
+    blocks (see `loaded`).
+
+    Args:
+        layers: vLLM's layers with an index that have codes of their own.
+        common: vLLM's metadata of the step.
+
+    Returns:
+        The metadata, and the slots of the step's new tokens and of the last tokens of these blocks,
+        int64 `[T]`. All blocks that end at these slots are encoded before the next step. The third
+        result is bool `[R]` on the device: the sequences that have such blocks, None if there are
+        none. They must not search in this step.
+    """
+    counts = admitted() if layers else []
+    if not counts:
+        return common, common.slot_mapping, None
+    layer, tables = layers[0], common.block_table_tensor[: common.num_reqs]
+    count, _, page_tokens, _ = layer.impl.codes.rows(layer.kv_cache).shape
+    more = last_slots(tables, counts, page_tokens)
+    shared = sharing(tables, more, count, page_tokens)
+    reading = as_prompts(common.is_prefilling, counts, common.num_reqs)
+    slots = torch.cat([common.slot_mapping, more])
+    return replace(common, is_prefilling=reading), slots, shared
 
 
 def one_by_one(common: CommonAttentionMetadata) -> tuple[Tensor, Tensor, Tensor]:

@@ -346,7 +346,7 @@ def has_draft_model(config: Any) -> bool:
 def _model_reasons(config: Any, options: Options) -> list[str]:
     """Return the reasons that are properties of the model's architecture."""
     model, other = config.model_config, f"a model without it; use vLLM without {BACKEND}"
-    return _latent_reasons(model, options) + _reasons(
+    return _latent_reasons(config, options) + _reasons(
         (
             "model",
             f"state of linear attention in addition to the KV cache, with rows={options.rows!r}",
@@ -494,9 +494,10 @@ def row_reasons(config: Any, options: Options, *, shared: bool) -> list[str]:
     )
 
 
-def _latent_reasons(model: Any, options: Options) -> list[str]:
+def _latent_reasons(config: Any, options: Options) -> list[str]:
     """Return the reasons why decode steps cannot search latents in a model with multi-head latent
     attention. The list is empty for any other model, and if they can."""
+    model, latents = config.model_config, "in a model with multi-head latent attention"
     if not model.use_mla:
         return []
     rows = vars(model.hf_text_config).get("index_topk")
@@ -510,16 +511,10 @@ def _latent_reasons(model: Any, options: Options) -> list[str]:
         ),
         (
             "model",
-            "multi-head latent attention on a GPU",
-            on_a_cpu(),
-            "a CPU for such a model, because no kernel searches latents in vLLM's pages; use vLLM "
-            f"without {BACKEND}, or kvindex with transformers, which searches latents on a GPU",
-        ),
-        (
-            "model",
-            "multi-head latent attention",
-            can_pack(),
-            "vLLM 0.28 or newer for such a model, because codes are in the pages of latents",
+            "multi-head latent attention on a CPU",
+            can_pack() or not on_a_cpu(),
+            "vLLM 0.28 or newer for such a model, because codes are in the pages of latents; or a "
+            "GPU",
         ),
     )
     if reasons:
@@ -531,6 +526,24 @@ def _latent_reasons(model: Any, options: Options) -> list[str]:
     return _reasons(
         ("k", repr(options.k), options.k != "auto", f"a number {why}"),
         ("error", options.error, options.error is None, f"None {why}"),
+        (
+            "rows",
+            f"{options.rows!r} {latents}",
+            on_a_cpu() or options.rows == "device",
+            "'device', because the kernels that write rows to host memory do not write latents",
+        ),
+        (
+            "dense_graphs",
+            f"True {latents}",
+            not options.dense_graphs,
+            "False, because the fused step also computes full attention of short sequences",
+        ),
+        (
+            "speculative_config",
+            f"the method {_method(config)} {latents}",
+            not has_draft_model(config),
+            "the method 'ngram', because others are not tested; or leave out --speculative-config",
+        ),
     )
 
 
