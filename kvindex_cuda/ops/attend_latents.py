@@ -3,12 +3,13 @@ key; the first coordinates of the key are also its value."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from kvindex.core.geometry import Geometry
 from kvindex.storage.codecs import CodecNumber
-from kvindex_cuda.memory.arena import Arena
 from kvindex_cuda.runtime.arguments import CODES
 from kvindex_cuda.runtime.constants import LATENT_ROWS, LATENT_SPLITS
 from kvindex_cuda.runtime.constants import TOKENS as BLOCK
@@ -39,15 +40,15 @@ class LatentAttention:
         self._splits: int | None = None
         self._outgrown: list[Tensor] = []  # captured graphs may still write to these
 
-    def reserve(self, memory: Arena, groups: int, multiprocessors: int) -> None:
-        """Allocate the buffers for partial results in `memory`, for calls with rows in an engine's
+    def reserve(self, empty: Callable[..., Tensor], groups: int, multiprocessors: int) -> None:
+        """Allocate the buffers for partial results with `empty`, for calls with rows in an engine's
         pages.
 
         The host does not know how many resident rows such calls have, so the number of thread
         blocks does not depend on it.
 
         Args:
-            memory: Memory for buffers of decode steps.
+            empty: Returns a float32 tensor of the shape that it gets.
             groups: Number of KV heads of all sequences, `B G`.
             multiprocessors: Number of multiprocessors of the device.
         """
@@ -57,7 +58,7 @@ class LatentAttention:
         self._splits = max(1, min(LATENT_SPLITS, fewest // groups))
         # steps of fewer sequences have more splits, so the size does not shrink with the batch
         rows = max(groups, fewest) * g.group_size
-        self._partial, self._sums = memory.empty(rows, g.value_dim), memory.empty(rows, 2)
+        self._partial, self._sums = empty(rows, g.value_dim), empty(rows, 2)
 
     def __call__(
         self,

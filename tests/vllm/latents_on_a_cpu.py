@@ -13,6 +13,7 @@ from kvindex_adapters.vllm import pages
 from kvindex_adapters.vllm.gpu_latents import SearchingLatentAttention, SearchingLatentBackend
 from kvindex_adapters.vllm.latents import copied
 from tests.cuda import emulator
+from tests.vllm import on_a_cpu
 
 
 @contextmanager
@@ -43,17 +44,14 @@ class Backend(SearchingLatentBackend):
 class Attention(SearchingLatentAttention, CPUMLAImpl):
     """vLLM's prompts on a CPU."""
 
-    steps = 0
-    """Number of calls that computed decode steps, in all layers."""
-
     def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, *more):
         if kv_cache.numel():
             keys = torch.cat([kv_c_normed[:, None], k_pe.view(len(k_pe), 1, -1)], dim=-1)
             slots = slot_mapping.flatten().long()
-            pages.write_rows(self.codes.rows(kv_cache), slots, keys[: len(slots)], None)
+            pages.write_rows(self._rows(kv_cache)[:, None], slots, keys[: len(slots)], None)
 
     def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
-        Attention.steps += 1
+        on_a_cpu.Attention.searched += 1
         return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
 
     def forward_mha(self, q, kv_c, k_pe, kv_cache, attn_metadata, *more, **named):

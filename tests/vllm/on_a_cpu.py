@@ -19,11 +19,15 @@ _emulated = emulator.emulated()
 
 
 def emulate():
-    """Register the plug-in and this backend, in each process of vLLM."""
+    """Register the plug-in and the emulated backends, in each process of vLLM."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register()
-    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.Backend")
+    members = AttentionBackendEnum.__members__
+    latents = "tests.vllm.latents_on_a_cpu.Backend"
+    paths = dict(CPU_ATTN=f"{__name__}.Backend", CPU_MLA=latents, AMX_MLA=latents)
+    for name in paths.keys() & members.keys():
+        register_backend(members[name], paths[name])
     if "cpu" not in launch.LOADERS:
         _emulated.__enter__()
 

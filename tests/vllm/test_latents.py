@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvindex_adapters.vllm import unsupported
 from kvindex_adapters.vllm.unsupported import can_pack
 from tests.vllm.conftest import EVERY, answers, prompt, settings, tokens
 from tests.vllm.processes import printed_tokens, run
@@ -174,14 +173,6 @@ def test_drafts_do_not_change_tokens(engine, latents, tmp_path, asked):
 def test_what_is_not_supported(engine, latents, asked, options, said):
     with pytest.raises(ValueError, match=said):
         engine(latents, asked, **options)
-
-
-def test_a_gpu_is_refused_before_there_are_layers(stock, engine, latents, monkeypatch):
-    monkeypatch.setattr(unsupported, "on_a_cpu", lambda: False)
-    with pytest.raises(
-        ValueError, match="kvindex: model: got multi-head latent attention on a GPU, allowed is a"
-    ):
-        engine(latents, EVERY)
 
 
 def test_a_model_with_a_trained_indexer(engine, saved):

@@ -153,7 +153,6 @@ REFUSED = [
     ),
     ({"is_hybrid": True}, "model: got state of linear attention"),
     ({"kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill: got True, allowed is False"),
-    ({"use_mla": True}, "model: got multi-head latent attention on a GPU, allowed is a CPU"),
     (
         {
             "cache_dtype": "fp8",
@@ -276,10 +275,10 @@ def test_all_reasons_are_in_one_error():
         everything |= setting
     everything["additional"] = {"kvindx": {}, "kvindex": {"k": 0, "kk": 1}}
     reasons = unsupported.engine_reasons(engine(**everything))
-    assert len(reasons) == 13
+    assert len(reasons) == 12
     options = {"k": 0, "kk": 1, "rows": "disk"}
     assert len(unsupported.engine_reasons(engine({"kvindex": options}))) == 3
-    with pytest.raises(ValueError, match="kvindex: 13 settings are not supported:\n- ") as caught:
+    with pytest.raises(ValueError, match="kvindex: 12 settings are not supported:\n- ") as caught:
         unsupported.refuse(*reasons)
     assert reports.split(str(caught.value)) == reasons
     with pytest.raises(ValueError, match=r"^kvindex: one reason$"):
@@ -364,7 +363,29 @@ def test_latents_are_searched_on_a_cpu_in_pages_with_codes(monkeypatch):
     assert reason.startswith("block_size: got 16, allowed is a multiple of 256")
     monkeypatch.setattr(unsupported, "can_pack", lambda: False)
     (reason,) = unsupported.engine_reasons(engine(use_mla=True))
-    assert "latent attention, allowed is vLLM 0.28 or newer" in reason
+    assert "latent attention on a CPU, allowed is vLLM 0.28 or newer" in reason
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_latents_are_searched_on_a_gpu_by_each_version(monkeypatch, packed):
+    monkeypatch.setattr(unsupported, "can_pack", lambda: packed)
+    monkeypatch.setattr(unsupported, "on_a_cpu", lambda: False)
+    assert unsupported.engine_reasons(engine(use_mla=True)) == []
+    ngram = SimpleNamespace(method="ngram", num_speculative_tokens=2, attention_backend=None)
+    assert unsupported.engine_reasons(engine(use_mla=True, speculative_config=ngram)) == []
+    for asked, more, said in (
+        ({"rows": "host"}, {}, "rows: got 'host' in a model with multi-head latent attention"),
+        ({"dense_graphs": True}, {}, "dense_graphs: got True in a model with multi-head latent"),
+        ({"k": "auto"}, {}, "k: got 'auto', allowed is a number for multi-head latent attention"),
+        ({}, {"cache_dtype": "fp8"}, "kv_cache_dtype: got fp8 for a model with latent attention"),
+        (
+            {},
+            {"speculative_config": SimpleNamespace(**vars(ngram) | {"method": "mtp"})},
+            "speculative_config: got the method mtp in a model with multi-head latent attention",
+        ),
+    ):
+        reasons = unsupported.engine_reasons(engine({"kvindex": asked}, use_mla=True, **more))
+        assert any(reason.startswith(said) for reason in reasons)
 
 
 def test_sliding_layers_need_one_block_table_or_packed_codes(monkeypatch):

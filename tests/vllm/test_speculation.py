@@ -30,27 +30,23 @@ FEW = EVERY | {"k": 8}
 
 
 SCRIPT = """
-import contextlib, json, sys
+import json, sys
 from vllm import LLM, SamplingParams
 
 if __name__ == "__main__":
     engine, (emulate, count, *prompts) = json.loads(sys.argv[1])
-    with contextlib.ExitStack() as stack:
-        if emulate:
-            from vllm.plugins import load_general_plugins
-            from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-            from tests.cuda import emulator
-            load_general_plugins()
-            register_backend(AttentionBackendEnum.CPU_ATTN, "tests.vllm.on_a_cpu.Backend")
-            stack.enter_context(emulator.emulated())
-        llm = LLM(**engine)
-        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-        given = [{"prompt_token_ids": ids} for ids in prompts]
-        found = llm.generate(given, params, use_tqdm=False)
-        print("TOKENS", json.dumps([list(one.outputs[0].token_ids) for one in found]))
     if emulate:
-        from tests.vllm.on_a_cpu import Attention
-        assert Attention.searched
+        from vllm.plugins import load_general_plugins
+        from tests.vllm import on_a_cpu
+        load_general_plugins()
+        on_a_cpu.emulate()
+    llm = LLM(**engine)
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+    given = [{"prompt_token_ids": ids} for ids in prompts]
+    found = llm.generate(given, params, use_tqdm=False)
+    print("TOKENS", json.dumps([list(one.outputs[0].token_ids) for one in found]))
+    if emulate:
+        assert on_a_cpu.Attention.searched
     found = {one.name: one.value for one in llm.get_metrics() if hasattr(one, "value")}
     names = [f"vllm:spec_decode_num_{what}_tokens" for what in ("draft", "accepted")]
     print("DRAFTS", json.dumps([found.get(name) for name in names]))

@@ -156,7 +156,7 @@ class BaseStep:
         self.resident_parts = floats(*shape) if limited else None
         self._latents = LatentAttention(g) if g.value_in_key else None
         if self._latents is not None and arena is not None:
-            self._latents.reserve(memory, groups, multiprocessors)
+            self._latents.reserve(floats, groups, multiprocessors)
         self.output = memory.empty(batch, g.q_heads, g.value_dim, dtype=g.dtype)
         self.lse = floats(batch, g.q_heads)
 
