@@ -84,10 +84,12 @@ def engine(additional=None, backend="KVINDEX", **other):
         "kv_transfer_config": None,
         "use_ubatching": False,
         "additional_config": {} if additional is None else additional,
+        "pass_config": SimpleNamespace(fuse_rope_kvcache_cat_mla=False),
+        "static_forward_context": {},
         **other,
     }
     part = SimpleNamespace(**values)
-    names = "attention", "parallel", "cache", "model", "scheduler"
+    names = "attention", "parallel", "cache", "model", "scheduler", "compilation"
     return SimpleNamespace(**{f"{name}_config": part for name in names}, **values)
 
 
@@ -386,6 +388,10 @@ def test_latents_are_searched_on_a_gpu_by_each_version(monkeypatch, packed):
     ):
         reasons = unsupported.engine_reasons(engine({"kvindex": asked}, use_mla=True, **more))
         assert any(reason.startswith(said) for reason in reasons)
+    fused = dict(pass_config=SimpleNamespace(fuse_rope_kvcache_cat_mla=True))
+    reasons = unsupported.engine_reasons(engine(use_mla=True, **fused))
+    assert len(reasons) == packed  # only pages with codes have rows at other places
+    assert all(one.startswith("fuse_rope_kvcache_cat_mla: got True") for one in reasons)
 
 
 def test_sliding_layers_need_one_block_table_or_packed_codes(monkeypatch):

@@ -544,7 +544,21 @@ def _latent_reasons(config: Any, options: Options) -> list[str]:
             not has_draft_model(config),
             "the method 'ngram', because others are not tested; or leave out --speculative-config",
         ),
+        (
+            "fuse_rope_kvcache_cat_mla",
+            f"True {latents} on a GPU",
+            on_a_cpu() or not packs(config, options) or not _fuses_latents(config),
+            "False in the pass_config of compilation_config, because codes are in the pages of "
+            "latents, which this fused operation would overwrite",
+        ),
     )
+
+
+def _fuses_latents(config: Any) -> bool:
+    """Return True if vLLM writes latents with an operation of its own, which does not call the
+    attention layer."""
+    compilation = config.compilation_config
+    return bool(vars(compilation.pass_config).get("fuse_rope_kvcache_cat_mla"))
 
 
 def layer_reasons(
