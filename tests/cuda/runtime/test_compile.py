@@ -52,6 +52,7 @@ NEW_ROWS = [dict(FP8_PAGES=0, DTYPE=0), *(dict(FP8_PAGES=1, DTYPE=one) for one i
 LATENTS = dict(D=576, DV=512, GROUP=128, PART=32, DTYPE=2, SOFTCAP=0, CODEC=0, RAGGED=0)
 LATENTS |= dict(PAGED=0)
 TILED = dict(D=576, GROUP=8, TILES=16, CENTERED=1, SAMPLING=0, RAGGED=0)
+ALONE = TILED | dict(GROUP=2, TILES=1, SAMPLING=1, RAGGED=1)
 PREPARES = dict(DTYPE=2, PLANES=6, REGRESSION=1, SIXTEENS=3)
 COUNT = dict(D=128, GROUP=4)
 WEIGH = COUNT | dict(BITS=3, SOFTCAP=0)
@@ -126,13 +127,16 @@ DEFINES = {
         TILED
         | PREPARES
         | dict(D=128, DTYPE=0, PLANES=8, GROUP=5, TILES=4, CENTERED=0, REGRESSION=0, RAGGED=1),
+        ALONE | PREPARES | dict(SIXTEENS=1, REGRESSION=0),
     ],
     "step/sample_latents.cu": [
+        ALONE | dict(DTYPE=2, PLANES=6),
         TILED | dict(DTYPE=2, PLANES=6, SAMPLING=1),
         TILED | dict(DTYPE=2, PLANES=6, TILES=2, SAMPLING=1),
         TILED | dict(D=128, DTYPE=0, PLANES=8, GROUP=5, TILES=4, CENTERED=0, RAGGED=1),
     ],
     "step/vote_latents.cu": [
+        ALONE | dict(DTYPE=2, PLANES=6, WARPGROUPS=1),
         TILED | dict(DTYPE=2, PLANES=6, WARPGROUPS=1),
         TILED | dict(DTYPE=2, PLANES=6, WARPGROUPS=1, SAMPLING=1),
         TILED | dict(DTYPE=2, PLANES=6, TILES=2, SAMPLING=1, WARPGROUPS=1),
@@ -143,6 +147,7 @@ DEFINES = {
         | dict(D=128, DTYPE=0, PLANES=8, GROUP=5, TILES=4, CENTERED=0, RAGGED=1, WARPGROUPS=1),
     ],
     "step/estimate_latents.cu": [
+        ALONE | dict(BITS=3, SOFTCAP=0),
         TILED | dict(BITS=3, SOFTCAP=0),
         TILED | dict(BITS=3, SOFTCAP=0, TILES=2, SAMPLING=1),
         TILED | dict(D=128, BITS=5, SOFTCAP=1, GROUP=4, TILES=5, RAGGED=1),
@@ -150,6 +155,7 @@ DEFINES = {
     "step/select_latents.cu": [
         dict(HEADS=128, SOFTCAP=0, POLICY=0, SAMPLING=0, COUNTS=0),
         dict(HEADS=20, SOFTCAP=1, POLICY=1, SAMPLING=0, COUNTS=0),
+        dict(HEADS=2, SOFTCAP=0, POLICY=0, SAMPLING=1, COUNTS=0),
         dict(HEADS=128, SOFTCAP=0, POLICY=0, SAMPLING=1, COUNTS=0),
         dict(HEADS=128, SOFTCAP=0, POLICY=0, SAMPLING=1, COUNTS=13),
     ],
