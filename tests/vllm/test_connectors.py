@@ -441,3 +441,22 @@ def test_the_gpu_backend(engine, model, stock, connected, tmp_path, name):
                     count = Attention.searched
                     assert tokens(llm.llm, ids, 8) == wanted
                     assert Attention.searched > count
+
+
+@pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
+def test_the_gpu_backend_for_latents(engine, saved, connected):
+    """Loaded blocks are encoded before the next step, which searches them."""
+    from tests.vllm.latents_on_a_cpu import kernels_for_latents
+
+    folder, ids = saved("DeepseekV3", **LATENT), [prompt(1024), prompt(300, 1)]
+    asked = {**EVERY, "index": "pariskv:preset=fast", "k": 24, "sink": 0, "local_window": 1}
+    options = WHOLE | dict(enable_prefix_caching=True)
+    with kernels_for_latents():
+        expected = tokens(engine(folder, asked, **options), ids, 8)
+        mine = connected("OffloadingConnector", asked, folder, extra=OFFLOADING, **options)
+        with mine.entered():
+            assert tokens(mine.llm, ids, 8) == expected
+            mine.llm.reset_prefix_cache()
+            before = CopyingWorker.loaded
+            assert tokens(mine.llm, ids, 8) == expected
+            assert CopyingWorker.loaded > before
