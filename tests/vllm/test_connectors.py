@@ -21,6 +21,7 @@ from tests.vllm.conftest import EVERY, SMALL, answers, kernels_on_a_cpu, prompt,
 from tests.vllm.gpu_layers import common
 from tests.vllm.processes import printed_tokens, run
 from tests.vllm.test_engine import LATENT
+from tests.vllm.test_latents import LATENTS
 from tests.vllm.test_packed import CONVOLUTIONS, SLIDING, codes_of
 from tests.vllm.test_refusals import configured, layer
 from tests.vllm.test_speculation import speculated
@@ -448,7 +449,7 @@ def test_the_gpu_backend_for_latents(engine, saved, connected):
     """Loaded blocks are encoded before the next step, which searches them."""
     from tests.vllm.latents_on_a_cpu import kernels_for_latents
 
-    folder, ids = saved("DeepseekV3", **LATENT), [prompt(1024), prompt(300, 1)]
+    folder, ids = saved("DeepseekV3", **LATENTS), [prompt(1024), prompt(300, 1)]
     asked = {**EVERY, "index": "pariskv:preset=fast", "k": 24, "sink": 0, "local_window": 1}
     options = WHOLE | dict(enable_prefix_caching=True)
     with kernels_for_latents():
