@@ -8,6 +8,8 @@ each (64 of them rotated). vLLM's own engine decodes with TRITON_MLA, which ever
 
 import pytest
 
+pytest.importorskip("vllm")
+
 from tests.vllm.test_gpu_engine import (
     ALONE,
     EVERY,
@@ -19,7 +21,6 @@ from tests.vllm.test_gpu_engine import (
 )
 from tests.vllm.test_latents import LATENTS
 
-pytest.importorskip("vllm")
 pytestmark = pytest.mark.gpu
 
 SIZES = LATENTS | dict(

@@ -6,17 +6,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvindex_adapters.vllm import packed, pages, unsupported
+from kvindex_adapters.vllm import pages, unsupported
 from kvindex_adapters.vllm.attention import PagedAttention, Sequence
 from kvindex_adapters.vllm.unsupported import can_pack
 from tests.cuda import emulator
-from tests.vllm import on_a_cpu
 from tests.vllm.conftest import EVERY, answers, prompt, settings, tokens
 from tests.vllm.gpu_layers import common, entered, slots_of
 from tests.vllm.processes import printed_tokens, run
-from tests.vllm.test_latents import LATENTS, layers_of
 
 pytest.importorskip("vllm")
+
+from kvindex_adapters.vllm import packed
+from tests.vllm import on_a_cpu
+from tests.vllm.test_latents import LATENTS, layers_of
+
 pytestmark = [
     pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with"),
     pytest.mark.skipif(not can_pack(), reason="vLLM before 0.28 has no latents on a CPU"),
