@@ -359,7 +359,7 @@ def _model_reasons(config: Any, options: Options) -> list[str]:
 def has_two_graphs(config: Any, options: Options) -> bool:
     """Return True if an engine captures two CUDA graphs for each batch size (see `two_graphs`)."""
     if options.dense_graphs == AUTO:
-        return not _graph_reasons(config, options)
+        return not config.model_config.use_mla and not _graph_reasons(config, options)
     return options.dense_graphs is True
 
 
@@ -535,7 +535,7 @@ def _latent_reasons(config: Any, options: Options) -> list[str]:
         (
             "dense_graphs",
             f"True {latents}",
-            not options.dense_graphs,
+            options.dense_graphs is not True,
             "False, because the fused step also computes full attention of short sequences",
         ),
         (
