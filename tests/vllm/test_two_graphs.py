@@ -103,6 +103,27 @@ def test_the_first_model_runner(entered, captured, monkeypatch, asked):
     assert len(calls) == (7 if two else 3)
 
 
+def test_graphs_that_only_measure_memory_are_never_replayed(entered, captured, monkeypatch):
+    """The first model runner captures some graphs before there is a KV cache, and removes them."""
+    from vllm.compilation import cuda_graph
+    from vllm.config import CUDAGraphMode
+    from vllm.forward_context import BatchDescriptor, set_forward_context
+
+    captured(cuda_graph)
+    monkeypatch.setattr(cuda_graph.current_platform, "get_global_graph_pool", lambda: None)
+    config, calls = entered(TWO), []
+    wrapper = cuda_graph.CUDAGraphWrapper(lambda: calls.append(1), config, CUDAGraphMode.FULL)
+    batch = BatchDescriptor(num_tokens=1)
+    for _ in range(2):
+        how = dict(cudagraph_runtime_mode=CUDAGraphMode.FULL, batch_descriptor=batch)
+        with set_forward_context(None, config, **how):
+            wrapper()
+        assert len(calls) == 3  # one run before the captures of both graphs
+        calls.clear()
+        cuda_graph.CUDAGraphWrapper.clear_all_graphs()
+    assert Graph.replayed == ()
+
+
 @pytest.mark.parametrize("asked", [TWO, ONE, ASKED | {"dense_graphs": True}])
 def test_the_second_model_runner(entered, captured, asked):
     from vllm.config import CUDAGraphMode

@@ -56,7 +56,7 @@ def install() -> None:
     If a version of vLLM does not have one of these methods, nothing is patched in its place.
     """
     for (module, name), methods in (
-        (WRAPPER, {"__call__": _wrapping}),
+        (WRAPPER, {"__call__": _wrapping, "clear_graphs": _clearing}),
         (MANAGER, {"capture": _capturing, "run_fullgraph": _replaying}),
     ):
         try:
@@ -126,6 +126,19 @@ def _wrapping(own: Callable[..., Any]) -> Callable[..., Any]:
             return own(self, *given, **named)
 
     return call
+
+
+def _clearing(own: Callable[..., Any]) -> Callable[..., Any]:
+    def clear_graphs(self: Any) -> None:
+        """Remove the graphs of both sets.
+
+        vLLM captures some graphs to measure their memory, and removes them with the pages and
+        buffers that they read.
+        """
+        own(self)
+        vars(self).pop("kvindex_entries", None)
+
+    return clear_graphs
 
 
 def _capturing(own: Callable[..., Any]) -> Callable[..., Any]:
