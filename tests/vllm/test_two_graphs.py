@@ -124,17 +124,23 @@ def test_graphs_that_only_measure_memory_are_never_replayed(entered, captured, m
     assert Graph.replayed == ()
 
 
-@pytest.mark.parametrize("asked", [TWO, ONE, ASKED | {"dense_graphs": True}])
-def test_the_second_model_runner(entered, captured, asked):
+@pytest.mark.parametrize(
+    ("asked", "drafts"),
+    [(TWO, False), (ONE, False), (ASKED | {"dense_graphs": True}, False), (TWO, True)],
+)
+def test_the_second_model_runner(entered, captured, asked, drafts):
+    """The graphs of a draft model (`drafts`) are captured once."""
     from vllm.config import CUDAGraphMode
 
     utils = pytest.importorskip("vllm.v1.worker.gpu.cudagraph_utils")
     captured(utils)
+    base = utils.CudaGraphManager
+    kind = base if drafts else utils.ModelCudaGraphManager
     sizes = [
         utils.BatchExecutionDescriptor(CUDAGraphMode.FULL, count, count, 1) for count in (2, 1)
     ]
     chunk = utils.BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, 8, None)
-    manager, made = object.__new__(utils.CudaGraphManager), []
+    manager, made = object.__new__(kind), []
     known = {CUDAGraphMode.FULL: sizes, CUDAGraphMode.PIECEWISE: [chunk]}
     for name, value in dict(
         vllm_config=entered(asked),
@@ -154,15 +160,15 @@ def test_the_second_model_runner(entered, captured, asked):
         made.append(size)
         return lambda mode: None
 
-    manager.capture(forward_of)
-    two = asked is not ONE
+    base.capture(manager, forward_of)
+    two = asked is not ONE and not drafts
     assert made == [chunk, *[size for size in sizes for _ in range(2)] * (2 if two else 1)]
     assert list(manager.graphs) == sizes
     assert manager._capture_descs is known
     for full in (True, False):
         two_graphs.choose(full)
         for size in sizes:
-            manager.run_fullgraph(size)
+            base.run_fullgraph(manager, size)
     if two:
         assert Graph.replayed == ("full", "full", "search", "search")
     assert len(Graph.replayed) == 4

@@ -32,6 +32,10 @@ WRAPPER = "vllm.compilation.cuda_graph", "CUDAGraphWrapper"
 MANAGER = "vllm.v1.worker.gpu.cudagraph_utils", "CudaGraphManager"
 """Module and name of the classes that capture graphs."""
 
+OF_THE_MODEL = "ModelCudaGraphManager"
+"""Name of the subclass of `CudaGraphManager` that captures the graphs of the model. Others capture
+those of a draft model, which has no index."""
+
 _chosen = False
 """Whether FlashAttention computes the batch of the current step."""
 
@@ -144,7 +148,8 @@ def _clearing(own: Callable[..., Any]) -> Callable[..., Any]:
 def _capturing(own: Callable[..., Any]) -> Callable[..., Any]:
     def capture(self: Any, *given: Any, **named: Any) -> None:
         """Capture all graphs that search, and then all full graphs with FlashAttention."""
-        if not _wanted(self):
+        model = vars(importlib.import_module(MANAGER[0]))[OF_THE_MODEL]
+        if not isinstance(self, model) or not _wanted(self):
             own(self, *given, **named)
             return
         with capturing(False):
