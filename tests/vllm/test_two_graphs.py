@@ -174,6 +174,46 @@ def test_the_second_model_runner(entered, captured, asked, drafts):
     assert len(Graph.replayed) == 4
 
 
+def test_an_estimate_of_memory_includes_both_graphs(entered, captured, monkeypatch):
+    """vLLM takes the second sample as the memory of each further batch size."""
+    from vllm.config import CUDAGraphMode
+
+    utils = pytest.importorskip("vllm.v1.worker.gpu.cudagraph_utils")
+    captured(utils)
+    free = [1000]
+
+    def forward_of(size, warmup):
+        def forward(mode):
+            free[0] -= 0 if warmup else (size.num_tokens + 10 * two_graphs.full())
+
+        return forward
+
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (free[0], 1000))
+    manager, samples = object.__new__(utils.ModelCudaGraphManager), []
+    for name, value in dict(
+        vllm_config=entered(TWO),
+        device=torch.device("cpu"),
+        ubatch_runner=None,
+        use_breakable_cg=False,
+        pool=None,
+        graphs={},
+        _capture_descs={
+            CUDAGraphMode.FULL: [
+                utils.BatchExecutionDescriptor(CUDAGraphMode.FULL, count, count, 1)
+                for count in (4, 2, 1)
+            ]
+        },
+        _max_full_descs_to_capture=2,
+        _capture_mem_samples=samples,
+    ).items():
+        setattr(manager, name, value)
+    utils.CudaGraphManager.capture(manager, forward_of)
+    if not samples:
+        pytest.skip("this version of vLLM does not estimate the memory of graphs here")
+    assert samples == [4 + 14, 2 + 12]
+
+
 @pytest.mark.skipif(not emulator.available(), reason="no g++ to emulate with")
 def test_the_builder_chooses_and_prepares_both(entered):
     from vllm.config import CUDAGraphMode

@@ -165,6 +165,12 @@ def _capturing(own: Callable[..., Any]) -> Callable[..., Any]:
         ):
             own(self, *given, **named)
         vars(self)["kvindex_graphs"] = second
+        if samples := vars(self).get("_capture_mem_samples"):
+            # vLLM estimates the memory of all graphs from that of a few, in bytes. The graphs of
+            # both sets then count as one.
+            half = len(samples) // 2
+            pairs = zip(samples[:half], samples[half:], strict=True)
+            samples[:] = [search + full for search, full in pairs]
 
     return capture
 
