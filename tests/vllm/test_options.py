@@ -71,6 +71,8 @@ def engine(additional=None, backend="KVINDEX", **other):
         "dtype": torch.bfloat16,
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
+        "data_parallel_size": 1,
+        "is_moe": False,
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
         "attention_chunk_size": None,
@@ -207,6 +209,12 @@ def test_engines_that_are_not_supported(setting, said):
         ({"dense_below": 2048}, {}, "dense_below=2048, allowed is False, or dense_below='auto'"),
         ({"rows": "host"}, {}, "rows='host', allowed is False, or rows='device'"),
         ({}, {"use_ubatching": True}, "use_ubatching, allowed is False, or use_ubatching=False"),
+        (
+            {},
+            {"data_parallel_size": 2, "is_moe": True},
+            "data_parallel_size=2 for a model with experts, allowed is False, or "
+            "data_parallel_size=1",
+        ),
     ],
 )
 def test_two_graphs_are_not_supported_with_all_settings(asked, setting, said):
@@ -216,7 +224,14 @@ def test_two_graphs_are_not_supported_with_all_settings(asked, setting, said):
         engine({"kvindex": {"dense_graphs": True, **asked}}, **setting)
     )
     assert reason == f"dense_graphs: got True with {said}"
-    assert unsupported.engine_reasons(engine({"kvindex": asked}, **setting)) == []
+    auto = engine({"kvindex": asked}, **setting)
+    assert unsupported.engine_reasons(auto) == []
+    assert not unsupported.has_two_graphs(auto, Options.of_engine(auto))
+
+
+def test_engines_without_experts_choose_a_graph_for_themselves():
+    two = engine(data_parallel_size=2)
+    assert unsupported.has_two_graphs(two, Options())
 
 
 @pytest.mark.parametrize(

@@ -364,7 +364,12 @@ def has_two_graphs(config: Any, options: Options) -> bool:
 
 
 def _graph_reasons(config: Any, options: Options) -> list[str]:
-    """Return the reasons why an engine cannot have two CUDA graphs for each batch size."""
+    """Return the reasons why an engine cannot have two CUDA graphs for each batch size.
+
+    With data parallelism, each engine would choose a graph for its own batch. But engines of a
+    model with experts exchange data inside of the graphs, so all must replay the same one.
+    """
+    engines = config.parallel_config.data_parallel_size
     wanted = (
         (
             options.dense_below == AUTO,
@@ -373,6 +378,11 @@ def _graph_reasons(config: Any, options: Options) -> list[str]:
         ),
         (options.rows == "device", f"rows={options.rows!r}", "rows='device'"),
         (not config.parallel_config.use_ubatching, "use_ubatching", "use_ubatching=False"),
+        (
+            engines == 1 or not config.model_config.is_moe,
+            f"data_parallel_size={engines} for a model with experts",
+            "data_parallel_size=1",
+        ),
     )
     return _reasons(
         *(
