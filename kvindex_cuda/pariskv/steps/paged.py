@@ -273,11 +273,13 @@ class PagedSteps:
         method, `R` must be the argument `rows` of the last call of `begin` before the capture.
         """
         step, states = self._steps[len(queries)]
-        step.output, state = output, states[layer]
+        own, state = step.output, states[layer]
         if sinks is not None and self._errors is not None:  # they have a part of the weights
             lse = sinks.float().expand(len(queries), -1).contiguous()
             state = replace(state, limit_lse=lse)
+        step.output = output
         step(queries.contiguous(), state)
+        step.output = own  # `output` may be memory of a graph, which the next capture uses again
         if sinks is not None:
             output.copy_(with_sink_logits(output, step.lse, sinks))
 

@@ -2,6 +2,8 @@
 pages in plain torch.
 """
 
+import weakref
+
 import pytest
 import torch
 
@@ -103,6 +105,17 @@ def test_batches_of_all_sizes_take_turns_in_the_same_buffers(sizes, device):
     engine.prefill()
     for count in (4, 2, 6, 1, 4):
         assert_close(engine.decode(LENGTHS[:count]))
+
+
+@on_devices
+def test_a_step_keeps_no_output(device):
+    """Outputs are memory of a CUDA graph, which the next capture can use again."""
+    engine = Latents(device, k=6)
+    engine.prefill()
+    pairs = list(engine.decode())
+    outputs = [weakref.ref(output) for output, _ in pairs]
+    del pairs
+    assert {output() for output in outputs} == {None}
 
 
 @pytest.mark.parametrize("sizes", [MANY, FEW])
