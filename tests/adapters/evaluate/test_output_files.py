@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import contextlib
 import resource
 import stat
 
@@ -18,13 +19,18 @@ from kvindex_adapters.evaluate.output_files import (
 )
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def bounded_files():
-    """Limit files to 1,000 bytes, which has the effect of a full disk."""
+    """Limit files to 1,000 bytes, which has the effect of a full disk.
+
+    This is no fixture, because pytest's own output may be a file, too.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def refused(path):
@@ -96,10 +102,11 @@ def test_a_file_is_replaced_with_its_mode_and_a_link_stays_one(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_without_space_the_old_file_stays_and_the_error_is_in_words(tmp_path, bounded_files):
+def test_without_space_the_old_file_stays_and_the_error_is_in_words(tmp_path):
     out = tmp_path / "a.json"
     out.write_text("old")
-    with pytest.raises(OSError, match=r"json: got '.*', which could not be written \(File too"):
+    said = r"json: got '.*', which could not be written \(File too"
+    with pytest.raises(OSError, match=said), bounded_files():
         write_json(out, "long" * 1000)
     assert out.read_text() == "old"
     assert list(tmp_path.iterdir()) == [out]
