@@ -1,9 +1,9 @@
 """Output files are complete or unchanged, and are checked before the work."""
 
 import argparse
+import contextlib
 import json
 import os
-import contextlib
 import resource
 import stat
 
