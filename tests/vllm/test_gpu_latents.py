@@ -85,7 +85,7 @@ def test_the_engine_decodes_by_the_kernels(emulated, stock):
 
 
 def test_codes_in_pages_of_their_own(emulated, stock, monkeypatch):
-    """As in vLLM 0.26, which has no place for codes in the pages of latents."""
+    """vLLM 0.26 has no place for codes in the pages of latents, so they have pages of their own."""
     for module in (packed, unsupported):
         monkeypatch.setattr(module, "packs", lambda *given: False)
     mine = emulated(ASKED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -362,18 +363,13 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
 
         It is created again if vLLM has replaced the KV cache of a layer since the last call.
         """
-        caches = [layer.kv_cache for layer in self._layers]
-        caches += [layer.impl.codes.kv_cache for layer in self._layers]
-        same = len(caches) == len(self._caches)
-        if same and all(new is old for new, old in zip(caches, self._caches, strict=True)):
+        caches = caches_of(self._layers)
+        if are_same(caches, self._caches):
             assert self._steps is not None
             return self._steps
         config, options = self.vllm_config, self._options
         assert options is not None  # an engine with an index has options
-        scheduler, compilation = config.scheduler_config, config.compilation_config
-        most_rows = scheduler.max_num_seqs * (1 + self._drafted)
-        # the size of a graph is its number of tokens
-        most_rows = max(most_rows, compilation.max_cudagraph_capture_size or 0)
+        scheduler, most_rows = config.scheduler_config, most_rows_of(config)
         if len(self._geometries) > 1:
             refuse(
                 f"model: got full-attention layers of different shapes, {self._geometries}, "
@@ -572,6 +568,23 @@ def others(
         seq_lens_cpu_upper_bound=None if known is None else known[: len(left)][left],
     )
     return rest, tokens
+
+
+def caches_of(layers: list[Any]) -> list[Tensor]:
+    """Return the pages of layers, and then those of their codes."""
+    return [one.kv_cache for one in (*layers, *(layer.impl.codes for layer in layers))]
+
+
+def are_same(new: list[Tensor], old: list[Tensor]) -> bool:
+    """Return True if two lists contain the same tensors."""
+    return len(new) == len(old) and all(map(operator.is_, new, old))
+
+
+def most_rows_of(config: VllmConfig) -> int:
+    """Return the largest number of queries of decode steps in a batch."""
+    most = config.scheduler_config.max_num_seqs * (1 + drafted_tokens(config))
+    # the size of a graph is its number of tokens
+    return max(most, config.compilation_config.max_cudagraph_capture_size or 0)
 
 
 def searches(impl: Any) -> bool:

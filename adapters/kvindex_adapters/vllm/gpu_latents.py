@@ -45,7 +45,14 @@ from kvindex_adapters.vllm.engine import (
     geometry_of,
     options_of,
 )
-from kvindex_adapters.vllm.gpu_batch import admitting, one_by_one, short_prompts
+from kvindex_adapters.vllm.gpu_batch import (
+    admitting,
+    are_same,
+    caches_of,
+    most_rows_of,
+    one_by_one,
+    short_prompts,
+)
 from kvindex_adapters.vllm.packed import codes_layer, with_heads
 from kvindex_adapters.vllm.request_hooks import install_runner
 from kvindex_adapters.vllm.unsupported import check_causal, has_connector, kernel_reasons
@@ -230,19 +237,15 @@ class LatentsBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
 
         It is created again if vLLM has replaced the KV cache of a layer since the last call.
         """
-        caches = [layer.kv_cache for layer in self._layers]
-        caches += [layer.impl.codes.kv_cache for layer in self._layers]
-        same = len(caches) == len(self._caches)
-        if same and all(new is old for new, old in zip(caches, self._caches, strict=True)):
+        caches = caches_of(self._layers)
+        if are_same(caches, self._caches):
             assert self._steps is not None
             return self._steps
         config = self.vllm_config
         options = options_of(config)
         assert options is not None  # an engine with an index has options
         scheduler, impl = config.scheduler_config, self._layers[0].impl
-        most_rows = scheduler.max_num_seqs * (1 + self._drafted)
-        # the size of a graph is its number of tokens
-        most_rows = max(most_rows, config.compilation_config.max_cudagraph_capture_size or 0)
+        most_rows = most_rows_of(config)
         rows = [with_heads(layer.impl.codes.rows(layer.kv_cache)) for layer in self._layers]
         self._steps = PagedSteps(
             impl.geometry,
