@@ -60,9 +60,11 @@ def taught(wide):
     return teach(wide, [*PROMPTS, *SHARED, ALONE])
 
 
-@pytest.fixture(scope="module")
-def made(engine, wide, taught):
-    """Make an engine with few blocks, so that sequences are preempted."""
+def maker(engine, folder, **stock):
+    """Return a function that makes an engine with few blocks, so that sequences are preempted.
+
+    `stock` are options of an engine without the plug-in.
+    """
 
     def make(asked=None, graphs=False, **options):
         from vllm.platforms import current_platform
@@ -71,9 +73,14 @@ def made(engine, wide, taught):
         how = dict(enforce_eager=not graphs, dtype="bfloat16", gpu_memory_utilization=0.2)
         if graphs:
             how |= dict(compilation_config=GRAPHS)
-        return engine(wide, asked, **how, **options)
+        return engine(folder, asked, **how, **(stock if asked is None else {}), **options)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def made(engine, wide, taught):
+    return maker(engine, wide)
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ pytest.importorskip("vllm")
 from tests.vllm.test_gpu_engine import (
     ALONE,
     EVERY,
-    GRAPHS,
     PROMPTS,
     SHARED,
+    maker,
     teach,
     written,
 )
@@ -49,20 +49,7 @@ def taught(latents):
 
 @pytest.fixture(scope="module")
 def made(engine, latents, taught):
-    """Make an engine with few blocks, so that sequences are preempted."""
-
-    def make(asked=None, graphs=False, **options):
-        from vllm.platforms import current_platform
-
-        type(current_platform)._global_graph_pool = None  # graphs of an engine in a pool of its own
-        how = dict(enforce_eager=not graphs, dtype="bfloat16", gpu_memory_utilization=0.2)
-        if graphs:
-            how |= dict(compilation_config=GRAPHS)
-        if asked is None:
-            how |= dict(attention_backend="TRITON_MLA")
-        return engine(latents, asked, **how, **options)
-
-    return make
+    return maker(engine, latents, attention_backend="TRITON_MLA")
 
 
 def test_the_engine_by_itself_writes_what_was_taught(made, taught):
