@@ -239,9 +239,12 @@ def answered(
 def begun(decoder: Decoder, prompts: list[Tensor], group: Group, **options: Any) -> Run:
     """Prepare to answer prompts in the ways of a group.
 
-    With `k="auto"`, the session measures sizes while it reads, which a way with another error
+    A layer reads the prompts in one chunk, so that an index receives them in one append. Some
+    indexes learn from their first append, and their papers assume that it is the whole prompt. With
+    `k="auto"`, the session measures sizes while it reads, which a way with another error
     needs. Rows are stored on the device of the model, if the index names no other `store`.
     """
+    options["chunk"] = max(2, *map(len, prompts))
     if group.index is None:
         return decoder.start(prompts, index=None, **options)
     attach: dict[str, Any] = {"prefill": "sparse"} if group.sparse else {}

@@ -32,7 +32,10 @@ AXES = {"centroids": 3, "normalisers": 3, "lists": 2, "list_scores": 2, "known":
 """Name of a tensor -> its axis of centroids."""
 
 SCORES = 2**22
-"""Number of scores that are in memory at a time while keys are inserted (16 MiB)."""
+"""Number of scores computed at a time while keys are inserted on a CPU (16 MiB)."""
+
+DEVICE_SCORES = 2**26
+"""Number of scores computed at a time on other devices: 256 MiB, enough to occupy a GPU."""
 
 NEVER = float("-inf")
 
@@ -150,7 +153,8 @@ class QueryLists:
         """Divide the centroids into slices, so that the scores of all keys for the centroids of one
         slice fit into memory."""
         scores_per = totals[..., 0].numel() * (keys.shape[2] + self.rows)
-        step = max(SCORES // max(scores_per, 1), 1)
+        size = SCORES if totals.device.type == "cpu" else DEVICE_SCORES
+        step = max(size // max(scores_per, 1), 1)
         return (slice(start, start + step) for start in range(0, totals.shape[-1], step))
 
 
