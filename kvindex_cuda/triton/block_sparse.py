@@ -338,6 +338,16 @@ def row_width(KB: int) -> int:
     return min(width, WIDEST)
 
 
+def compiled_lengths(tokens: int) -> list[int]:
+    """Return lengths of prompts for which Triton compiles all kernels that prompts of up to
+    `tokens` tokens need: one length for each `row_width`, in multiples of 128."""
+    blocks, width, found = min(tokens // BLOCK, WIDEST), 0, []
+    while width < blocks:
+        width = row_width(width + 1)
+        found.append(min(width, blocks) * BLOCK)
+    return found
+
+
 def _row_tile(KB: int) -> Tile:
     """Return the tile of a launch in which a program reads `KB` numbers."""
     return Tile(warps=4 if row_width(KB) <= 2048 else 8, stages=1)

@@ -350,6 +350,35 @@ def test_a_batch_of_sparse_prompts_and_others(entered, flash_fp8, monkeypatch, s
         assert (output[start:] == 9).all()
 
 
+@pytest.mark.parametrize("scales", [None, (0.37, 0.02)])
+def test_kernels_for_sparse_prompts_are_compiled_once_before_the_first_prompt(
+    entered, flash_fp8, monkeypatch, scales
+):
+    from kvindex_adapters.vllm import gpu_batch
+    from tests.vllm.on_a_cpu import Attention
+
+    config, read = entered({**EVERY, **SPARSE}), []
+    layers = layers_of(config, Attention, scales)
+    monkeypatch.setattr(
+        gpu_batch, "prompt_kernels", lambda device: SimpleNamespace(compiled_lengths=lambda n: [n])
+    )
+    attend = gpu_batch.attend_prompt
+
+    def counting(queries, rows, prompt, geometry):
+        first = rows.keys.shape[2] - len(queries)
+        assert prompt.has_blocks(first, rows.keys.shape[2])
+        output = attend(queries, rows, prompt, geometry)
+        assert output.shape == queries.shape
+        read.append(rows.keys.shape[2])
+        return output
+
+    monkeypatch.setattr(gpu_batch, "attend_prompt", counting)
+    builder = builder_of(config, layers)
+    for _ in range(2):
+        builder.build(0, common(torch.tensor([[3]]).int(), [20], [1], torch.tensor([3 * 256 + 19])))
+    assert read == [config.model_config.max_model_len]
+
+
 AUTO = {"index": "pariskv:sign_decoder=mean", "k": "auto", "error": 0.5, "dense_below": 400}
 
 

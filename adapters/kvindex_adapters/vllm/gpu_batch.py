@@ -15,8 +15,10 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
+from kvindex.core.backend import prompt_kernels
 from kvindex.core.geometry import Geometry
 from kvindex.core.transaction import in_plain_torch
+from kvindex.ops.block_sparse import BLOCK
 from kvindex_adapters.vllm import two_graphs
 from kvindex_adapters.vllm.engine import (
     CodesLayer,
@@ -32,7 +34,7 @@ from kvindex_adapters.vllm.gpu_layer import SearchingFlashAttention
 from kvindex_adapters.vllm.host import Part, single, split
 from kvindex_adapters.vllm.loaded import as_prompts, last_slots, sharing
 from kvindex_adapters.vllm.pages import read_rows
-from kvindex_adapters.vllm.reading import Prompt, attend_prompt
+from kvindex_adapters.vllm.reading import Prompt, Reading, attend_prompt
 from kvindex_adapters.vllm.request_hooks import admitted, sparse_prompts
 from kvindex_adapters.vllm.unsupported import (
     check_causal,
@@ -193,6 +195,7 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
         self._steps: PagedSteps | None = None
         self._errors: PageLimits | None = None
         self._capturing = False
+        self._compiled = False
         self._host: HostRows | None = None
         context = vllm_config.compilation_config.static_forward_context
         if self._options is not None:
@@ -411,7 +414,23 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
             logger.info_once("kvindex: %s", self._host.explain())
         self._caches = caches
         assert self._steps is not None
+        if options.reading.sparse and not self._compiled:
+            self._compile_for_prompts(options.reading)
+            self._compiled = True
         return self._steps
+
+    def _compile_for_prompts(self, reading: Reading) -> None:
+        """Read prompts of arbitrary keys with sparse attention, so that Triton compiles its kernels
+        when the engine starts. Otherwise the first requests would wait for it."""
+        layer, most = self._layers[0], self.vllm_config.model_config.max_model_len
+        g, rows = layer.impl.geometry, layer.impl.codes.rows(layer.kv_cache)
+        kernels = prompt_kernels(rows.device)
+        for length in [most] if kernels is None else kernels.compiled_lengths(most):
+            table = torch.zeros(-(-length // rows.shape[2]), dtype=torch.int32, device=rows.device)
+            read = read_rows(rows, table, 0, length, g, layer.impl.scales(layer))
+            first = max(length // BLOCK - 2, 0) * BLOCK
+            queries = read.keys.new_zeros((length - first, g.q_heads, g.head_dim))
+            attend_prompt(queries, read, Prompt(2 * length + reading.prefill_last, reading), g)
 
     def _scales(self) -> list[tuple[Tensor, Tensor]] | None:
         """Return the scales of keys and values of each layer, if they are in FP8."""

@@ -187,6 +187,13 @@ def test_a_new_length_of_the_prompt_compiles_no_kernel_again():
     widths = [tiles_of_blocks.row_width(KB) for KB in range(1, tiles_of_blocks.WIDEST + 1)]
     assert sorted(set(widths)) == [256, 1024, 4096, 16384, 32768]
     assert all(width >= KB for KB, width in enumerate(widths, 1))
+    for tokens in (64, 300, 32_768, 32_896, 131_072, 131_200, 10**6, 10**9):
+        lengths = tiles_of_blocks.compiled_lengths(tokens)
+        most = min(tokens // 128, tiles_of_blocks.WIDEST)
+        assert all(length % 128 == 0 and length <= tokens for length in lengths)
+        assert [tiles_of_blocks.row_width(length // 128) for length in lengths] == sorted(
+            set(widths[:most])
+        )
 
 
 @pytest.mark.parametrize(
