@@ -41,4 +41,4 @@ def test_the_example():
         assert tokens == pytest.approx(int(shown.replace(",", "")), rel=2e-3)
     assert 1.1e11 / token * shared == pytest.approx(14.7e9, rel=5e-3)
     sequences = [tokens / 131_072 for tokens in fit.values()]
-    assert sequences == pytest.approx([5.1, 4.5, 5.6], abs=0.1)
+    assert sequences == pytest.approx([5.2, 4.6, 5.7], abs=0.05)
