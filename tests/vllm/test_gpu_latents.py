@@ -340,3 +340,15 @@ def test_a_gpu_that_cannot_run_the_kernels(entered, monkeypatch):
     monkeypatch.setattr(kvindex_cuda, "ready", fail)
     with pytest.raises(ValueError, match=r"^kvindex: kernels for GPUs: CuPy is not installed$"):
         made_layers(config)
+
+
+def test_all_tokens_of_prompts_use_their_context():
+    """vLLM 0.26 counts the tokens that do. Newer versions do not."""
+    from kvindex_adapters.vllm.gpu_latents import use_all_context
+
+    counted, newer = SimpleNamespace(prefill_tokens_with_context=12), SimpleNamespace()
+    for context in (counted, newer, None):
+        use_all_context(SimpleNamespace(chunked_context=context))
+    use_all_context(None)
+    assert vars(counted) == {"prefill_tokens_with_context": None}
+    assert not vars(newer)

@@ -186,8 +186,12 @@ def use_all_context(prefill: Any) -> None:
 
     vLLM 0.26 assumes that the sequences with context are the first ones, and counts the tokens of
     as many sequences. Tokens after these ignore their context. One of its two model runners
-    (`VLLM_USE_V2_MODEL_RUNNER=1`) sorts sequences by their numbers of tokens, so that a sequence
-    with context can come later. None stands for all tokens.
+    (`VLLM_USE_V2_MODEL_RUNNER=1`, the default for DeepSeek-V2) sorts sequences by their numbers of
+    new tokens, so that a sequence with context can come later.
+
+    None stands for all tokens. A sequence without context then also merges an attention to no
+    tokens, which vLLM has replaced by zeros of weight 0 (`mask_empty_context`). So its output does
+    not change. Newer versions of vLLM have no such number.
 
     Args:
         prefill: vLLM's metadata of the prompts of a batch, or None.
