@@ -57,16 +57,15 @@ engine has room for another request. So the throughput is the rate of arrivals a
 this engine just holds its length. Let `--requests` be a multiple of `--batch`, because vLLM reads
 the prompts of a batch one after another, and then generates most of their tokens together.
 
-This command compares three engines with 9 of 36 layers, and takes about five minutes on an H200
-(estimated):
+This command compares three engines with the whole model, as in `throughput_128k.json`:
 
-    python -m benchmarks.serving --layers 9 --context 131072 --batch 4 --arrivals inf --requests 8
+    python -m benchmarks.serving --context 131072 --batch 4 --arrivals inf --requests 4
         --written 1024 --k 256 --plans stock kvindex kvindex-sparse --without-check
         --resume THROUGHPUT --json OUT
 
-Nearly all times are proportional to the number of layers. The output head, and about 1 ms of each
-step on the host, are not. They take the same time in all engines, so with fewer layers, ratios are
-a little closer to 1.
+With `--layers 9`, it takes about a quarter of the time. Nearly all times are proportional to the
+number of layers. The output head, and vLLM's work on the host, are not. So with fewer layers,
+ratios are closer to 1.
 
 **--prefill-mass.** Random weights do not concentrate their attention on few blocks. So
 `kvindex-sparse` reads about the fraction `--prefill-mass` of the blocks, which is nearly all with
