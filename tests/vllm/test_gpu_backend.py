@@ -379,6 +379,23 @@ def test_kernels_for_sparse_prompts_are_compiled_once_before_the_first_prompt(
     assert read == [config.model_config.max_model_len]
 
 
+def test_too_little_memory_for_the_longest_prompt_is_a_warning(entered, monkeypatch):
+    from kvindex_adapters.vllm import gpu_batch
+    from tests.vllm.on_a_cpu import Attention
+
+    def full(*given):
+        raise torch.OutOfMemoryError("no memory")
+
+    said = []
+    monkeypatch.setattr(gpu_batch, "attend_prompt", full)
+    monkeypatch.setattr(gpu_batch.logger, "warning", lambda text, *given: said.append(text % given))
+    config = entered({**EVERY, **SPARSE})
+    builder_of(config, layers_of(config, Attention))._opened()
+    (text,) = said
+    length = config.model_config.max_model_len
+    assert f"too little GPU memory for prompts of {length} tokens" in text
+
+
 AUTO = {"index": "pariskv:sign_decoder=mean", "k": "auto", "error": 0.5, "dense_below": 400}
 
 

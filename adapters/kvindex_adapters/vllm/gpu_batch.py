@@ -422,15 +422,31 @@ class SearchingFlashBuilder(FlashAttentionMetadataBuilder):
     def _compile_for_prompts(self, reading: Reading) -> None:
         """Read prompts of arbitrary keys with sparse attention, so that Triton compiles its kernels
         when the engine starts. Otherwise the first requests would wait for it."""
-        layer, most = self._layers[0], self.vllm_config.model_config.max_model_len
-        g, rows = layer.impl.geometry, layer.impl.codes.rows(layer.kv_cache)
-        kernels = prompt_kernels(rows.device)
+        most = self.vllm_config.model_config.max_model_len
+        kernels = prompt_kernels(self._layers[0].kv_cache.device)
         for length in [most] if kernels is None else kernels.compiled_lengths(most):
-            table = torch.zeros(-(-length // rows.shape[2]), dtype=torch.int32, device=rows.device)
-            read = read_rows(rows, table, 0, length, g, layer.impl.scales(layer))
-            first = max(length // BLOCK - 2, 0) * BLOCK
-            queries = read.keys.new_zeros((length - first, g.q_heads, g.head_dim))
-            attend_prompt(queries, read, Prompt(2 * length + reading.prefill_last, reading), g)
+            try:
+                self._read_any_prompt(length, reading)
+            except torch.OutOfMemoryError as error:
+                logger.warning(
+                    "kvindex: prefill='sparse': too little GPU memory for prompts of %d tokens, "
+                    "because keys and values are copied; set a lower gpu_memory_utilization or "
+                    "max_model_len (%s)",
+                    length,
+                    error,
+                )
+                return
+
+    def _read_any_prompt(self, length: int, reading: Reading) -> None:
+        """Compute the sparse attention of the last two blocks of a prompt, whose keys and values
+        are those in the first page."""
+        layer = self._layers[0]
+        g, rows = layer.impl.geometry, layer.impl.codes.rows(layer.kv_cache)
+        table = torch.zeros(-(-length // rows.shape[2]), dtype=torch.int32, device=rows.device)
+        read = read_rows(rows, table, 0, length, g, layer.impl.scales(layer))
+        first = max(length // BLOCK - 2, 0) * BLOCK
+        queries = read.keys.new_zeros((length - first, g.q_heads, g.head_dim))
+        attend_prompt(queries, read, Prompt(2 * length + reading.prefill_last, reading), g)
 
     def _scales(self) -> list[tuple[Tensor, Tensor]] | None:
         """Return the scales of keys and values of each layer, if they are in FP8."""
