@@ -27,6 +27,10 @@ from kvindex.core.streams import to_host
 from kvindex.storage.columns import Columns, Valid
 from kvindex.storage.store import CenteredRows, RowStore, row_store
 
+FIRST_APPEND = 2**15
+"""The attribute `learns_from` of indexes that learn from their first append. In a layer with 8 KV
+heads of 128 coordinates and 16 bits per number, so many rows take 128 MiB."""
+
 
 class BaseIndex(ReadingIndex):
     """Base class of the indexes in `kvindex/indexes/`.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvindex.bases.faiss import FaissConfig, FaissIndex
 from kvindex.bases.faiss_library import in_threads
+from kvindex.bases.index import FIRST_APPEND
 from kvindex.core import check
 from kvindex.core.protocol import Codes
 from kvindex.storage.layout import Layout, StateSizes, TensorSpec
@@ -60,6 +61,7 @@ class FaissIVF(FaissIndex):
     """
 
     Config = FaissIVFConfig
+    learns_from = FIRST_APPEND
 
     def _learn(self, keys: Tensor, valid: Tensor | None) -> Codes:
         """Train the centroids of each sequence on its valid keys in the first append that contains

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvindex.bases.index import BaseIndex
+from kvindex.bases.index import FIRST_APPEND, BaseIndex
 from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes, Hits
 from kvindex.ops import group
@@ -88,6 +88,7 @@ class MagicPIG(BaseIndex):
     """
 
     Config = MagicPIGConfig
+    learns_from = FIRST_APPEND
     weighted = True
     statistics = ("_prompt_ended",)
 

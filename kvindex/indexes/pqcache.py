@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvindex.bases.index import BaseIndex
+from kvindex.bases.index import FIRST_APPEND, BaseIndex
 from kvindex.core import check
 from kvindex.core.protocol import Codes, Hits
 from kvindex.ops import group
@@ -65,6 +65,7 @@ class PQCache(BaseIndex):
     """
 
     Config = PQCacheConfig
+    learns_from = FIRST_APPEND
     presets: ClassVar = {"infinitebench": dict(subspaces=4, bits=8)}
 
     def __init__(self, **options: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvindex.core.capability import capability
-from kvindex.core.protocol import AppendsAsync, EncodesBlocks, KVIndex
+from kvindex.core.protocol import AppendsAsync, EncodesBlocks, KVIndex, LearnsOnce
 from kvindex.core.restore import Restorable
 from kvindex.core.streams import side_stream
 from kvindex.layer.contents import LayerContents
@@ -195,7 +195,12 @@ class Updates(Restorable):
             self.end_prompt()
 
     def end_prompt(self) -> None:
-        """Report to the index that the prompt has ended."""
+        """Report to the index that the prompt has ended.
+
+        An index that learns from its first append gets the prompt now, unless it already has it.
+        """
+        if not self._held and self._waits_for() and self._contents.window.buffer >= self._every:
+            self._begin(None)
         self._contents.index.end_prompt()
         self.prompt_ended = True
 
@@ -253,7 +258,7 @@ class Updates(Restorable):
 
         The append runs asynchronously if the index offers `protocol.AppendsAsync`.
         """
-        if not self._held and self._contents.window.buffer >= self._every:
+        if not self._held and self._may_begin(0):
             self._begin(capability(self._contents.index, AppendsAsync))
 
     def settle(self) -> None:
@@ -291,8 +296,16 @@ class Updates(Restorable):
         return settled and (tokens != 1 or len(self._contents) + 1 < self.due_from())
 
     def _may_begin(self, decoded: int) -> bool:
-        full = self._most if decoded else self._every
+        full = self._most if decoded else max(self._every, self._waits_for())
         return self._contents.window.buffer >= full or self._has_turn(decoded)
+
+    def _waits_for(self) -> int:
+        """Return how many tokens of a prompt must be in the window before the first of them move
+        into an index that learns from its first append; 0 if nothing waits."""
+        if self.prompt_ended or self.pending is not None or len(self._contents.index):
+            return 0
+        learns = capability(self._contents.index, LearnsOnce)
+        return 0 if learns is None else learns.learns_from
 
     def _may_end(self, decoded: int) -> bool:
         """Return True if the append that has begun must finish now.

@@ -26,6 +26,7 @@ from kvindex.core.protocol import (
     Hits,
     KeepsState,
     KVIndex,
+    LearnsOnce,
     LimitsError,
     Placement,
     PlacesRows,
@@ -187,6 +188,11 @@ class Wrapper(Capable, NamedState, Transactional):
     def block_tokens(self) -> int:
         """Number of tokens that the wrapped index encodes together."""
         return self._inner(EncodesBlocks).block_tokens
+
+    @property
+    def learns_from(self) -> int:
+        """Number of tokens from which the wrapped index should learn."""
+        return self._inner(LearnsOnce).learns_from
 
     @property
     def ops(self) -> Any:

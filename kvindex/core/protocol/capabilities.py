@@ -241,6 +241,20 @@ class EncodesBlocks(Protocol):
 
 
 @runtime_checkable
+class LearnsOnce(Protocol):
+    """An index that learns parameters, such as codebooks, from its first append, and keeps them.
+
+    They should be learned from the whole prompt. If a prompt arrives in chunks, an attention layer
+    therefore waits with the first append, until the prompt ends or there are `learns_from` tokens.
+    """
+
+    @property
+    def learns_from(self) -> int:
+        """Number of tokens that are enough for the first append."""
+        ...
+
+
+@runtime_checkable
 class AppendsAsync(Protocol):
     """An index whose append can run on another CUDA stream, concurrently with decode steps."""
 

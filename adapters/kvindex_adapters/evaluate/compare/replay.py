@@ -22,7 +22,6 @@ from kvindex.core.geometry import Geometry
 from kvindex.core.protocol import ExpandsBatch, KVIndex, ObservesQueries
 from kvindex.layer import AttentionLayer
 from kvindex.pariskv.block_layout import BLOCK
-from kvindex_adapters.common.prompt_chunks import chunks
 from kvindex_adapters.common.unsupported import UnsupportedError
 from kvindex_adapters.evaluate.fidelity import BLOCK as STEPS
 from kvindex_adapters.evaluate.parallel import ParallelLayer
@@ -31,9 +30,6 @@ from kvindex_adapters.hf.cache.cache import IndexCache
 from kvindex_adapters.hf.generation.prefill import default_chunk, prefill
 from kvindex_adapters.hf.model.cache_argument import CACHE
 from kvindex_adapters.hf.unsupported import has_full_attention
-
-CHUNK = 1024
-"""Number of tokens that are copied into an index together."""
 
 
 @dataclass(frozen=True)
@@ -130,16 +126,18 @@ class ReplayLayer(ParallelLayer):
     ) -> None:
         """Store the keys and values of tokens as `step` would, without computing attention.
 
+        The index receives them in one append. Some indexes learn from their first append, and their
+        papers assume that it is the whole prompt.
+
         Args:
             keys: Keys `[1, G, T, D]`.
             values: Values `[1, G, T, Dv]`.
             ids: Token ids, int64 `[T]`.
             queries: Queries `[1, H, T, D]`, or None if the index does not learn from them.
         """
-        for start, end in chunks(len(ids), CHUNK):
-            first, some = len(self), (keys[:, :, start:end], values[:, :, start:end])
-            self.append(*some, queries=None if queries is None else queries[:, :, start:end])
-            self.index.observe_tokens(ids[None, start:end], first=first)
+        first = len(self)
+        self.append(keys, values, queries=queries)
+        self.index.observe_tokens(ids[None], first=first)
 
     def end_prompt(self) -> None:
         """Report the end of the prompt to the index, unless it was reported before.
