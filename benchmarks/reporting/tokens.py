@@ -377,6 +377,44 @@ def serving(result: Result) -> str:
     return f"{words}\n\n{table(head, rows)}\n\n{machines(stored_like('serving', result))}"
 
 
+def served_by_default(result: Result) -> str:
+    """Make the short table of the time per token in vLLM with the default index on one GPU.
+
+    It shows runs with the index and `k` of `result`, with `torch.compile`, different prompts, and
+    keys and values on the device.
+    """
+    about, rows = result["serving"]["settings"], []
+    same = dict(index=about["index"], k=about["k"], rows="device", shared=False, plain=False)
+    for one in stored_like("serving", result):
+        found = one["serving"]["settings"]
+        if found.get("gpus", 1) != 1 or any(found[name] != same[name] for name in same):
+            continue
+        graphs = "1" if found.get("dense_graphs", False) is False else "2"
+        for batch in one["serving"]["batches"]:
+            plans, context = batch["plans"], batch.get("context", found["context"])
+            if not {"stock", "kvindex"} <= plans.keys():
+                continue
+            ms = {name: plan["token_ms"] for name, plan in plans.items()}
+            mine, eighth = ms["kvindex"], ms.get("stock-fp8")
+            times = f"{ms['stock']:.2f}", f"{eighth:.2f}" if eighth else "", f"{mine:.2f}"
+            ratios = f"{plans['kvindex']['ratio']:.2f}", f"{mine / eighth:.2f}" if eighth else ""
+            cells = (f"{context:,}", str(batch["batch"]), graphs, *times, *ratios)
+            rows.append(((context, batch["batch"], graphs), cells))
+    words = (
+        "The table shows the median time per token in vLLM, in ms: with FlashAttention, with "
+        "FlashAttention over keys and values in FP8, and with the plug-in "
+        f"(`{about['index']}`, k = {about['k']}, 16 bits per number). The model has random weights "
+        f"in the shape of {about['shape']}, in bfloat16. All engines use `torch.compile` and CUDA "
+        "graphs. *Graphs* is how many the plug-in has for each batch size. With 1, all of its "
+        "steps search. With 2, which is the default, it replays the one with FlashAttention if "
+        "this is estimated to be faster."
+    )
+    head = ("tokens of each", "sequences", "graphs", "FlashAttention", "FlashAttention, FP8")
+    head = (*head, "plug-in", "ratio to FlashAttention", "ratio to FP8")
+    lines = [cells for _, cells in sorted(rows)]
+    return f"{words}\n\n{table(head, lines)}\n\n{machine(result)}"
+
+
 def arrivals(result: Result) -> str:
     """Make the table of latencies in vLLM if requests arrive at random times."""
     found = result["serving"]

@@ -58,6 +58,9 @@ def test_serving_is_timed_where_answers_are_the_engines_own(engines, monkeypatch
     assert batch["plans"]["stock"]["token_ms_rounds"] == [8, 8]
     page = report.TABLES["serving"](result)
     assert "FlashAttention, keys and values in FP8 |  | device | 8.00" in page
+    page = report.TABLES["serving_default"](result)
+    assert "| 131,072 | 2 | 2 | 8.00 | 8.00 | 4.00 | 0.50 | 0.50 |" in page
+    assert "| 32,768 | 1 | 1 |" not in page  # it was measured with k = 100
     engines.to.unlink()
     engines.found["check kvindex"] = [dict(tokens=[8, 6, 7], gaps=[1.0, 1.0, 1.0])]
     with pytest.raises(SystemExit, match="token 0 is 5 without the plug-in and 8 with it"):
