@@ -145,7 +145,8 @@ def _check_sizes(kind: Any, options: dict[str, Any]) -> None:
     if not missing:
         return
     fields = [field.name for field in dataclasses.fields(kind.Config)]
-    own = inspect.signature(kind.__init__).parameters
+    taken = inspect.signature(kind).parameters.values()
+    own = [taker.name for taker in taken if taker.kind is not taker.VAR_KEYWORD]
     known = dict.fromkeys([*REQUIRED, *fields, *shared_options(), *own])
     for name in options.keys() - known.keys():
         raise ValueError(unknown("option", name, [*known]))
@@ -217,13 +218,19 @@ def wrapper_classes() -> dict[str, type[Wrapper]]:
 def _unknown_index(name: str, known: list[str]) -> str:
     """Return the error message for an unknown index.
 
-    It lists the known names. If none of them is similar, it says how to write the name of a class
-    that is not registered under a name.
+    It lists the known names, unless the name is that of a wrapper or means full attention. If no
+    known name is similar, it says how to write the name of a class that is not registered under a
+    name.
     """
     if name in ("none", "full", "dense"):
         return (
             f"index: got {name!r}, but full attention has no index; pass index=None to a function "
             "that generates text, or --index none to a command"
+        )
+    if name in wrapper_classes():
+        return (
+            f"index: got {name!r}, which is a wrapper; allowed is the name of an index, followed "
+            f"by the wrapper, for example 'pariskv+{name}'"
         )
     message, module = unknown("index", name, known), name.replace("-", "_")
     if "did you mean" in message or not all(part.isidentifier() for part in module.split(".")):

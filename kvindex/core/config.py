@@ -69,7 +69,8 @@ def split_spec(spec: str) -> tuple[str, dict[str, str]]:
     """Split an index spec such as `"pariskv:preset=paper:beta=.05"` into the name and the options.
 
     The values of the options stay strings. The name may also have the form `module:Class`, as in
-    `"planes:Planes:bits=4"`. Raises ValueError if an option is not written as `option=value`.
+    `"planes:Planes:bits=4"`. Raises ValueError if an option is not written as `option=value`, or is
+    given twice.
     """
     name, *parts = check.text("index", spec).split(":")
     if parts and _dotted(name) and _dotted(parts[0]):
@@ -86,6 +87,11 @@ def split_spec(spec: str) -> tuple[str, dict[str, str]]:
             raise ValueError(
                 f"index: got {spec!r}, allowed is the form name:option=value:… or "
                 "module:Class:option=value:…"
+            )
+        if option in options:
+            raise ValueError(
+                f"index: got {spec!r}, which gives {option!r} twice; allowed is one value for each "
+                "option"
             )
         options[option] = value
     return name, options
@@ -119,6 +125,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=3)
+    near = near or difflib.get_close_matches(name.lower(), known, n=3)
     hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
     return f"{kind}: got {name!r}, allowed is one of {known}{hint}"
 

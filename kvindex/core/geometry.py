@@ -109,7 +109,7 @@ class Geometry:
                 f"be part of its key only if value_dim is less than head_dim = {head_dim}"
             )
         if dtype not in DTYPES:
-            raise ValueError(f"dtype: got {dtype}, allowed is one of {list(DTYPES)}")
+            raise ValueError(f"dtype: got {dtype!r}, allowed is one of {list(DTYPES)}")
         scale = head_dim**-0.5 if scale is None else check.factor("scale", scale, check.SCALES)
         if softcap is not None:
             softcap = check.factor("softcap", softcap, check.SOFTCAPS)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import re
 import sys
 from importlib.metadata import EntryPoint
 
@@ -111,6 +112,7 @@ def test_wrappers_follow_after_a_plus():
         ("none", "index: got 'none', but full attention has no index; pass index=None"),
         ("exact+smaple", "wrapper: got 'smaple'.*did you mean 'sample'"),
         ("exact+", "wrapper: got ''"),
+        ("reuse:rows=3", "index: got 'reuse', which is a wrapper; .* example 'pariskv.reuse'"),
         ("exact+base", "wrapper: got 'base'"),
         ("exact+sample:shar=.5", "option: got 'shar'.*did you mean 'share'"),
         ("exact+sample:share=2", "share: got 2, allowed"),
@@ -135,6 +137,12 @@ def test_a_comma_between_options_is_told_that_a_colon_belongs_there(spec):
         kvindex.create(spec, **GEOMETRY)
     with pytest.raises(ValueError, match=r"'pariskv:beta=.1'"):
         kvindex.create("pariskv,beta=.1", **GEOMETRY)
+
+
+@pytest.mark.parametrize("spec", ["pariskv:beta=.1:beta=.2", "exact+sample:share=.5:share=.5"])
+def test_an_option_that_is_given_twice_is_named(spec):
+    with pytest.raises(ValueError, match=r"which gives '(beta|share)' twice"):
+        kvindex.create(spec, **GEOMETRY)
 
 
 def test_names_of_options_are_those_of_the_configuration_and_those_of_every_index():
@@ -281,8 +289,9 @@ def test_an_unknown_name_may_be_that_of_a_file(name):
     assert f"in a file {module.replace('.', '/')}.py is written '{module}:Class'" in str(
         caught.value
     )
-    with pytest.raises(ValueError, match=r"did you mean 'quest'\?$"):
-        kvindex.create("quests", **GEOMETRY)
+    for near in ("quests", "QUEST", "Quests"):
+        with pytest.raises(ValueError, match=rf"got '{near}'.*; did you mean 'quest'\?$"):
+            kvindex.create(near, **GEOMETRY)
     with pytest.raises(ValueError, match=r"'triattention'\]$"):
         kvindex.create("8 planes", **GEOMETRY)
 
@@ -312,3 +321,11 @@ def test_a_missing_size_is_named_and_a_similar_name_suggested(name):
         kvindex.create(name, q_heads=4, kv_heads=2, headdim=16)
     with pytest.raises(ValueError, match="head_dim: got no value"):
         kvindex.create(name, q_heads=4, kv_heads=2)
+    with pytest.raises(ValueError, match=r"option: got 'num_heads'.*'head_dim'.*'q_heads'") as told:
+        kvindex.create(name, num_heads=4, kv_heads=2, head_dim=16)
+    assert not {"'self'", "'options'"} & set(re.findall("'[a-z]+'", str(told.value)))
+
+
+def test_the_name_of_a_dtype_is_refused_as_a_string():
+    with pytest.raises(ValueError, match=r"dtype: got 'float16', allowed is one of \[torch.float3"):
+        kvindex.create("exact", **GEOMETRY, dtype="float16")
