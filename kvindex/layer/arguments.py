@@ -137,6 +137,11 @@ def check_queries(g: Geometry, batch: int, queries: Tensor, most: int) -> None:
     shape = {"B": batch or None, "H": g.q_heads, "T": None, "D": g.head_dim}
     check.tensor("queries", queries, shape, g.dtype, g.device)
     T = queries.shape[2]
+    if most == 0:
+        raise ValueError(
+            f"queries: got {T} tokens for an empty layer; append tokens first, with step() or "
+            "append()"
+        )
     if not 1 <= T <= most:
         raise ValueError(f"queries.shape[2] (tokens): got {T}, allowed is 1 to {most}")
 

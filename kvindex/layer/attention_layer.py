@@ -131,6 +131,7 @@ class AttentionLayer(Transactional):
     Raises:
         ValueError: A size is out of range, the index is not empty, `coverage` or `error` is given
             and the index cannot estimate it, or both are given.
+        TypeError: `index` is a name.
 
     Examples:
         ```python
@@ -161,6 +162,11 @@ class AttentionLayer(Transactional):
         prefill_last: int = 128,
         prefill_selector: str = "sampled",
     ) -> None:
+        if isinstance(index, str):
+            raise TypeError(
+                f"index: got {index!r}, allowed is an empty index, for example the result of "
+                f"kvindex.create({index!r}, q_heads=…, kv_heads=…, head_dim=…)"
+            )
         self.k, self.error = checked_rows(k, coverage, error, index)
         self.coverage = None if coverage is None else check.within("coverage", coverage, 0, 1)
         self.dense_below = check.at_least("dense_below", dense_below, 0)

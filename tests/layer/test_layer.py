@@ -187,6 +187,8 @@ def test_a_layer_must_start_empty():
     index.append(*Case().tokens(3))
     with pytest.raises(ValueError, match="index: got an index with 3 tokens, allowed is"):
         AttentionLayer(index)
+    with pytest.raises(TypeError, match=r"index: got 'exact', .*kvindex.create\('exact', q_heads="):
+        AttentionLayer("exact")
 
 
 @pytest.mark.parametrize(

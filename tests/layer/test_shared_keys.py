@@ -89,7 +89,7 @@ def test_learned_sinks():
 def test_what_are_no_queries_of_its_tokens_is_refused(change, match):
     case = Case()
     sequence, layer = Sequence.of(case, N), layer_of(case)
-    with pytest.raises(ValueError, match="allowed is 1 to 0"):
+    with pytest.raises(ValueError, match="queries: got 1 tokens for an empty layer; append"):
         layer.attend(sequence.queries[:, :, :1])
     for start, stop in steps_of(20, 1):
         sequence.feed(layer, start, stop)
