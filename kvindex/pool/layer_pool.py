@@ -61,7 +61,7 @@ class LayerPool(Sequences[AttentionLayer]):
 
         Raises:
             ValueError: A sequence is not open or occurs twice, or `AttentionLayer.step` raised it.
-            TypeError: An argument is not a tensor.
+            TypeError: An argument is not a tensor, or `sequences` is a single number.
         """
         some, g = self._several(sequences), self.geometry
         check_tokens(keys, values, len(some), g)

@@ -76,7 +76,7 @@ class Pool(Sequences[KVIndex]):
         Raises:
             ValueError: A sequence is not open or occurs twice, a shape, dtype or device does not
                 fit, or a key that is not padding is NaN or infinite.
-            TypeError: An argument is not a tensor.
+            TypeError: An argument is not a tensor, or `sequences` is a single number.
         """
         some = self._several(sequences)
         check_tokens(keys, values, len(some), self.geometry)
@@ -107,7 +107,7 @@ class Pool(Sequences[KVIndex]):
 
         Raises:
             ValueError: A sequence is not open or occurs twice, or another argument does not fit.
-            TypeError: `queries` is not a tensor.
+            TypeError: `queries` is not a tensor, or `sequences` is a single number.
         """
         some = self._several(sequences)
         check_queries(queries, len(some), self.geometry, None)
@@ -135,6 +135,7 @@ class Pool(Sequences[KVIndex]):
 
         Raises:
             ValueError: A sequence is not open or occurs twice, or the ids do not fit.
+            TypeError: `sequences` is a single number.
         """
         some = self._several(sequences)
         shape = {"n": len(some), "G": self.geometry.kv_heads, "K": None}
@@ -157,7 +158,7 @@ class Pool(Sequences[KVIndex]):
 
         Raises:
             ValueError: A sequence is not open or occurs twice, or another argument does not fit.
-            TypeError: `queries` is not a tensor.
+            TypeError: `queries` is not a tensor, or `sequences` is a single number.
         """
         some = self._several(sequences)
         check_queries(queries, len(some), self.geometry, None)

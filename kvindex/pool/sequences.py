@@ -124,8 +124,11 @@ class Sequences(Generic[S]):
     def _several(self, sequences: Sequence[int]) -> list[S]:
         """Return the indexes or layers of the given sequences.
 
-        Raises ValueError if the list is empty, or if a sequence is not open or occurs twice.
+        Raises ValueError if the list is empty, or if a sequence is not open or occurs twice, and
+        TypeError if it is no list but a single number.
         """
+        if isinstance(sequences, int):
+            raise TypeError(f"sequences: got {sequences}, allowed is a list such as [{sequences}]")
         if not sequences or len(set(sequences)) < len(sequences):
             got = list(sequences)
             raise ValueError(f"sequences: got {got}, allowed is at least one, without duplicates")

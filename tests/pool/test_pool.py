@@ -104,6 +104,10 @@ def test_what_is_wrong_is_refused_in_words_and_changes_nothing():
     for call, says in refused:
         with pytest.raises(ValueError, match=says):
             call()
+    with pytest.raises(
+        TypeError, match=rf"sequences: got {one}, allowed is a list such as \[{one}"
+    ):
+        pool.append(one, keys[:1], values[:1])
     assert pool.report() == before
 
 
