@@ -496,6 +496,8 @@ def test_load_names_what_is_missing(tmp_path):
         load(tmp_path, gguf_file="b.gguf")
     with pytest.raises(FileNotFoundError, match=r"gguf_file: got 'c.gguf'"):
         load(tmp_path / "c.gguf")
+    with pytest.raises(ValueError, match=r"gguf_file: got no value.*\['a.gguf'\] as gguf_file"):
+        load(tmp_path)
 
 
 def test_smollm2_says_what_to_install(monkeypatch):

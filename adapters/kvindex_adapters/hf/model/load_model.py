@@ -103,8 +103,9 @@ def load(
         FileNotFoundError: A file or a folder does not exist, or the hub cannot be reached.
         ValueError: The device or the dtype does not exist, the adapter belongs to another model,
             the number of ranks does not divide the KV heads, the model's name resembles one of
-            `NAMES`, or `dtype` is `torch.int8` on a GPU, with sharded
-            heads, or with a build of torch that lacks oneDNN.
+            `NAMES`, a folder contains GGUF files but no config.json and `gguf_file` is None, or
+            `dtype` is `torch.int8` on a GPU, with sharded heads, or with a build of torch that
+            lacks oneDNN.
     """
     check_device(device)
     if isinstance(dtype, str):
@@ -133,6 +134,13 @@ def load(
         raise FileNotFoundError(f"gguf_file: got {gguf_file!r}, but {folder} contains only {there}")
     if local and not folder.exists():
         raise FileNotFoundError(f"model: got {str(model)!r}, which does not exist")
+    if gguf_file is None and folder.is_dir() and not (folder / "config.json").exists():
+        there = sorted(path.name for path in folder.glob("*.gguf"))
+        if there:
+            raise ValueError(
+                f"gguf_file: got no value, but {folder} has no config.json; pass one of its files "
+                f"{there} as gguf_file, or its path as model"
+            )
     more = heads_over_ranks() if heads else {}
     if heads and lora is not None:
         raise ValueError(
