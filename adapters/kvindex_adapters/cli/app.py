@@ -6,7 +6,9 @@ fast.
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
@@ -25,11 +27,19 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(demo)
-app.command()(generate)
-app.command()(chat)
-app.command()(compare)
-app.command()(indexes)
+
+
+def _help(command: Callable[..., None]) -> str:
+    """Return the docstring of a command with one line per paragraph.
+
+    Typer keeps the line breaks of all paragraphs except the first.
+    """
+    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+for _command in (demo, generate, chat, compare, indexes):
+    app.command(help=_help(_command))(_command)
 
 
 def _version(requested: bool) -> None:

@@ -1,6 +1,7 @@
 """Test the commands as a user types them."""
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -53,6 +54,15 @@ def test_help_and_version_do_without_torch(arguments):
     done = process(code, *arguments)
     assert done.stdout.endswith("loaded []\n"), done.stdout
     assert ("kvindex 0." in done.stdout) == ("--version" in arguments)
+
+
+@pytest.mark.parametrize("name", ["demo", "compare"])
+def test_help_wraps_paragraphs_as_a_whole(name):
+    shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "70"}).output
+    lines = [line.strip() for line in shown.split("╭")[0].splitlines()]
+    for line, after in itertools.pairwise(lines):
+        if line and after:  # the first word of the next line does not fit
+            assert len(line) + 1 + len(after.split()[0]) > 70 - 2, line
 
 
 MISTAKES = [
