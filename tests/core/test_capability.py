@@ -72,6 +72,8 @@ class Able(Exact):
     offered = frozenset(CAPABILITIES)
     block_tokens = 256
 
+    learns_from = 512
+
     most_tokens = 8
 
     def attend_all(self):

@@ -6,14 +6,15 @@ import pytest
 import torch
 
 import kvindex
-from kvindex.core.protocol import Attends
+from kvindex.core.protocol import Attends, AttendsToAll
 from kvindex.core.resident import ResidentRows
+from kvindex.cpu.store import CompiledStore
 from kvindex.layer import AttentionLayer
-from kvindex.ops.attention import attend
+from kvindex.ops.attention import attend, attend_blocks
 from kvindex.testing import contract
 from kvindex.testing.cases import CASES
 from tests.support.helpers import ROUNDED, Case, assert_same_hits, left_padding, part, sampled
-from tests.support.sequences import assert_dense_without_valid_rows
+from tests.support.sequences import Sequence, assert_dense_without_valid_rows
 
 CASE = Case(q_heads=6, kv_heads=2, head_dim=64, value_dim=32, batch=2)
 
@@ -78,6 +79,47 @@ def test_an_index_attends_to_what_it_fetches(name, dtype):
         assert found.found.tolist() == (hits.ids >= 0).sum(-1).tolist()
         torch.testing.assert_close(found.output, output, **close)
         torch.testing.assert_close(found.lse, lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("value_dim", [32, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_an_index_attends_to_all_rows(dtype, tokens, value_dim):
+    case = replace(CASE, dtype=dtype, value_dim=value_dim)
+    index, queries = case.index("exact", backend="cpu"), case.tensor(5, 2, 6, tokens, 64)
+    rows = case.tokens(300)
+    for end in (290, 300):  # the second time after an append
+        index.append(*part(rows, len(index), end))
+        output, lse = index.attend_all(queries.to(dtype))
+        keys, values = part(rows, 0, end)
+        options = dict(scale=index.geometry.scale, return_lse=True)
+        want, sums = attend_blocks(queries.to(dtype), [(keys, values, None)], **options)
+        assert output.dtype == dtype
+        close = dict(rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(output, want, **(close if dtype == torch.float32 else {}))
+        torch.testing.assert_close(lse, sums, **close)
+    index.reorder(torch.tensor([1]))
+    own = part(rows, 0, 300)
+    want = attend_blocks(queries[1:].to(dtype), [(own[0][1:], own[1][1:], None)], **options)[0]
+    close = close if dtype == torch.float32 else {}
+    torch.testing.assert_close(index.attend_all(queries[1:].to(dtype))[0], want, **close)
+
+
+def test_rows_that_no_kernel_reads_in_place_are_copied():
+    quantized = CASE.index("exact", backend="cpu", row_codec="int8")
+    capped = replace(CASE, softcap=20.0).index("exact", backend="cpu")
+    assert quantized.capability(AttendsToAll) is capped.capability(AttendsToAll) is None
+
+
+@pytest.mark.parametrize("name", ["exact", "pariskv"])
+def test_full_attention_of_decoded_tokens_reads_rows_in_place(name, monkeypatch):
+    layer = AttentionLayer(CASE.index(name, backend="cpu"), local_window=16, update_every=16)
+    sequence = Sequence.of(CASE, 240)
+    sequence.feed(layer, 0, 220)
+    monkeypatch.setattr(CompiledStore, "gather", None)  # which would copy rows
+    outputs = [sequence.feed(layer, place, place + 1) for place in range(220, 230)]
+    outputs.append(sequence.feed(layer, 230, 236))
+    sequence.assert_equals(torch.cat(outputs, 2), sequence.dense(), 220)
 
 
 @pytest.mark.parametrize("name", NAMES)
