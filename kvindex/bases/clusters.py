@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvindex.bases.index import BaseIndex
+from kvindex.bases.index import FIRST_APPEND, BaseIndex
 from kvindex.core.protocol import UNUSED, Codes, Rows
 from kvindex.ops import group, kmeans
 from kvindex.storage.layout import Layout, StateSizes, TensorSpec, distinct
@@ -157,6 +157,7 @@ class ClusteredIndex(BaseIndex):
     """
 
     means_of_values = False
+    learns_from = FIRST_APPEND
     _arriving: Tensor | None = None  # values of the current append, if means_of_values is True
 
     @abstractmethod

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvindex.bases.eviction import are_valid, joined_flags
+from kvindex.bases.index import FIRST_APPEND
 from kvindex.bases.prompt_queries import PromptQueries, PromptQueriesIndex
 from kvindex.core import check
 from kvindex.core.protocol import Codes, Hits
@@ -65,6 +66,7 @@ class DoubleSparsity(PromptQueriesIndex):
     """
 
     Config = DoubleSparsityConfig
+    learns_from = FIRST_APPEND
 
     # Calibration
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvindex.bases.eviction import joined_flags
-from kvindex.bases.index import BaseIndex
+from kvindex.bases.index import FIRST_APPEND, BaseIndex
 from kvindex.bases.prompt_queries import priority
 from kvindex.core import check
 from kvindex.core.protocol import UNUSED, Codes, Hits
@@ -92,6 +92,7 @@ class IceCache(BaseIndex):
     """
 
     Config = IceCacheConfig
+    learns_from = FIRST_APPEND
     scattered = True
 
     def __init__(self, **options: Any) -> None:
