@@ -28,8 +28,9 @@ from kvindex.storage.columns import Columns, Valid
 from kvindex.storage.store import CenteredRows, RowStore, row_store
 
 FIRST_APPEND = 2**15
-"""The attribute `learns_from` of indexes that learn from their first append. In a layer with 8 KV
-heads of 128 coordinates and 16 bits per number, so many rows take 128 MiB."""
+"""Number of tokens for which an attention layer waits before the first append to an index that
+learns from it (`protocol.LearnsOnce`). Until then, their keys and values are on the compute device.
+In a layer with 8 KV heads of 128 coordinates and 16 bits per number, they take 128 MiB."""
 
 
 class BaseIndex(ReadingIndex):

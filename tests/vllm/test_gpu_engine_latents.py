@@ -90,7 +90,7 @@ def test_drafts_give_the_engines_own_tokens(made, taught, graphs):
         mine = made(EVERY, graphs, speculative_config=ngram)
     except ValueError as error:
         if "Model Runner V2 does not yet support" in str(error):
-            pytest.skip(str(error))
+            pytest.skip(str(error))  # in vLLM 0.26, the second runner has no n-gram drafts
         raise
     for number, ids in enumerate(PROMPTS):
         assert written(mine, [ids]) == [taught[number]]
