@@ -62,7 +62,7 @@ from kvindex.layer.contents import LayerContents
 from kvindex.layer.dense import attend_densely
 from kvindex.layer.output_scale import FEWEST, NAMES, OutputScale
 from kvindex.layer.retrieval import Retrieval, Wanted, output_of
-from kvindex.layer.sparse import SELECTORS, IndexedRows, SparsePrompt, StoredRows
+from kvindex.layer.sparse import IndexedRows, SparsePrompt, StoredRows, check_prefill
 from kvindex.layer.stats import Tally, Traffic
 from kvindex.layer.updates import LAG, Updates, longest_buffer, unit_of
 from kvindex.layer.window import Window
@@ -178,11 +178,11 @@ class AttentionLayer(Transactional):
         self.local_window = check.at_least("local_window", local_window, 0)
         self.update_every = check.at_least("update_every", update_every, 1)
         self.search_up_to = check.at_least("search_up_to", search_up_to, 1)
-        self.prefill = check.one_of("prefill", prefill, ("dense", "sparse"))
-        self.prefill_mass = check.within("prefill_mass", prefill_mass, 0, 1)
-        self.prefill_last = check.at_least("prefill_last", prefill_last, 0)
-        self.prefill_selector = check.one_of("prefill_selector", prefill_selector, SELECTORS)
-        self._sparse = SparsePrompt(prefill_selector, self.prefill_mass, self.prefill_last)
+        how: dict[str, Any] = dict(prefill_mass=prefill_mass, prefill_last=prefill_last)
+        check_prefill(prefill, how | {"prefill_selector": prefill_selector})
+        self.prefill, self.prefill_mass, self.prefill_last = prefill, prefill_mass, prefill_last
+        self.prefill_selector = prefill_selector
+        self._sparse = SparsePrompt(prefill_selector, prefill_mass, prefill_last)
         self._scale = OutputScale()
         if prefill == "sparse":
             check_sparse(index.geometry)

@@ -9,11 +9,13 @@ of the chunks has no effect, as long as they begin and end at multiples of 128.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from kvindex.core import check
 from kvindex.core.backend import prompt_kernels
 from kvindex.core.protocol import UNUSED, Hits, KVIndex, Rows
 from kvindex.core.restore import Restorable
@@ -29,10 +31,35 @@ SELECTORS: dict[str, type[PooledSelector] | type[SampledSelector]] = {
 }
 """Name of each selector that a layer can use -> its class."""
 
+PREFILL_DEFAULTS = {"prefill_mass": 0.95, "prefill_last": 128, "prefill_selector": "sampled"}
+"""Names of the options of sparse attention, and their defaults."""
 
 PIECE = 2**15
 """Number of tokens whose keys and values are fetched from the index at a time, to read only their
 keys."""
+
+
+def check_prefill(prefill: object, options: Mapping[str, object]) -> None:
+    """Check how a prompt attends.
+
+    Args:
+        prefill: "dense" or "sparse".
+        options: The options of `PREFILL_DEFAULTS`.
+
+    Raises:
+        ValueError: A value is not allowed, or an option differs from its default although full
+            attention does not use it.
+    """
+    check.one_of("prefill", prefill, ("dense", "sparse"))
+    check.within("prefill_mass", options["prefill_mass"], 0, 1)
+    check.at_least("prefill_last", options["prefill_last"], 0)
+    check.one_of("prefill_selector", options["prefill_selector"], SELECTORS)
+    for name, value in options.items():
+        if prefill == "dense" and value != PREFILL_DEFAULTS[name]:
+            raise ValueError(
+                f"{name}: got {value!r} together with prefill='dense', which does not use it; "
+                f"pass prefill='sparse' as well, or leave out {name}"
+            )
 
 
 class PromptRows(Protocol):

@@ -251,6 +251,9 @@ def test_a_sparse_prefix_is_not_loaded_into_a_dense_layer():
         (dict(prefill="sparse", prefill_mass=1.5), "prefill_mass: got 1.5"),
         (dict(prefill="sparse", prefill_last=-1), "prefill_last: got -1"),
         (dict(prefill_selector="all"), "prefill_selector: got 'all'"),
+        (dict(prefill_mass=0.9), "prefill_mass: got 0.9 together with prefill='dense'"),
+        (dict(prefill_last=64), "prefill_last: got 64 together with prefill='dense'"),
+        (dict(prefill_selector="pooled"), "prefill_selector: got 'pooled' together with prefill="),
     ],
 )
 def test_wrong_options_raise_an_error(options, message):

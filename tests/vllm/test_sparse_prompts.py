@@ -218,6 +218,9 @@ def test_sparse_attention_is_an_option_of_the_engine(searching):
     said = "kvindex_prefill: got 'sparse' for an engine with prefill='dense', allowed is 'dense'"
     with pytest.raises(exceptions.VLLMValidationError, match=said):
         tokens(searching, [prompt(20)], 1, extra_args={"kvindex_prefill": "sparse"})
+    said = "kvindex_prefill_mass: got 0.9 for a prompt with prefill='dense', which does not use it"
+    with pytest.raises(exceptions.VLLMValidationError, match=said):
+        tokens(searching, [prompt(20)], 1, extra_args={"kvindex_prefill_mass": 0.9})
 
 
 def test_sequences_that_are_preempted(engine, model, sparse):
@@ -329,6 +332,7 @@ def test_the_runner_that_lists_a_batch_late(monkeypatch):
         ({"prefill_mass": 0}, {}, "prefill_mass: got 0, allowed is a number in"),
         ({"prefill_last": -1}, {}, "prefill_last: got -1, allowed is an integer of at least 0"),
         ({"prefill_selector": "all"}, {}, "prefill_selector: got 'all', allowed is one of"),
+        ({"prefill": "dense", "prefill_mass": 0.5}, {}, "prefill_mass: got 0.5 together with"),
         ({"prefill": "x"}, {}, "prefill: got 'x', allowed is one of"),
     ],
 )

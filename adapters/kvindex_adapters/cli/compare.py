@@ -27,6 +27,7 @@ from kvindex_adapters.cli.options import (
     UpdateEvery,
     announce_imports,
     check_stdout,
+    number_of_tokens,
 )
 
 if TYPE_CHECKING:
@@ -534,17 +535,17 @@ def _parts(name: str, text: str) -> list[str]:
 
 
 def _count(name: str, text: str) -> int:
-    """Convert a text such as "4096" or "4K" (4 * 1024) to a number.
+    """Convert a text such as "4096" or "4K" to a number.
 
     Raises:
         ValueError: The text is not a number, or the number is out of range.
     """
     from kvindex_adapters.cli.common import check_size
 
-    digits = text.upper().removesuffix("K")
-    if not digits.isdecimal():
-        raise ValueError(f"{name}: got {text!r}, allowed is a number, for example 4096 or 4K")
-    return check_size(name, int(digits) * (1024 if digits != text else 1), 1)
+    try:
+        return check_size(name, number_of_tokens(text), 1)
+    except typer.BadParameter as error:
+        raise ValueError(f"{name}: {error.message}") from None
 
 
 def _texts(paths: Sequence[Path], *, suite: str | None, quick: bool) -> dict[str, str]:

@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvindex_adapters.cli.early import DTYPES, check_model, check_name, read_text
+from kvindex_adapters.cli.early import DTYPES, check_lora, check_model, check_name, read_text
 from kvindex_adapters.cli.options import (
     INDEX,
     DenseBelow,
     Device,
     Error,
+    GgufFile,
     JsonFile,
     K,
     Local,
+    Lora,
     Prefill,
     PrefillMass,
     PrefillSelector,
@@ -29,6 +31,7 @@ from kvindex_adapters.cli.options import (
     UpdateEvery,
     announce_imports,
     check_stdout,
+    number_of_tokens,
 )
 
 if TYPE_CHECKING:
@@ -62,9 +65,12 @@ SHORTEST, LONGEST = 500, 32_000
 
 def demo(
     tokens: Annotated[
-        int,
+        Any,
         typer.Option(
-            help=f"Approximate length of the document in tokens, from {SHORTEST} to {LONGEST}."
+            parser=number_of_tokens,
+            metavar="TOKENS",
+            help=f"Approximate length of the document in tokens, from {SHORTEST} to {LONGEST}, for "
+            "example 8000 or 8K.",
         ),
     ] = 12_000,
     questions: Annotated[int, typer.Option(help="Number of questions, from 1 to 8.")] = 3,
@@ -75,6 +81,8 @@ def demo(
             "adapter of smollm2-long is missing)."
         ),
     ] = None,
+    gguf_file: GgufFile = None,
+    lora: Lora = None,
     index: Annotated[str, typer.Option(help=f"{INDEX}.")] = "pariskv",
     k: K = 256,
     error: Error = None,
@@ -115,6 +123,7 @@ def demo(
     check_stdout()
     if model is not None:
         check_model(model)
+    check_lora(lora)
     check_name("dtype", dtype, DTYPES)
     given = read_text(prompt_file) if prompt_file else None
     announce_imports()
@@ -150,11 +159,13 @@ def demo(
     short, long = load_model.NAMES
     name = model or (long if load_model.LONG_FILE.is_file() else short)
     console.print("loading the model")  # transformers shows its own progress bars
-    loaded, tokenizer = load_model.load(name, dtype=number, device=device)
+    source = dict[str, Any](gguf_file=gguf_file, lora=lora)
+    loaded, tokenizer = load_model.load(name, **source, dtype=number, device=device)
     common.wait_for_compiler(index, device)  # `check_search` has started it
     hidden = hide(tokenizer, text, tokens=tokens, seed=seed, count=questions)
     with bars() as progress:
         result = _compared(progress, loaded, tokenizer, hidden, index, k, regions)
+    name = (gguf_file or name) + (f" with {lora.name}" if lora else "")
     result |= {"model": f"{name} ({dtype})", "machine": describe(device)}
     _show(result)
     if json_file:

@@ -27,6 +27,15 @@ def number_or_auto(text: str) -> int | str:
         raise typer.BadParameter(f"got {text!r}, allowed is a number or auto") from None
 
 
+def number_of_tokens(given: str | int) -> int:
+    """Parse a number of tokens, for example "4096" or "4K" (4 * 1024)."""
+    text = str(given)
+    digits = text.upper().removesuffix("K")
+    if not digits.isdecimal():
+        raise typer.BadParameter(f"got {text!r}, allowed is a number, for example 4096 or 4K")
+    return int(digits) * (1024 if digits != text else 1)
+
+
 K = Annotated[
     Any,
     typer.Option(

@@ -12,6 +12,7 @@ import kvindex
 from kvindex.core import check
 from kvindex.core.config import make_config, read_options, split_spec, unknown
 from kvindex.layer.arguments import AUTO_ERROR, AUTO_ROWS, DEFAULT_K
+from kvindex.layer.sparse import PREFILL_DEFAULTS, check_prefill
 from kvindex.pariskv.block_layout import BLOCK, Layout, SubspaceLayout
 from kvindex.pariskv.config import ParisKVConfig
 from kvindex_adapters.vllm import costs, reports
@@ -146,7 +147,9 @@ class Options:
                     reasons.append(str(error))
         if reasons:
             raise ValueError(reports.joined(reasons))
-        return Options(**given)
+        options = Options(**given)
+        check_prefill(options.prefill, {name: vars(options)[name] for name in PREFILL_DEFAULTS})
+        return options
 
     @staticmethod
     def of_engine(config: Any) -> Options | None:

@@ -97,6 +97,12 @@ class Reading:
                 f"{PREFIX}prefill: got 'sparse' for an engine with prefill='dense', allowed is "
                 "'dense'; start the engine with the option prefill='sparse'"
             )
+        for name in known[1:] if not found.sparse else ():
+            if name in given:
+                reasons.append(
+                    f"{name}: got {given[name]!r} for a prompt with prefill='dense', which does "
+                    "not use it"
+                )
         if reasons:
             raise ValueError("; ".join(reasons))
         return found

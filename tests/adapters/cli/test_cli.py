@@ -76,6 +76,7 @@ MISTAKES = [
     (("generate", "--model", "x"), "prompt, prompt-file: got neither"),
     (("generate", "--model", "./x"), "model: got './x', which does not exist"),
     (("demo", "--model", "/no/where"), "model: got '/no/where', which does not exist"),
+    (("demo", "--lora", "nowhere"), "lora: got 'nowhere', which is not a file"),
     (("demo", "--prompt-file", "nowhere"), "prompt-file: got 'nowhere', allowed is a file that"),
     (("demo", "--dtype", "float8"), "dtype: got 'float8', allowed is one of"),
 ]
@@ -657,6 +658,12 @@ def test_a_prompt_may_be_read_sparsely(tiny, tmp_path):
         ("--prefill", "some", "prefill: got 'some', allowed is one of ['dense', 'sparse']"),
         ("--prefill-mass", "0", "prefill_mass: got 0.0, allowed is a number in (0, 1]"),
         ("--prefill-mass", "1.5", "prefill_mass: got 1.5, allowed is a number in (0, 1]"),
+        (
+            "--prefill-mass",
+            "0.5",
+            "prefill_mass: got 0.5 together with prefill='dense', which does not use it; pass "
+            "prefill='sparse' as well, or leave out prefill_mass",
+        ),
     ],
 )
 def test_wrong_options_of_sparse_prompts_are_told_first(command, option, value, message):
@@ -699,13 +706,22 @@ def test_the_demo_measures_outputs_of_the_document(monkeypatch, tmp_path, given)
     """With a limit of the error, the model reads the document again, so that all steps search."""
     model = build("llama", eos_token_id=None, vocab_size=2000, num_hidden_layers=2)
     loaded = model, byte_pairs()
-    monkeypatch.setattr(
-        "kvindex_adapters.hf.model.load_model.load", lambda *args, **options: loaded
-    )
+    lora, sources = tmp_path / "a.safetensors", []
+    lora.touch()
+
+    def load(*args, **options):
+        sources.append((*args, options["gguf_file"], options["lora"]))
+        return loaded
+
+    monkeypatch.setattr("kvindex_adapters.hf.model.load_model.load", load)
     out = tmp_path / "out.json"
-    asked = ("demo", "--tokens", 700, "--questions", 2, "--dtype", "float32", "--json", out)
-    assert run(*asked, *REGIONS, *given).exit_code == 0
-    told = json.loads(out.read_text())["index"]
+    asked = ("demo", "--tokens", "1K", "--questions", 2, "--dtype", "float32", "--json", out)
+    source = ("--model", tmp_path, "--gguf-file", "m.gguf", "--lora", lora)
+    assert run(*asked, *source, *REGIONS, *given).exit_code == 0
+    assert sources == [(str(tmp_path), "m.gguf", lora)]
+    result = json.loads(out.read_text())
+    assert result["model"] == "m.gguf with a.safetensors (float32)"
+    told = result["index"]
     assert told["read"].startswith(f"{demo_module.ANSWER_TOKENS - 1} searching steps read")
     assert (told["fill_s"] is None) is bool(given)  # it read the document itself
 
@@ -724,8 +740,9 @@ def test_the_demo_reads_the_document_as_the_option_says(prefill, capsys):
     past = DynamicCache(config=model.config)
     with torch.no_grad():
         model(input_ids=ids[None], past_key_values=past)
-    options = dict(prefill=prefill, prefill_mass=0.1, sink=4, local_window=8, dense_below=0)
-    sparse = prefill == "sparse"
+    options = dict(sink=4, local_window=8, dense_below=0)
+    if sparse := prefill == "sparse":
+        options |= dict(prefill=prefill, prefill_mass=0.1)
     with kvhf.attach(model, index="exact", k=9, **options) as cache, bars() as progress:
         copied = demo_module._fill(progress, model, Words(), cache, past, ids, again=sparse)
         assert copied is not sparse
