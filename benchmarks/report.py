@@ -89,6 +89,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "answers_depth": answers.depth,
     "answers_summary": answers.summary,
     "paired_answers": paired.paired_answers,
+    "ten_answers": paired.one,
     "default_answers": paired.by_default,
     "choice": choice.choice,
     "answers_along": along.along,

@@ -47,6 +47,7 @@ def one(result: Result) -> str:
     lines = some(result["summary"], task=None)
     lengths = {line["tokens"] for line in lines} - {None}
     several = any("low_all" in line for line in lines)
+    automatic = any(line["ceiling"] is not None for line in lines)
     if len(lengths) > 1:
         lines += _of_every_way(result)
     rows = [
@@ -55,7 +56,7 @@ def one(result: Result) -> str:
             way(line["way"]).described,
             f"{line['prompts']:,}",
             "" if line["rows"] is None else f"{line['rows']:.0f}",
-            "" if line["ceiling"] is None else f"{line['ceiling']:.1%}",
+            *(["" if line["ceiling"] is None else f"{line['ceiling']:.1%}"] if automatic else []),
             f"{100 * line['score']:.1f}",
             points(line) if "difference" in line else "",
             *([_corrected(line)] if several else []),
@@ -64,14 +65,18 @@ def one(result: Result) -> str:
         if line["tokens"] is not None or len(lengths) > 1
     ]
     tasks = sorted({cell["task"] for cell in result["cells"]})
+    ceiling = (
+        f"*Ceiling* is the fraction of KV heads and steps that retrieve {AUTO_ROWS:,} rows, the "
+        'largest number with `k="auto"`. '
+    )
+    ceiling = ceiling if automatic else ""
     last = "The column before the last" if several else "The last column"
     about = (
         f"{named(result['model'], result['lora'])}, in {result['dtype']}, answered the same "
         f"questions in several ways, with the index `{result['index']}` if no other is named. The "
         f"tasks are {', '.join(f'`{task}`' for task in tasks)}. *Rows* is the mean number of rows "
-        "that a decode step retrieves per KV head, over layers, steps and prompts. *Ceiling* is "
-        f"the fraction of KV heads and steps that retrieve {AUTO_ROWS:,} rows, the largest number "
-        f'with `k="auto"`. *Correct* is the mean score in percent. {last} is the difference from '
+        "that a decode step retrieves per KV head, over layers, steps and prompts. "
+        f"{ceiling}*Correct* is the mean score in percent. {last} is the difference from "
         f"{base} in percentage points, over prompts that were answered in both ways, with its 95% "
         "interval (a bootstrap over prompts)."
     )
@@ -81,8 +86,10 @@ def one(result: Result) -> str:
             "comparisons (Bonferroni): at each length, all of these intervals are right with a "
             "probability of at least 95%."
         )
-    head = ("tokens", "decode steps with", "prompts", "rows", "ceiling", "correct", f"minus {base}")
-    head += ("corrected interval",) if several else ()
+    head = ["tokens", "decode steps with", "prompts", "rows", "correct", f"minus {base}"]
+    if automatic:
+        head.insert(4, "ceiling")
+    head += ["corrected interval"] if several else []
     machines = result.get("machines", [result["machine"]])
     where = dict.fromkeys(machine({"machine": each}) for each in machines)
     return "\n\n".join([about, table(head, rows), *_by_task(result, base), " ".join(where)])
@@ -118,4 +125,6 @@ def _by_task(result: Result, base: str) -> list[str]:
         cells = [points(line) if "difference" in (line := own.get(t, {})) else "" for t in tasks]
         rows.append((way(name).described, *cells))
     head = ("decode steps with", *(f"`{task}`" for task in tasks))
-    return [f"The same differences from {base} by task, over all lengths:", table(head, rows)]
+    lengths = {line["tokens"] for line in result["summary"]} - {None}
+    scope = ", over all lengths" if len(lengths) > 1 else ""
+    return [f"The same differences from {base} by task{scope}:", table(head, rows)]

@@ -22,7 +22,11 @@ from kvindex.storage.layout import Layout, TensorSpec
 from kvindex.storage.quantize import code_bytes, dequantize, groups, quantize
 
 PAGES = 1024
-"""Pages of a head that are factorized or scored at a time; bounds memory, not the result."""
+"""Pages of a head that are scored at a time; bounds memory, not the result."""
+
+FACTORIZED = 4096
+"""Pages of all heads and sequences that are factorized at a time. On a GPU, `torch.linalg.eigh`
+allocates about 0.6 MB for each of them."""
 
 NOTHING = 1e-12
 """Directions with less than this fraction of a page's sum of squares are rounding errors."""
@@ -76,7 +80,8 @@ class Locks(PagedIndex):
         The tensors are `basis` `[B, G, pages, r, D]`, `coefficients` `[B, G, pages, r, P]` and
         `center` `[B, G, pages, D]`. The result contains the codes and scales of each tensor.
         """
-        parts = zip(torch.split(keys, PAGES, 2), torch.split(present, PAGES, 2), strict=True)
+        pages = max(1, FACTORIZED // max(1, keys.shape[0] * keys.shape[1]))
+        parts = zip(torch.split(keys, pages, 2), torch.split(present, pages, 2), strict=True)
         made = [_quantized(factors(*part, self._rank)) for part in parts]
         return {name: torch.cat([codes[name] for codes in made], dim=2) for name in made[0]}
 

@@ -535,4 +535,4 @@ def test_intervals_of_several_comparisons_are_wider():
     page = one(about | dict(machine=MACHINE, summary=lines, cells=cells))
     assert "corrected for 2 comparisons" in page
     assert "minus full attention | corrected interval |" in page
-    assert "| `h2o`, `k=9` | 40 |  |  | 100.0 | +0.0 (+0.0 to +0.0) | +0.0 to +0.0 |" in page
+    assert "| `h2o`, `k=9` | 40 |  | 100.0 | +0.0 (+0.0 to +0.0) | +0.0 to +0.0 |" in page

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvindex.indexes import locks
 from kvindex.indexes.locks import factors
 from tests.support.helpers import Case
 
@@ -40,6 +41,25 @@ def test_equal_keys_have_no_direction():
     found = factors(keys, present, 4)
     assert not found["basis"].any()
     assert not found["coefficients"].any()
+
+
+@pytest.mark.parametrize("pages", [1, 12])
+def test_few_pages_of_all_heads_are_factorized_at_a_time(monkeypatch, pages):
+    def codes():
+        index = CASE.index("locks", page=4)
+        index.append(*CASE.tokens(50))
+        return index.search(CASE.queries(), k=24).scores
+
+    want, seen = codes(), []
+    monkeypatch.setattr(locks, "FACTORIZED", pages)
+    whole = locks.factors
+    monkeypatch.setattr(
+        locks,
+        "factors",
+        lambda keys, *rest: seen.append(keys[..., 0, 0].numel()) or whole(keys, *rest),
+    )
+    torch.testing.assert_close(codes(), want)
+    assert max(seen) <= max(pages, 4)  # at least one page of each of two heads in two sequences
 
 
 def page_scores(index, queries, count):
