@@ -24,6 +24,10 @@ LOGITS = 2**24
 
 NEVER = float("-inf")
 
+HIDDEN = torch.finfo(torch.float32).min
+"""A logit for tokens that a query does not see. Unlike -inf, it gives numbers also in a row without
+visible tokens."""
+
 
 class EvictionIndex(BaseIndex):
     """Base of policies that evict tokens. Their `Config` has the fields `budget` and `group`.
@@ -134,8 +138,8 @@ def attention_received(
     for start in range(0, R, size):
         block = slice(start, start + size)
         visible = present & (ids[:, :, None, None] <= positions[block, None])  # [B, G, 1, r, C]
-        visible = visible & known[:, None, None, block, None]
         logits = cap(heads[..., block, :].float() @ rows, geometry.scale, geometry.softcap)
-        weights = logits.masked_fill(~visible, NEVER).softmax(-1)
-        total += weights.masked_fill(~visible, 0).sum((2, 3))
+        weights = logits.masked_fill_(~visible, HIDDEN).softmax(-1)
+        counted = (visible.any(-1) & known[:, None, None, block]).float()  # [B, G, 1, r]
+        total += (counted[..., None, :] @ weights)[..., 0, :].sum(2)
     return total

@@ -11,7 +11,7 @@ from tests.cuda.graphs import WholeGraph, counted
 
 @pytest.fixture(scope="session")
 def smollm2_model():
-    """SmolLM2-135M-Instruct and its tokenizer, loaded once (about 15 seconds)."""
+    """SmolLM2-135M-Instruct and its tokenizer, loaded once (about 5 seconds)."""
     try:
         folder, file = smollm2()
     except FileNotFoundError as error:

@@ -184,11 +184,12 @@ def compare(
         ),
     ] = None,
     jobs: Annotated[
-        int,
+        int | None,
         typer.Option(
-            help="Number of processes that measure in parallel. Each process loads the model."
+            help="Number of processes that measure in parallel. Each process loads the model "
+            "(default: 1; 2 with --suite field --quick and the default model on a CPU)."
         ),
-    ] = 1,
+    ] = None,
     gguf_file: GgufFile = None,
     lora: Annotated[
         Path | None, typer.Option(help="File with a LoRA adapter to merge into the model.")
@@ -221,6 +222,8 @@ def compare(
     """
     check_stdout()
     announce_imports()
+    import torch
+
     from kvindex.core import check
     from kvindex_adapters.cli import common
     from kvindex_adapters.evaluate.compare.measuring import load
@@ -229,6 +232,9 @@ def compare(
     from kvindex_adapters.hf.model import load_model
 
     number = common.check_dtype(dtype)
+    if jobs is None:
+        light = quick and suite is not None and model is None and device == "cpu"
+        jobs = min(2, torch.get_num_threads()) if light else 1
     common.check_size("jobs", jobs, 1)
     load_model.check_device(device)
     regions: dict[str, Any] = dict(sink=sink, local_window=local_window, update_every=update_every)
@@ -238,16 +244,11 @@ def compare(
         regions |= {"prefill": prefill, **sparse}
     if minutes is not None:
         check.positive("minutes", minutes)
-        if jobs > 1:
-            raise ValueError(
-                f"minutes, jobs: got minutes {minutes:g} and jobs {jobs}, but only a run in one "
-                "process can stop after some minutes; leave out --minutes or --jobs"
-            )
     texts = _texts(text or [], suite=suite, quick=quick)
     given = dict(tasks=tasks, tokens=tokens, tries=tries, steps=steps)
     if suite is not None:
         check.one_of("suite", suite, SUITES)
-        unfit = {"k": k, "tasks": tasks, "tries": tries, "jobs": jobs if jobs > 1 else None}
+        unfit: dict[str, Any] = {"k": k, "tasks": tasks, "tries": tries}
         unfit["prefill"] = prefill if prefill != "dense" else None
         _check_fits(suite, unfit)
         chosen = _given(FIELD_QUICK if quick else FIELD, given)
@@ -314,8 +315,8 @@ def _check_fits(suite: str, given: dict[str, Any]) -> None:
         if value is not None:
             option = "-k" if name == "k" else f"--{name}"
             raise ValueError(
-                f"{name}: got {value!r} with --suite {suite}, which reads each text densely in one "
-                f"process, and has its own budgets and no tasks; leave out {option}"
+                f"{name}: got {value!r} with --suite {suite}, which reads each text densely, and "
+                f"has its own budgets and no tasks; leave out {option}"
             )
 
 
@@ -385,8 +386,7 @@ def _compare(
         if jobs > 1:
             parallel = ParallelComparison(load, **options, jobs=jobs)
             with _progress_bar() as on_progress:
-                parallel.run(on_progress)
-            return 0
+                return parallel.run(on_progress, minutes)
         comparison = Comparison(*load(), **options)
         with _progress_bar() as on_progress:
             return comparison.run(on_progress, minutes)

@@ -324,12 +324,10 @@ def test_a_suite_measures_all_indexes_by_default(suite, tmp_path, monkeypatch):
         (("--suite", "field", "-k", "100"), "k: got '100' with --suite field, which reads each"),
         (("--suite", "field", "--tasks", "needle"), "tasks: got 'needle' with --suite field"),
         (("--suite", "field", "--tries", "2"), "tries: got 2 with --suite field"),
-        (("--suite", "field", "--jobs", "2"), "jobs: got 2 with --suite field"),
         (("--suite", "field", "--prefill", "sparse"), "prefill: got 'sparse' with --suite field"),
         (("--suite", "field", "--steps", "0"), "steps: got 0, allowed is"),
         (("--suite", "field", "--index", "parisvk"), "did you mean 'pariskv'"),
         (("--minutes", "0"), "minutes: got 0"),
-        (("--minutes", "1", "--jobs", "2"), "minutes, jobs: got minutes 1 and jobs 2"),
         (("--text", "a.txt", "--text", "b.txt"), "text: got 2 files, allowed is one"),
     ],
 )

@@ -1,6 +1,7 @@
 """Several processes measure the same numbers as one, also after an interruption."""
 
 import dataclasses
+import functools
 import multiprocessing
 import os
 import signal
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from kvindex_adapters.evaluate import tasks
-from kvindex_adapters.evaluate.compare.records import FAILURE, FULL, TEXT, Records
+from kvindex_adapters.evaluate.compare.records import FAILURE, FULL, SKIPPED, TEXT, Records
 from kvindex_adapters.evaluate.compare.run import Comparison
+from kvindex_adapters.evaluate.compare.settings import Settings
+from kvindex_adapters.evaluate.compare.suite import FieldPlan
 from kvindex_adapters.evaluate.compare.workers import ParallelComparison
 from tests.adapters.evaluate.test_compare_command import PLANES
 from tests.adapters.evaluate.test_compare_run import PLAN, SETTINGS, asked, ids_of, numbers
@@ -73,6 +76,43 @@ def test_they_come_to_the_numbers_of_one_process(tmp_path):
     assert at_once == {"ask": 2, "text": 1}
     assert done[0][0] == 0
     assert done[-1][0] == done[-1][1]
+
+
+SUITE = Settings("tiny", "several", steps=8, regions=dict(SETTINGS.regions), suite="field")
+FIELD = FieldPlan(methods=("exact", "quest", "snapkv"), names=("a", "b"), tokens=(400,))
+
+
+def load_texts():
+    """Load a model and texts in every worker, which measures the suite."""
+    return build("llama", num_hidden_layers=2), Words(), {"a": ids_of(400, 1), "b": ids_of(400, 2)}
+
+
+@pytest.mark.slow
+def test_in_a_suite_they_divide_the_indexes(tmp_path):
+    def found(folder, run, **options):
+        records = Records(folder)
+        left = run(**options, settings=SUITE, plan=FIELD, records=records).run(minutes=minutes)
+        return left, {key: record["error_by_step"] for key, record in records.of(TEXT)}
+
+    folders = [tmp_path / name for name in ("one", "two", "three")]
+    for folder in folders:
+        folder.mkdir()
+    minutes = None
+    model, tokenizer, texts = load_texts()
+    alone = functools.partial(Comparison, model, tokenizer, texts)
+    shared = functools.partial(ParallelComparison, load_texts, jobs=2)
+    _, expected = found(folders[0], alone)
+    assert {key.index for key in expected} == {FULL, "exact", "quest", "snapkv:budget=128"}
+    left, told = found(folders[1], shared)
+    assert left == 0
+    assert told.keys() == expected.keys()
+    for key, errors in told.items():
+        assert errors == pytest.approx(expected[key], rel=1e-4), key
+    minutes = 1e-9
+    left, told = found(folders[2], shared)  # ends with the first result
+    planned = sum(len([*Records(folders[0]).of(kind)]) for kind in (TEXT, SKIPPED))
+    assert left == planned - 1
+    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from kvindex_adapters.evaluate.texts import python_reference
 from kvindex_adapters.hf import attach
 from kvindex_adapters.hf.generate import generate
 from kvindex_adapters.hf.generation.prefill import prefill
+from kvindex_adapters.hf.model.load_model import load, smollm2
 
 FIRST = json.loads(Path(__file__).with_name("smollm2_fidelity.json").read_text())
 MARGIN = 1.5
@@ -54,6 +55,27 @@ def assert_found(model, needle, index, fraction, **options):
     assert needle.needles[0].found(answer.text), answer.text
     assert answer.report is not None
     assert answer.report.rows_read_fraction < fraction
+
+
+@pytest.mark.slow
+def test_a_gguf_file_is_parsed_once(smollm2_model, monkeypatch):
+    gguf = pytest.importorskip("gguf")
+    opened = []
+
+    class Reader(gguf.GGUFReader):
+        def __init__(self, path):
+            opened.append(path)
+            super().__init__(path)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Reader)
+    folder, file = smollm2()
+    loaded, tokenizer = load(folder, gguf_file=file)
+    assert opened == [str(folder / file)]
+    assert gguf.GGUFReader is Reader
+    model, other = smollm2_model
+    assert tokenizer.get_vocab() == other.get_vocab()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight), name
 
 
 @pytest.mark.slow

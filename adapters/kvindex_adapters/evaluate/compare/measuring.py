@@ -97,13 +97,14 @@ class Measuring:
             _check_lengths(self.model, text, self.settings, self.plan)
         options = functools.partial(_attach_options, self.tokenizer, self.settings)
         self._options = functools.cache(options)  # a cached method would make a reference cycle
+        self._last: tuple[Key, Reading | ValueError] | None = None
 
     def measure(self, work: Work) -> Iterator[Measured]:
         """Measure a text or a prompt with every index, and yield each result.
 
         If an index fails, its last result is the error message.
         """
-        reading = self._reading(work.reading)
+        reading = self._reading_of(work.reading)
         if isinstance(reading, ValueError):
             yield from self.plan.failed([replace(work.reading, index=None)], in_words(reading))
             return
@@ -112,6 +113,16 @@ class Measuring:
                 yield work.reading, reading.own
             else:
                 yield from self._through(reading, list(keys))
+
+    def _reading_of(self, key: Key) -> Reading | ValueError:
+        """Return the last reading again if it was of the same text of a suite. Otherwise forget it,
+        and let the model read a text or a prompt."""
+        if self.settings.suite is None:
+            return self._reading(key)
+        if self._last is None or self._last[0] != key:
+            self._last = None  # first, because two readings may not fit into memory
+            self._last = key, self._reading(key)
+        return self._last[1]
 
     def _reading(self, key: Key) -> Reading | ValueError:
         """Let the model read a text, or a prompt of a task, with full attention.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from kvindex_adapters.evaluate.compare.records import (
     ANSWERS,
@@ -42,6 +43,11 @@ class Work:
 
     reading: Key
     keys: tuple[Key, ...]
+
+    def divided(self) -> list[Work]:
+        """Divide the measurements by index. Those of the same index share its keys and values."""
+        groups = groupby(self.keys, lambda key: key.index)
+        return [replace(self, keys=tuple(keys)) for _, keys in groups]
 
 
 class Schedule:
@@ -139,7 +145,7 @@ class Schedule:
         """Estimate the time for one result, in arbitrary units that are the same for all results.
 
         The estimate for a text is multiplied by the number of processes, because one process
-        measures the text while all others are idle.
+        measures the text while all others are idle (except in a suite, which has only texts).
         """
         effort = READING if key.index == FULL else STEPPING if key.kind == TEXT else 1
         return effort * key.tokens * (self._jobs if key.kind == TEXT else 1)

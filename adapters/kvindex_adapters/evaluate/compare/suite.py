@@ -168,9 +168,14 @@ class FieldPlan(Plan):
 
 
 def names() -> list[str]:
-    """Return the names of all indexes. `exact` comes first, and FAISS last, as it may abort."""
-    order = {"exact": 0} | {name: 2 for name in kvindex.names() if name.startswith("faiss-")}
-    return sorted(kvindex.names(), key=lambda name: order.get(name, 1))
+    """Return the names of all indexes. `exact` comes first, and FAISS last, as it may abort.
+
+    Of FAISS, `faiss-ivfpq` comes first. It takes longest, so another process can measure the others
+    meanwhile.
+    """
+    own = sorted((name for name in kvindex.names() if name.startswith("faiss-")), reverse=True)
+    others = sorted({*kvindex.names()} - {"exact", *own})
+    return [*(name for name in kvindex.names() if name == "exact"), *others, *own]
 
 
 def settings_of(method: str, tokens: int) -> Iterator[tuple[str, int, str]]:

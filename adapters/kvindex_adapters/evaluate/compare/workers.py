@@ -1,13 +1,14 @@
 """Run the measurements of a comparison in several processes, each of which loads the model.
 
 Answers to prompts are measured in parallel. Texts, whose decode steps are timed, are measured one
-at a time.
+at a time. In a suite, which times nothing, the indexes are divided among the processes.
 """
 
 from __future__ import annotations
 
 import functools
 import io
+import math
 import signal
 import sys
 import time
@@ -64,32 +65,59 @@ class ParallelComparison:
     def __post_init__(self) -> None:
         check.at_least("jobs", self.jobs, 1)
 
-    def run(self, on_progress: Progress = lambda done, total, what: None) -> None:
+    def run(
+        self,
+        on_progress: Progress = lambda done, total, what: None,
+        minutes: float | None = None,
+    ) -> int:
         """Run those planned measurements that have no result yet, and store their results.
 
         The measurements on whole texts come first, because they time decode steps. A single process
         runs them, and no other process works at that time. Afterwards, `jobs` processes answer
-        prompts.
+        prompts. In a suite, each process reads every text, and measures one index on it after the
+        other.
+
+        Args:
+            on_progress: Function that is called with the work done, the total work, and the name of
+                the current measurement.
+            minutes: Stop after the first result that is known this many minutes after the start.
+                None for no limit.
+
+        Returns:
+            Number of results that are still missing. 0 unless the time was over.
 
         Raises:
             ChildProcessError: A process failed. The message is that of the process. Results that
                 were measured before are kept.
         """
         settings, plan = self.settings, self.plan
+        deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
         schedule = Schedule(settings, plan, self.records, on_progress, jobs=self.jobs)
+        if settings.suite is None:
+            phases = [(schedule.texts, 1), (schedule.instances, self.jobs)]
+        else:
+            phases = [([part for text in schedule.texts for part in text.divided()], self.jobs)]
         workers: list[_Worker] = []
         try:
-            for works, most in ((schedule.texts, 1), (schedule.instances, self.jobs)):
+            for works, most in phases:
                 count = min(most, len(works))
                 while len(workers) < count:
                     workers.append(_Worker(len(workers), self.load, settings, plan))
-                _distribute(schedule, works, workers[:count])
+                if not _distribute(schedule, works, workers[:count], deadline):
+                    return schedule.left
         finally:
             _stop([worker.process for worker in workers])
+        return 0
 
 
-def _distribute(schedule: Schedule, works: list[Work], workers: list[_Worker]) -> None:
-    """Let each process measure one text or prompt at a time, and store the results it sends."""
+def _distribute(
+    schedule: Schedule, works: list[Work], workers: list[_Worker], deadline: float
+) -> bool:
+    """Let each process measure one text or prompt at a time, and store the results it sends.
+
+    Return False if a result has arrived after `deadline`, in seconds of `time.monotonic`. Then the
+    processes are still measuring.
+    """
     left = schedule.begin(works)
     threads = max(torch.get_num_threads() // max(len(workers), 1), 1)
     for worker in workers:
@@ -101,9 +129,12 @@ def _distribute(schedule: Schedule, works: list[Work], workers: list[_Worker]) -
                 continue
             if (measured := worker.take()) is not None:
                 schedule.take(*measured)
+                if time.monotonic() >= deadline:
+                    return False
             else:
                 schedule.end(work)
                 worker.give(next(left, None), threads)
+    return True
 
 
 def _stop(processes: list[BaseProcess]) -> None:

@@ -3,6 +3,10 @@ hub."""
 
 from __future__ import annotations
 
+import functools
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -147,15 +151,16 @@ def load(
             "lora: got a file, but with heads=True (sharded heads) adapters are not supported"
         )
     try:
-        if heads:
-            check_heads(AutoConfig.from_pretrained(str(model), gguf_file=gguf_file))
-        tokenizer = AutoTokenizer.from_pretrained(str(model), gguf_file=gguf_file)
-        loaded = AutoModelForCausalLM.from_pretrained(
-            str(model),
-            gguf_file=gguf_file,
-            dtype=torch.float32 if dtype is torch.int8 else dtype,
-            **more,
-        )
+        with nullcontext() if gguf_file is None else _parsed_once():
+            if heads:
+                check_heads(AutoConfig.from_pretrained(str(model), gguf_file=gguf_file))
+            tokenizer = AutoTokenizer.from_pretrained(str(model), gguf_file=gguf_file)
+            loaded = AutoModelForCausalLM.from_pretrained(
+                str(model),
+                gguf_file=gguf_file,
+                dtype=torch.float32 if dtype is torch.int8 else dtype,
+                **more,
+            )
     except OSError as error:
         raise FileNotFoundError(
             f"model: got {str(model)!r}, allowed is a folder with a model or a hub id that can be "
@@ -166,6 +171,27 @@ def load(
     if dtype is torch.int8:
         int8.quantize(loaded)
     return (loaded if heads else loaded.to(device)).eval(), tokenizer
+
+
+@contextmanager
+def _parsed_once() -> Iterator[None]:
+    """Context manager inside which transformers parses a GGUF file only once.
+
+    Without it, transformers parses the file for the configuration, the tokenizer and the weights,
+    and makes the same map of names for each module. Both take seconds. The functions of the package
+    gguf are replaced in all threads; they return the same as before.
+    """
+    try:
+        gguf: Any = importlib.import_module("gguf")
+    except ImportError:  # transformers says what to install
+        yield
+        return
+    reader, name_map = gguf.GGUFReader, gguf.get_tensor_name_map
+    gguf.GGUFReader, gguf.get_tensor_name_map = functools.cache(reader), functools.cache(name_map)
+    try:
+        yield
+    finally:
+        gguf.GGUFReader, gguf.get_tensor_name_map = reader, name_map
 
 
 def _check_int8(device: str, heads: bool) -> None:
