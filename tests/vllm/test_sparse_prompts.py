@@ -239,11 +239,12 @@ def test_in_worker_processes(model, sparse, tmp_path):
     )
 
 
+@pytest.mark.parametrize("given", [{}, {"kvindex_prefill_mass": 0.9}])
 @pytest.mark.parametrize(
     ("more", "sparse"),
     [({}, True), ({"mm_features": ["an image"]}, False), ({"resumable": True}, False)],
 )
-def test_prompts_with_images_or_with_more_tokens_to_come_are_dense(more, sparse):
+def test_prompts_with_images_or_with_more_tokens_to_come_are_dense(more, sparse, given):
     """The engine core sets the salt, and an option that the model runner reads."""
     from vllm import SamplingParams
 
@@ -256,12 +257,13 @@ def test_prompts_with_images_or_with_more_tokens_to_come_are_dense(more, sparse)
 
     core, reading = Core(), Reading("sparse")
     vars(core)["kvindex_reading"] = reading
-    params = SamplingParams(extra_args={"other": 1})
+    params = SamplingParams(extra_args={"other": 1, **given})
     fields = dict(mm_features=[], resumable=False, cache_salt="mine", sampling_params=params)
+    wanted = reading.of_request(params.extra_args)
     request = core.preprocess_add_request(SimpleNamespace(**fields | more))
-    assert request.cache_salt == (reading.salted("mine") if sparse else "mine")
+    assert request.cache_salt == (wanted.salted("mine") if sparse else "mine")
     asked = reading.of_request(request.sampling_params.extra_args)
-    assert asked == (reading if sparse else Reading())
+    assert asked == (wanted if sparse else Reading())
     assert request.sampling_params.extra_args["other"] == 1
 
 

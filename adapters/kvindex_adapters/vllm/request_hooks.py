@@ -146,8 +146,10 @@ def _salting(own: Callable[..., Any]) -> Callable[..., Any]:
             request.cache_salt = asked.salted(request.cache_salt)
             if reading.sparse and not asked.sparse:
                 params = request.sampling_params
-                # for the scheduler and the model runner
-                params.extra_args = {**(params.extra_args or {}), f"{PREFIX}prefill": "dense"}
+                given = (params.extra_args or {}).items()
+                others = {name: value for name, value in given if not name.startswith(PREFIX)}
+                # for the scheduler and the model runner; a dense prompt has no further options
+                params.extra_args = {**others, f"{PREFIX}prefill": "dense"}
         return own(self, request)
 
     return preprocess_add_request
