@@ -1,5 +1,6 @@
 """FAISS HNSW: its recall on clustered keys, and a graph that does not depend on the appends."""
 
+import copy
 from functools import partial
 from itertools import pairwise
 
@@ -87,6 +88,12 @@ def test_a_search_reads_less_the_fewer_candidates_it_keeps():
         scanned.append(index.bytes_per_key()["scanned"])
     assert scanned[0] < scanned[1] / 2 < scanned[2] / 4
     assert scanned[2] >= 64  # if it returns all keys, it compares all
+
+
+def test_a_copy_reads_as_much_before_its_first_search():
+    index = ONE.index("faiss-hnsw")
+    index.append(*ONE.tokens(300))
+    assert copy.deepcopy(index).bytes_per_key() == index.bytes_per_key()
 
 
 def test_there_is_none_on_a_gpu():
