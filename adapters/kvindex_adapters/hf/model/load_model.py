@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -173,25 +174,30 @@ def load(
     return (loaded if heads else loaded.to(device)).eval(), tokenizer
 
 
+_PARSING = Lock()
+
+
 @contextmanager
 def _parsed_once() -> Iterator[None]:
     """Context manager inside which transformers parses a GGUF file only once.
 
     Without it, transformers parses the file for the configuration, the tokenizer and the weights,
     and makes the same map of names for each module. Both take seconds. The functions of the package
-    gguf are replaced in all threads; they return the same as before.
+    gguf are replaced in all threads; they return the same as before. A second thread waits, because
+    otherwise it would take the replaced functions for the original ones, and put them back last.
     """
     try:
         gguf: Any = importlib.import_module("gguf")
     except ImportError:  # transformers says what to install
         yield
         return
-    reader, name_map = gguf.GGUFReader, gguf.get_tensor_name_map
-    gguf.GGUFReader, gguf.get_tensor_name_map = functools.cache(reader), functools.cache(name_map)
-    try:
-        yield
-    finally:
-        gguf.GGUFReader, gguf.get_tensor_name_map = reader, name_map
+    with _PARSING:
+        reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
+        gguf.GGUFReader, gguf.get_tensor_name_map = functools.cache(reader), functools.cache(names)
+        try:
+            yield
+        finally:
+            gguf.GGUFReader, gguf.get_tensor_name_map = reader, names
 
 
 def _check_int8(device: str, heads: bool) -> None:

@@ -1,9 +1,12 @@
 """Files that a model is made from: a wrong file raises an error, and the model stays unchanged."""
 
+import threading
+
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from kvindex_adapters.hf.model import load_model
 from kvindex_adapters.hf.model.load_model import check_device, load, merge_lora
 from tests.adapters.tiny import build
 
@@ -93,3 +96,37 @@ def test_a_device_without_numbers_is_refused(tmp_path):
     for refuse in (check_device, lambda device: load(tmp_path, device=device)):
         with pytest.raises(ValueError, match="device: got 'meta', which holds no numbers"):
             refuse("meta")
+
+
+def test_two_threads_leave_the_package_gguf_unchanged(monkeypatch, tmp_path):
+    """The second thread begins while the first one loads a file, and ends after it."""
+    gguf = pytest.importorskip("gguf")
+    before, first_began, first_ended = gguf.GGUFReader, threading.Event(), threading.Event()
+
+    class Tokenizer:
+        @staticmethod
+        def from_pretrained(folder, *, gguf_file):
+            if gguf_file == "first.gguf":
+                first_began.set()
+                first_ended.wait(0.2)  # in the meantime the second thread begins
+            else:
+                first_ended.wait(5)
+            raise OSError("no tokenizer")
+
+    monkeypatch.setattr(load_model, "AutoTokenizer", Tokenizer)
+
+    def fail(name):
+        (tmp_path / name).touch()
+        with pytest.raises(FileNotFoundError, match="no tokenizer"):
+            load(tmp_path, gguf_file=name)
+
+    def first():
+        fail("first.gguf")
+        first_ended.set()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert first_began.wait(5)
+    fail("second.gguf")
+    thread.join()
+    assert gguf.GGUFReader is before
