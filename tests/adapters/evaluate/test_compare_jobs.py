@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from kvindex_adapters.evaluate import tasks
 from kvindex_adapters.evaluate.compare.records import FAILURE, FULL, SKIPPED, TEXT, Records
 from kvindex_adapters.evaluate.compare.run import Comparison
+from kvindex_adapters.evaluate.compare.schedule import READING
 from kvindex_adapters.evaluate.compare.settings import Settings
 from kvindex_adapters.evaluate.compare.suite import FieldPlan
 from kvindex_adapters.evaluate.compare.workers import ParallelComparison
@@ -82,8 +84,11 @@ SUITE = Settings("tiny", "several", steps=8, regions=dict(SETTINGS.regions), sui
 FIELD = FieldPlan(methods=("exact", "quest", "snapkv"), names=("a", "b"), tokens=(400,))
 
 
-def load_texts():
-    """Load a model and texts in every worker, which measures the suite."""
+def load_texts(folder=None):
+    """Load a model and texts in every worker, which measures the suite. Leave a file in `folder`
+    for each process."""
+    if folder is not None:
+        (folder / str(os.getpid())).touch()
     return build("llama", num_hidden_layers=2), Words(), {"a": ids_of(400, 1), "b": ids_of(400, 2)}
 
 
@@ -100,19 +105,39 @@ def test_in_a_suite_they_divide_the_indexes(tmp_path):
     minutes = None
     model, tokenizer, texts = load_texts()
     alone = functools.partial(Comparison, model, tokenizer, texts)
-    shared = functools.partial(ParallelComparison, load_texts, jobs=2)
+    (workers := tmp_path / "workers").mkdir()
+    shared = functools.partial(ParallelComparison, functools.partial(load_texts, workers), jobs=2)
     _, expected = found(folders[0], alone)
     assert {key.index for key in expected} == {FULL, "exact", "quest", "snapkv:budget=128"}
     left, told = found(folders[1], shared)
     assert left == 0
+    assert len([*workers.iterdir()]) == 2
     assert told.keys() == expected.keys()
     for key, errors in told.items():
         assert errors == pytest.approx(expected[key], rel=1e-4), key
     minutes = 1e-9
     left, told = found(folders[2], shared)  # ends with the first result
-    planned = sum(len([*Records(folders[0]).of(kind)]) for kind in (TEXT, SKIPPED))
-    assert left == planned - 1
+    planned, stored = (
+        sum(len([*Records(folder).of(kind)]) for kind in (TEXT, SKIPPED))
+        for folder in (folders[0], folders[2])
+    )
+    assert 0 < stored < planned
+    assert left == planned - stored
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.slow
+def test_results_that_were_sent_before_an_interruption_are_stored(tmp_path):
+    def interrupt(done, total, what):
+        if done > READING * 400:  # the first skipped result of `exact`; the second one follows
+            time.sleep(2)
+            raise KeyboardInterrupt
+
+    records = Records(tmp_path)
+    options = dict(settings=SUITE, plan=FIELD, records=records)
+    with pytest.raises(KeyboardInterrupt):
+        ParallelComparison(load_texts, **options, jobs=1).run(interrupt)
+    assert len([*records.of(SKIPPED)]) == 2
 
 
 @pytest.mark.slow
@@ -130,7 +155,7 @@ def test_they_find_the_modules_that_the_first_process_finds(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("load", "message"),
     [
-        (die, "jobs: a worker process ended with exit code 3"),
+        (die, r"jobs: a worker process ended with exit code 3 .* measure full attention"),
         (refuse, "model: got 'nowhere', allowed is a folder that exists"),
     ],
 )

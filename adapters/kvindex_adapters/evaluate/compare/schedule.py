@@ -49,6 +49,11 @@ class Work:
         groups = groupby(self.keys, lambda key: key.index)
         return [replace(self, keys=tuple(keys)) for _, keys in groups]
 
+    def described(self) -> str:
+        """Return the names of the indexes, and the text or prompt, for an error message."""
+        names = dict.fromkeys(str(key.index) for key in self.keys)
+        return f"{', '.join(names)} ({_named(self.reading)})"
+
 
 class Schedule:
     """The measurements that a comparison still has to make, grouped by text or prompt.
@@ -116,8 +121,7 @@ class Schedule:
 
     def _progress(self, what: Key, *done: Key) -> None:
         self._done += sum(map(self._size, done))
-        name = what.task or (what.text or "text").partition(" (sha256")[0]
-        self._on_progress(self._done, self._total, f"{name}, {what.tokens} tokens")
+        self._on_progress(self._done, self._total, _named(what))
 
     @property
     def left(self) -> int:
@@ -154,6 +158,11 @@ class Schedule:
         for key, _ in [*self._records.of(FAILURE), *self._records.of(SKIPPED)]:
             if self._plan.retries(key):
                 self._records.forget(key)
+
+
+def _named(key: Key) -> str:
+    name = key.task or (key.text or "text").partition(" (sha256")[0]
+    return f"{name}, {key.tokens} tokens"
 
 
 def _measured_together(key: Key) -> tuple[object, ...]:

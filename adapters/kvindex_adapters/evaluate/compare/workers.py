@@ -88,7 +88,7 @@ class ParallelComparison:
 
         Raises:
             ChildProcessError: A process failed. The message is that of the process. Results that
-                were measured before are kept.
+                the processes have sent before are kept.
         """
         settings, plan = self.settings, self.plan
         deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
@@ -104,10 +104,15 @@ class ParallelComparison:
                 while len(workers) < count:
                     workers.append(_Worker(len(workers), self.load, settings, plan))
                 if not _distribute(schedule, works, workers[:count], deadline):
-                    return schedule.left
+                    break
+            else:
+                return 0
         finally:
             _stop([worker.process for worker in workers])
-        return 0
+            for worker in workers:
+                for measured in worker.sent():
+                    self.records.add(*measured)
+        return schedule.left
 
 
 def _distribute(
@@ -192,13 +197,23 @@ class _Worker:
             message: Measured | str | None = self.pipe.recv()
         except (EOFError, ConnectionResetError) as error:
             self.process.join()
+            assert self.work is not None
             raise ChildProcessError(
                 f"jobs: a worker process ended with exit code {self.process.exitcode} (a negative "
-                "code is a signal; -9 often means that memory ran out); fewer jobs need less memory"
+                "code is a signal; -9 often means that memory ran out; fewer jobs need less). It "
+                f"was to measure {self.work.described()}"
             ) from error
         if isinstance(message, str):
             raise ChildProcessError(message)
         return message
+
+    def sent(self) -> Iterator[Measured]:
+        """Yield the results that the process had sent before it was stopped."""
+        with suppress(EOFError, OSError):  # the process may have been stopped while it sent
+            while self.pipe.poll():
+                message: Measured | str | None = self.pipe.recv()
+                if isinstance(message, tuple):
+                    yield message
 
 
 def _serve(pipe: Connection, number: int, load: Load, settings: Settings, plan: Plan) -> None:
