@@ -121,4 +121,9 @@ def read_and_write(
 
 
 def _named(given: argparse.Namespace) -> tuple[Any, str | None]:
+    if given.gguf_file is not None and not given.model:
+        raise ValueError(
+            f"gguf_file: got {given.gguf_file!r} without --model; pass the folder of the file as "
+            "--model"
+        )
     return (given.model, given.gguf_file) if given.model else smollm2()

@@ -1,5 +1,6 @@
 """Acceptance of drafts: the script on a tiny model."""
 
+import argparse
 import json
 from pydoc_data.topics import topics
 
@@ -71,3 +72,10 @@ def test_time_per_token_by_prompt_lookup(tmp_path, monkeypatch):
     page = tokens.lookups(first)
     assert "| float32 | 200 | 1 | 4 | 6 of 12 | 3 of 4 | 2.50 | 0.70 |" in page
     assert page.count("| float32 |") == 1
+
+
+def test_a_gguf_file_without_a_model_is_named():
+    parser = argparse.ArgumentParser()
+    reading.add_model(parser)
+    with pytest.raises(ValueError, match=r"gguf_file: got 'm.gguf' without --model; pass the"):
+        reading.loaded(parser.parse_args(["--gguf-file", "m.gguf"]))

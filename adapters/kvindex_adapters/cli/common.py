@@ -17,6 +17,7 @@ from kvindex.core.capability import capability
 from kvindex.core.config import split_spec
 from kvindex.core.protocol import KVIndex, RunsOps, WarmsUp
 from kvindex.layer import AttentionLayer
+from kvindex.layer.sparse import PREFILL_DEFAULTS
 from kvindex.storage.saved import check_new
 from kvindex_adapters.common.layer_options import check_spec
 from kvindex_adapters.common.speculation import check_verifiable, speculation_of
@@ -74,8 +75,8 @@ def check_search(
 def check_attention(index: str, k: int | str, device: str, regions: Mapping[str, Any]) -> None:
     """Check the options of a command that also accepts `--index none`, for full attention.
 
-    Raise ValueError for the same reasons as `check_search`, or if a prompt would be read sparsely
-    or an error would be allowed without an index.
+    Raise ValueError for the same reasons as `check_search`, or if there is no index and a prompt
+    would be read sparsely, an option of sparse prompts is given, or an error is allowed.
     """
     if index != "none":
         check_search(index, k, device, regions)
@@ -89,6 +90,13 @@ def check_attention(index: str, k: int | str, device: str, regions: Mapping[str,
             f"prefill: got {regions['prefill']!r} with --index none, which allows only 'dense'; "
             "pass an index or --prefill dense"
         )
+    else:
+        for name, default in PREFILL_DEFAULTS.items():
+            if regions.get(name, default) != default:
+                raise ValueError(
+                    f"{name}: got {regions[name]!r} with --index none, which reads prompts with "
+                    f"full attention; pass an index, or leave out --{name.replace('_', '-')}"
+                )
 
 
 def _find_modules_here(index: str) -> None:

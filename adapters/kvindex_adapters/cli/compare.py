@@ -232,6 +232,10 @@ def compare(
     from kvindex_adapters.hf.model import load_model
 
     number = common.check_dtype(dtype)
+    if gguf_file is not None and model is None:
+        raise ValueError(
+            f"gguf_file: got {gguf_file!r} without --model; pass the folder of the file as --model"
+        )
     if jobs is None:
         light = quick and suite is not None and model is None and device == "cpu"
         jobs = min(2, torch.get_num_threads()) if light else 1

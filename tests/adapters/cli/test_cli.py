@@ -732,6 +732,17 @@ def test_full_attention_without_an_index_does_not_read_sparsely():
         "prefill: got 'sparse' with --index none, which allows only 'dense'; pass an index or "
         "--prefill dense"
     )
+    given = ("--model", "nowhere", "--prompt", "Hi", "--index", "none", "--prefill-mass", "0.5")
+    assert str(run("generate", *given).exception) == (
+        "prefill_mass: got 0.5 with --index none, which reads prompts with full attention; pass an "
+        "index, or leave out --prefill-mass"
+    )
+
+
+def test_a_gguf_file_without_a_model_is_named(tmp_path):
+    error = run("compare", "--out", tmp_path / "out", "--gguf-file", "m.gguf").exception
+    assert str(error).startswith("gguf_file: got 'm.gguf' without --model; pass the folder")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("prefill", ["dense", "sparse"])
