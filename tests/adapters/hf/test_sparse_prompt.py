@@ -50,7 +50,8 @@ def test_chunks_have_no_effect(model):
 
 
 def test_all_of_the_weight_is_a_dense_prompt(model):
-    dense, report = read(model, [(TOKENS, 256)], prefill="dense")
+    usual = dict(prefill="dense", prefill_mass=0.95, prefill_last=128)
+    dense, report = read(model, [(TOKENS, 256)], **usual)
     assert report.prefill_fraction is None
     for sizes in ([(TOKENS, 256)], [(300, 200), (TOKENS - 300, 256)]):
         found, report = read(model, sizes, prefill_mass=1.0)
