@@ -473,7 +473,7 @@ def _broken(name: str) -> str:
 def _rows_in_words(summary: dict[str, Any]) -> Iterator[str]:
     """Describe in sentences how many rows (tokens) a decode step reads.
 
-    There is one sentence for each `k` and each length of the text. If indexes sample rows, the
+    There is one sentence for each `k` and each length of the text. If indexes weigh rows, the
     first sentence names these indexes.
     """
     from kvindex_adapters.evaluate.compare.records import FULL
@@ -481,8 +481,8 @@ def _rows_in_words(summary: dict[str, Any]) -> Iterator[str]:
     sampled = dict.fromkeys(row["index"] for row in summary["text"] if row["weighted"])
     if sampled:
         yield (
-            f"{', '.join(sampled)}: samples rows and weighs them, which lowers coverage and recall "
-            "by design; compare its KL divergence"
+            f"{', '.join(sampled)}: weighs rows that stand for several, which lowers coverage and "
+            "recall by design; compare its KL divergence"
         )
     if "field" in summary:
         return

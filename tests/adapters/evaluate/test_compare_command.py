@@ -155,7 +155,7 @@ def test_no_tasks_are_steps_along_a_text(run, tmp_path):
         f"a step reads {row['rows_read']:.0f} of {row['rows_full']:.0f} rows per KV head, 5 from"
         in result.stdout
     )
-    assert "samples rows" not in result.stdout
+    assert "weighs rows" not in result.stdout
     (figure,) = narrow_pictures(json.loads((tmp_path / "out" / "results.json").read_text()))
     assert [text.get_text().partition(":")[0] for text in figure.axes[0].texts] == ["exact"]
 
@@ -201,7 +201,7 @@ def test_results_of_an_earlier_version_lack_the_bytes_of_codes(run, tmp_path):
 def test_sampled_rows_are_not_judged_by_recall(run):
     result = run("--index", "exact,exact+sample", "-k", "5", "--tasks", "none")
     assert result.exit_code == 0, result.output
-    assert "\nexact+sample: samples rows and weighs them" in result.stdout
+    assert "\nexact+sample: weighs rows that stand for several" in result.stdout
 
 
 PLANES = """
