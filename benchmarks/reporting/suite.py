@@ -39,8 +39,8 @@ def _about(result: dict[str, Any], tokens: int, cells: list[dict[str, Any]]) -> 
         f"**{tokens:,} tokens** of {', '.join(texts)}, {settings['steps']} decode steps, "
         f"{named(settings['model'], settings['lora'])} in {settings['dtype']}. *Error* is relative "
         "to full attention, with its 95% interval. *Bytes read* is a fraction of those of full "
-        "attention. Indexes marked with an asterisk sample rows, which lowers coverage and recall "
-        "by design."
+        "attention. Indexes marked with an asterisk weigh rows, each of which stands for several. "
+        "This lowers coverage and recall by design."
     )
 
 
