@@ -32,7 +32,7 @@ class TokenRing:
         self,
         batch: int,
         device: torch.device,
-        wait: Callable[[torch.cuda.Event], None] = torch.cuda.Event.synchronize,
+        wait: Callable[[torch.cuda.Event], None] = lambda event: event.synchronize(),
     ) -> None:
         self._wait_for = wait
         self._pinned = device.type == "cuda"

@@ -4,6 +4,8 @@ The answers are compared with those of transformers' loop. On a CPU nothing runs
 the host, but tests add "cpu" to `RUNS_AHEAD`, and graphs are recorded functions.
 """
 
+import subprocess
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -333,3 +335,13 @@ def test_no_token_waits_for_the_host_on_a_gpu(monkeypatch, options):
         monkeypatch.setattr(run_ahead, "RUNS_AHEAD", set())
     assert torch.equal(answers[0].answer_ids, answers[1].answer_ids)
     assert not answers[0].report.graph.startswith("0 of")
+
+
+@pytest.mark.slow
+def test_the_package_can_be_imported_after_vllm_on_a_cpu():
+    """An engine of vLLM on a CPU replaces `torch.cuda.Event` by a class without methods."""
+    code = (
+        "import torch; torch.cuda.Event = type('Placeholder', (), {}); "
+        "import kvindex_adapters.hf, kvindex_adapters.decoder"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
