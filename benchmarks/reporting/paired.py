@@ -65,11 +65,12 @@ def one(result: Result) -> str:
         if line["tokens"] is not None or len(lengths) > 1
     ]
     tasks = sorted({cell["task"] for cell in result["cells"]})
-    ceiling = (
-        f"*Ceiling* is the fraction of KV heads and steps that retrieve {AUTO_ROWS:,} rows, the "
-        'largest number with `k="auto"`. '
-    )
-    ceiling = ceiling if automatic else ""
+    ceiling = ""
+    if automatic:
+        ceiling = (
+            f"*Ceiling* is the fraction of KV heads and steps that retrieve {AUTO_ROWS:,} rows, "
+            'the largest number with `k="auto"`. '
+        )
     last = "The column before the last" if several else "The last column"
     about = (
         f"{named(result['model'], result['lora'])}, in {result['dtype']}, answered the same "

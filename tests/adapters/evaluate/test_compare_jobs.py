@@ -109,6 +109,7 @@ def test_in_a_suite_they_divide_the_indexes(tmp_path):
     shared = functools.partial(ParallelComparison, functools.partial(load_texts, workers), jobs=2)
     _, expected = found(folders[0], alone)
     assert {key.index for key in expected} == {FULL, "exact", "quest", "snapkv:budget=128"}
+    assert len({tuple(errors) for key, errors in expected.items() if key.index == "quest"}) == 2
     left, told = found(folders[1], shared)
     assert left == 0
     assert len([*workers.iterdir()]) == 2
