@@ -97,8 +97,8 @@ class Reading:
                 f"{PREFIX}prefill: got 'sparse' for an engine with prefill='dense', allowed is "
                 "'dense'; start the engine with the option prefill='sparse'"
             )
-        for name in known[1:] if not found.sparse else ():
-            if name in given:
+        for name in known:
+            if name in given and name != f"{PREFIX}prefill" and not found.sparse:
                 reasons.append(
                     f"{name}: got {given[name]!r} for a prompt with prefill='dense', which does "
                     "not use it"
