@@ -64,6 +64,13 @@ class FaissConfig:
         check.one_of("group", self.group, group.POLICIES)
 
 
+@dataclass
+class _Changes:
+    """Number of changes of the FAISS indexes. A rollback does not restore it."""
+
+    count: int = 0
+
+
 class FaissIndex(BaseIndex):
     """Base of the indexes that search with FAISS. A subclass overrides `_new` and `_token_bytes`.
 
@@ -116,17 +123,34 @@ class FaissIndex(BaseIndex):
     def _cleared(self) -> None:
         self._faiss_indexes: list[list[Any]] = []  # [b][g], None where one must be created
         self._synchronized = True
+        self._changes = _Changes()
+        self._changes_before = 0  # value of `_changes.count` after the last own change
 
     def _after_rollback(self) -> None:
-        self._faiss_indexes, self._synchronized = [], False  # FAISS may be in any state
+        self._synchronized = False
+        if self._changes_before != self._changes.count:  # FAISS may be in any state
+            self._faiss_indexes = []
 
     def _after_copy(self) -> None:
         super()._after_copy()
-        self._after_rollback()
+        self._drop()
 
     def _after_fork(self) -> None:
         if not self._synchronized:
-            self._after_rollback()
+            self._drop()
+
+    def _drop(self) -> None:
+        """Forget the FAISS indexes. They are built again before the next search."""
+        self._faiss_indexes, self._synchronized = [], False
+        self._changes, self._changes_before = _Changes(), 0
+
+    def _changing(self) -> None:
+        """Invalidate the FAISS indexes of all earlier checkpoints, because one is about to change.
+
+        A checkpoint refers to the FAISS indexes, but does not copy them.
+        """
+        self._changes.count += 1
+        self._changes_before = self._changes.count
 
     def _with_reordered(self, batch_indices: Tensor) -> list[list[Any]]:
         """Return the FAISS indexes in the new order of sequences.
@@ -180,12 +204,14 @@ class FaissIndex(BaseIndex):
             count = int(self.counts[b])
             for g, index in enumerate(rows):
                 if index is not None and index.ntotal != count:
+                    self._changing()
                     uses[id(index)] -= 1
                     if uses[id(index)]:  # another sequence uses the same FAISS index
                         index = self._copy(index)
                     if index is not None and index.ntotal > count:
                         index = self._cut(index, count)
                 if index is None and count:
+                    self._changing()
                     index = self._to_device(self._new(b, g))
                 rows[g] = index
 
