@@ -86,6 +86,24 @@ def test_steps_at_once_equal_single_steps(model, index, sizes):
     assert torch.allclose(got, at_single_steps(model, inputs, index), atol=1e-4)
 
 
+def test_tokens_move_into_the_index_before_the_next_step_and_not_after_the_last(model):
+    ids, found = prompt(1, 80)["input_ids"], []
+    for layer in (kvindex.AttentionLayer, ParallelLayer):
+        with kvhf.attach(model, index="exact", layer=layer, **REGIONS) as cache:
+            prefill(model, ids[0], cache, stop=50, chunk=16)
+            for each in cache.attention_layers() if layer is ParallelLayer else ():
+                each.begin()
+            lengths = [len(cache.indexes()[0])]
+            for step in range(50, 70):
+                with torch.no_grad():
+                    model(input_ids=ids[:, step, None], past_key_values=cache)
+                lengths.append(len(cache.indexes()[0]))
+        found.append(lengths)
+    single, parallel = found
+    assert parallel == [single[0], *single[:-1]]
+    assert len(set(single)) > 2
+
+
 def test_steps_at_once_with_learned_sinks():
     kinds = dict(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
     model, inputs = build("gpt_oss", **kinds), prompt(1, 80)
