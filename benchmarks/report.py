@@ -78,6 +78,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "field": field.field,
     "field_suite": suite.field_suite,
     "field_suite_16k": suite.field_suite,
+    "field_suite_57k": suite.field_suite,
     "published_code": published.published_code,
     "arkvale_pages": published.arkvale_pages,
     "paper_along": experiments.along,

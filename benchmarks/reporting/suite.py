@@ -17,7 +17,9 @@ def field_suite(result: dict[str, Any]) -> str:
     parts = []
     for tokens in sorted({cell["tokens"] for cell in result["cells"]}):
         cells = [cell for cell in result["cells"] if cell["tokens"] == tokens and "kl" in cell]
-        parts += [_about(result, tokens, cells), table(HEAD, map(_row, cells))]
+        texts = _texts(cells)
+        lines = [_row(cell, len(texts)) for cell in cells]
+        parts += [_about(result, tokens, texts), table(HEAD, lines)]
     reasons = [cell for cell in result["cells"] if cell["reason"] is not None]
     count = len(result["cells"])
     if reasons:
@@ -31,10 +33,14 @@ def field_suite(result: dict[str, Any]) -> str:
     return "\n\n".join([*parts, machine(result)])
 
 
-def _about(result: dict[str, Any], tokens: int, cells: list[dict[str, Any]]) -> str:
+def _texts(cells: list[dict[str, Any]]) -> list[str]:
+    """Return the names of all texts on which cells were measured, without hashes."""
+    return sorted({text.partition(" (sha256")[0] for cell in cells for text in cell["texts"]})
+
+
+def _about(result: dict[str, Any], tokens: int, texts: list[str]) -> str:
     """Describe in a sentence what was measured at one length."""
     settings = result["settings"]
-    texts = sorted({text.partition(" (sha256")[0] for cell in cells for text in cell["texts"]})
     return (
         f"**{tokens:,} tokens** of {', '.join(texts)}, {settings['steps']} decode steps, "
         f"{named(settings['model'], settings['lora'])} in {settings['dtype']}. *Error* is relative "
@@ -44,12 +50,16 @@ def _about(result: dict[str, Any], tokens: int, cells: list[dict[str, Any]]) -> 
     )
 
 
-def _row(cell: dict[str, Any]) -> tuple[str, ...]:
+def _row(cell: dict[str, Any], texts: int) -> tuple[str, ...]:
+    """Return a row of the table. If it is about fewer than `texts` texts, it says so."""
+    count = len(cell["texts"])
+    fewer = "" if count == texts else f", {count} of {texts} texts"
     mark = "\\*" if cell["weighted"] else ""
     read, size = cell["read_fraction"], cell["key_bytes"]
     return (
         f"`{cell['index']}`{mark}",
-        cell["budget"] if cell["budget"].isdigit() else f"{cell['budget']} ({cell['k']:,})",
+        (cell["budget"] if cell["budget"].isdigit() else f"{cell['budget']} ({cell['k']:,})")
+        + fewer,
         f"{cell['error']:.3f} ({cell['error_low']:.3f} to {cell['error_high']:.3f})",
         f"{cell['error_worst']:.2f} (layer {cell['worst_layer']})",
         f"{cell['kl']:.4f}",

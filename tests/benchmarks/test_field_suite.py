@@ -62,6 +62,22 @@ def test_the_table_has_every_cell(folder, capsys):
     assert "**4,096 tokens** of prose.txt, 16 decode steps, SmolLM2-135M in float32." in page
 
 
+def test_a_cell_about_fewer_texts_says_so(tmp_path):
+    records = Records(tmp_path)
+    records.run_on(MACHINE)
+    for text in ("prose.txt (sha256 0)", "code.txt (sha256 1)"):
+        records.add(Key(TEXT, 4096, "exact", 512, text=text), record("exact", "512", 0.01))
+    records.add(Key(TEXT, 4096, "quest", 512, text=text), record("quest", "512", 0.02))
+    write_report(tmp_path, SETTINGS, Records(tmp_path))
+    assert (tmp_path / "report.html").read_text().count("1 of 2 texts") == 1
+    page = report.TABLES["field_suite"](
+        field_suite.reduced(json.loads((tmp_path / "field.json").read_text()))
+    )
+    assert "**4,096 tokens** of code.txt, prose.txt," in page
+    assert "| `exact` | 512 | 0.010" in page
+    assert "| `quest` | 512, 1 of 2 texts | 0.020" in page
+
+
 def test_another_format_is_an_error():
     with pytest.raises(ValueError, match=r"schema: got None, allowed is 'kvindex\.field/1'"):
         field_suite.reduced({})

@@ -72,8 +72,9 @@ def _field(summary: dict[str, Any]) -> Iterator[Table]:
     )
     rows = summary.get("field", [])
     for tokens in sorted({row["tokens"] for row in rows}):
-        cells = [_cells(row) for row in rows if row["tokens"] == tokens and "kl" in row]
-        texts = sorted({_title(text) for row in rows for text in row["texts"]})
+        here = [row for row in rows if row["tokens"] == tokens and "kl" in row]
+        texts = sorted({_title(text) for row in here for text in row["texts"]})
+        cells = [_cells(row, len(texts)) for row in here]
         named = f"The texts are: {', '.join(texts)}." if texts else ""
         yield Table(f"The field, {tokens:,} tokens", f"{about} {named}", FIELD, cells)
     reasons = [
@@ -91,12 +92,15 @@ def _field(summary: dict[str, Any]) -> Iterator[Table]:
     yield Table("Cells that are not measured", "Why a cell has no figures.", columns, reasons)
 
 
-def _cells(row: Row) -> list[Cell]:
-    """Return the table cells of one row of the suite `field`."""
-    read = row["read_fraction"]
+def _cells(row: Row, texts: int) -> list[Cell]:
+    """Return the table cells of one row of the suite `field`.
+
+    `texts` is the number of texts in the table. A row about fewer texts says so.
+    """
+    read, count = row["read_fraction"], len(row["texts"])
     return [
         Cell(row["index"]),
-        Cell(row["budget"]),
+        Cell(row["budget"], note="" if count == texts else f"{count} of {texts} texts"),
         _number(row["k"], "{}"),
         _number(row["error"], "{:.3f}", _range(row, "error_", "{:.3f}")),
         _number(row["error_worst"], "{:.3f}", f"layer {row['worst_layer']}"),
