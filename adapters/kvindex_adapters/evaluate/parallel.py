@@ -84,7 +84,7 @@ class ParallelLayer(AttentionLayer):
         """
         own: dict[str, Any] = dict(bias=bias, ids=ids, visible=visible)
         if not self._begun:
-            self._catch_up()
+            self._move_deferred()
             own |= dict(valid=valid, sink_logits=sink_logits)
             return super().step(queries, keys, values, **own)
         for name, given in own.items():
@@ -96,7 +96,7 @@ class ParallelLayer(AttentionLayer):
         sinks = checked_sinks(sink_logits, queries)
         done, outputs = 0, []
         while done < queries.shape[2]:
-            self._catch_up()
+            self._move_deferred()
             room = max(self.update_every - self._window.buffer, 1)
             block = slice(done, done + room)
             done += room
@@ -165,7 +165,7 @@ class ParallelLayer(AttentionLayer):
         self._updates.defer(len(self) - T)
         return output.transpose(0, 1)[None]
 
-    def _catch_up(self) -> None:
+    def _move_deferred(self) -> None:
         """Move the tokens into the index that the last parallel steps have left in the window."""
         if self._updates.deferred:
             self._updates.drop()
