@@ -1,6 +1,7 @@
 """FAISS indexes and checkpoints: kept if nothing has changed, and built again otherwise."""
 
 import pytest
+import torch
 
 from tests.support.helpers import Case, assert_same_hits, part
 
@@ -56,9 +57,15 @@ def test_a_checkpoint_from_before_a_rollback_is_still_valid(name):
     assert_same_hits(index.search(queries, k=20), more)
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_other_tokens_after_a_rollback_are_those_that_are_found(name):
+def test_other_tokens_after_a_rollback_are_those_that_are_found(name, padded):
     index, plain, queries = filled(name), filled(name), CASE.queries()
+    if padded:  # there are no FAISS indexes yet
+        for each in (index, plain):
+            each.reset()
+            tokens = part(CASE.tokens(300), 0, 10)
+            each.append(*tokens, valid=tokens[0].new_zeros(2, 10, dtype=torch.bool))
     before = index.checkpoint()
     index.append(*part(CASE.tokens(300), 200, 250))
     index.rollback(before)
