@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from benchmarks.reporting.parts import machine, named, table
@@ -17,7 +18,7 @@ def field_suite(result: dict[str, Any]) -> str:
     parts = []
     for tokens in sorted({cell["tokens"] for cell in result["cells"]}):
         cells = [cell for cell in result["cells"] if cell["tokens"] == tokens and "kl" in cell]
-        texts = _texts(cells)
+        texts = {text for cell in cells for text in cell["texts"]}
         lines = [_row(cell, len(texts)) for cell in cells]
         parts += [_about(result, tokens, texts), table(HEAD, lines)]
     reasons = [cell for cell in result["cells"] if cell["reason"] is not None]
@@ -29,20 +30,16 @@ def field_suite(result: dict[str, Any]) -> str:
             table(("index", "budget", "tokens", "why"), rows),
         ]
     else:
-        parts.append(f"All {count} cells were measured.")
+        parts.append(f"All {count} cells have figures.")
     return "\n\n".join([*parts, machine(result)])
 
 
-def _texts(cells: list[dict[str, Any]]) -> list[str]:
-    """Return the names of all texts on which cells were measured, without hashes."""
-    return sorted({text.partition(" (sha256")[0] for cell in cells for text in cell["texts"]})
-
-
-def _about(result: dict[str, Any], tokens: int, texts: list[str]) -> str:
+def _about(result: dict[str, Any], tokens: int, texts: Collection[str]) -> str:
     """Describe in a sentence what was measured at one length."""
     settings = result["settings"]
+    names = sorted(text.partition(" (sha256")[0] for text in texts)
     return (
-        f"**{tokens:,} tokens** of {', '.join(texts)}, {settings['steps']} decode steps, "
+        f"**{tokens:,} tokens** of {', '.join(names)}, {settings['steps']} decode steps, "
         f"{named(settings['model'], settings['lora'])} in {settings['dtype']}. *Error* is relative "
         "to full attention, with its 95% interval. *Bytes read* is a fraction of those of full "
         "attention. Indexes marked with an asterisk weigh rows, each of which stands for several. "

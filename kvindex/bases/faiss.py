@@ -124,7 +124,7 @@ class FaissIndex(BaseIndex):
         self._faiss_indexes: list[list[Any]] = []  # [b][g], None where one must be created
         self._synchronized = True
         self._changes = _Changes()
-        self._changes_before = 0  # value of `_changes.count` after the last own change
+        self._changes_before = 0  # value of `_changes.count` for which the FAISS indexes are right
 
     def _after_rollback(self) -> None:
         self._synchronized = False
@@ -150,7 +150,6 @@ class FaissIndex(BaseIndex):
         A checkpoint refers to the FAISS indexes, but does not copy them.
         """
         self._changes.count += 1
-        self._changes_before = self._changes.count
 
     def _with_reordered(self, batch_indices: Tensor) -> list[list[Any]]:
         """Return the FAISS indexes in the new order of sequences.
@@ -185,6 +184,7 @@ class FaissIndex(BaseIndex):
             except BaseException:
                 self._faiss_indexes = []  # FAISS may be in any state
                 raise
+            self._changes_before = self._changes.count
             self._synchronized = True
 
     def _token_counts(self) -> list[int]:

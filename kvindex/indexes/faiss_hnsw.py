@@ -98,7 +98,7 @@ class FaissHNSW(FaissIndex):
 
         These are bytes of keys and links. They are measured in up to 16 test searches.
         """
-        self._synchronize()  # after a rollback or a copy, the graphs must be built again
+        self._synchronize()  # after a copy, the graphs must be built again
         row = next((row for row in self._faiss_indexes if row[0]), None)
         if row is None:
             return 0.0

@@ -1,5 +1,7 @@
 """FAISS indexes and checkpoints: kept if nothing has changed, and built again otherwise."""
 
+import copy
+
 import pytest
 import torch
 
@@ -57,18 +59,53 @@ def test_a_checkpoint_from_before_a_rollback_is_still_valid(name):
     assert_same_hits(index.search(queries, k=20), more)
 
 
-@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_other_tokens_after_a_rollback_are_those_that_are_found(name, padded):
+def test_other_tokens_after_a_rollback_are_those_that_are_found(name):
     index, plain, queries = filled(name), filled(name), CASE.queries()
-    if padded:  # there are no FAISS indexes yet
-        for each in (index, plain):
-            each.reset()
-            tokens = part(CASE.tokens(300), 0, 10)
-            each.append(*tokens, valid=tokens[0].new_zeros(2, 10, dtype=torch.bool))
     before = index.checkpoint()
     index.append(*part(CASE.tokens(300), 200, 250))
     index.rollback(before)
     for each in (index, plain):
         each.append(*part(CASE.tokens(300), 250, 300))
     assert_same_hits(index.search(queries, k=20), plain.search(queries, k=20))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_same_with_a_sequence_that_is_empty_or_shares_its_faiss_indexes(name, shared):
+    tokens, found = CASE.tokens(300), []
+    first, only_first = torch.tensor([[False], [True]]), torch.tensor([[True], [False]])
+    for undone in (False, True):
+        index = CASE.index(name)
+        if shared:
+            index.append(*part(tokens, 0, 200))
+            index.reorder(torch.tensor([0, 0]))
+        else:
+            index.append(*part(tokens, 0, 200), valid=first.expand(2, 200))
+        before = index.checkpoint()
+        if undone:
+            index.append(*part(tokens, 200, 250), valid=only_first.expand(2, 50))
+            index.rollback(before)
+        index.append(*part(tokens, 250, 300), valid=only_first.expand(2, 50))
+        found.append(index.search(CASE.queries(), k=20))
+    assert_same_hits(*found)
+
+
+def test_faiss_indexes_whose_construction_failed_are_not_kept(monkeypatch):
+    """A checkpoint may be made while another thread builds them."""
+    index, seen, queries = filled("faiss-flat"), [], CASE.queries()
+    hits, fill = index.search(queries, k=20), type(index)._fill
+    index = copy.deepcopy(index)  # builds its FAISS indexes in the next search
+
+    def failing(self, counts):
+        seen.append(self.checkpoint())
+        fill(self, counts)
+        self._faiss_indexes[1][1].remove_ids(self._faiss.IDSelectorRange(0, 5))
+        raise MemoryError
+
+    monkeypatch.setattr(type(index), "_fill", failing)
+    with pytest.raises(MemoryError):
+        index.search(queries, k=20)
+    monkeypatch.undo()
+    index.rollback(seen[0])
+    assert_same_hits(index.search(queries, k=20), hits)

@@ -65,15 +65,20 @@ def test_the_table_has_every_cell(folder, capsys):
 def test_a_cell_about_fewer_texts_says_so(tmp_path):
     records = Records(tmp_path)
     records.run_on(MACHINE)
-    for text in ("prose.txt (sha256 0)", "code.txt (sha256 1)"):
+    texts = ("prose.txt (sha256 0)", "prose.txt (sha256 1)")
+    for text in texts:
         records.add(Key(TEXT, 4096, "exact", 512, text=text), record("exact", "512", 0.01))
-    records.add(Key(TEXT, 4096, "quest", 512, text=text), record("quest", "512", 0.02))
+    records.add(Key(TEXT, 4096, "quest", 512, text=texts[0]), record("quest", "512", 0.02))
+    other = Key(TEXT, 8192, "exact", 512, text="code.txt (sha256 2)")
+    records.add(other, record("exact", "512", 0.01))
     write_report(tmp_path, SETTINGS, Records(tmp_path))
     assert (tmp_path / "report.html").read_text().count("1 of 2 texts") == 1
     page = report.TABLES["field_suite"](
         field_suite.reduced(json.loads((tmp_path / "field.json").read_text()))
     )
-    assert "**4,096 tokens** of code.txt, prose.txt," in page
+    assert "**4,096 tokens** of prose.txt, prose.txt," in page
+    assert "**8,192 tokens** of code.txt," in page
+    assert page.count(" of 2 texts") == 1
     assert "| `exact` | 512 | 0.010" in page
     assert "| `quest` | 512, 1 of 2 texts | 0.020" in page
 

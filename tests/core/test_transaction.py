@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from inspect import isfunction
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -335,12 +336,22 @@ def test_in_a_forked_child_faiss_indexes_that_another_thread_filled_are_made_ane
     pytest.importorskip("faiss", reason="needs faiss-cpu")
     index = filled("faiss-flat")
     want = index.search(CASE.queries(), k=K)
-    index.rollback(index.checkpoint())  # so that FAISS's indexes are built again
+    index = deepcopy(index)  # a copy builds its FAISS indexes in its first search
+    add, place = index._add, SimpleNamespace(middle=lambda: None)
+    half = Half(place, "middle")
+
+    def added(faiss_index, keys):
+        if not half.inside.is_set():
+            add(faiss_index, torch.zeros_like(keys))  # an incomplete change by another thread
+            place.middle()
+            faiss_index.reset()
+        add(faiss_index, keys)
 
     def check():
         assert_same_hits(index.search(CASE.queries(), k=K), want)
 
-    with Half(index, "_token_counts").of(lambda: index.search(CASE.queries(), k=K)):
+    index._add = added
+    with half.of(lambda: index.search(CASE.queries(), k=K)):
         in_a_child(check)
 
 

@@ -84,7 +84,6 @@ class ParallelLayer(AttentionLayer):
         """
         own: dict[str, Any] = dict(bias=bias, ids=ids, visible=visible)
         if not self._begun:
-            self._move_deferred()
             own |= dict(valid=valid, sink_logits=sink_logits)
             return super().step(queries, keys, values, **own)
         for name, given in own.items():
@@ -96,7 +95,7 @@ class ParallelLayer(AttentionLayer):
         sinks = checked_sinks(sink_logits, queries)
         done, outputs = 0, []
         while done < queries.shape[2]:
-            self._move_deferred()
+            self._begin_steps()
             room = max(self.update_every - self._window.buffer, 1)
             block = slice(done, done + room)
             done += room
@@ -162,14 +161,15 @@ class ParallelLayer(AttentionLayer):
         positions = torch.arange(len(self) - T, len(self), device=queries.device)
         for step in range(T):
             self.index.observe_queries(queries[:, :, step, None], positions[step, None])
-        self._updates.defer(len(self) - T)
+        self._end_steps()
         return output.transpose(0, 1)[None]
 
-    def _move_deferred(self) -> None:
-        """Move the tokens into the index that the last parallel steps have left in the window."""
-        if self._updates.deferred:
-            self._updates.drop()
-            self._updates.update()  # in one call: `AttentionLayer` would move them asynchronously
+    def _begin_steps(self) -> None:
+        """Called before parallel steps."""
+
+    def _end_steps(self) -> None:
+        """Called after parallel steps: move tokens into the index, if that is due."""
+        self._updates.update()
 
     def _expanding(self) -> ExpandsBatch:
         """Return the index as `ExpandsBatch`. Raise ValueError if it lacks this capability."""

@@ -7,6 +7,7 @@ import torch
 
 import kvindex
 import kvindex_adapters.hf as kvhf
+from kvindex_adapters.evaluate.compare.replay import ReplayLayer
 from kvindex_adapters.evaluate.fidelity import divergences, full_logits
 from kvindex_adapters.evaluate.parallel import ParallelLayer
 from kvindex_adapters.hf.generation.prefill import prefill
@@ -86,12 +87,12 @@ def test_steps_at_once_equal_single_steps(model, index, sizes):
     assert torch.allclose(got, at_single_steps(model, inputs, index), atol=1e-4)
 
 
-def test_tokens_move_into_the_index_before_the_next_step_and_not_after_the_last(model):
+def test_a_replay_moves_tokens_before_the_next_step_and_not_after_the_last(model):
     ids, found = prompt(1, 80)["input_ids"], []
-    for layer in (kvindex.AttentionLayer, ParallelLayer):
+    for layer in (ParallelLayer, ReplayLayer):
         with kvhf.attach(model, index="exact", layer=layer, **REGIONS) as cache:
             prefill(model, ids[0], cache, stop=50, chunk=16)
-            for each in cache.attention_layers() if layer is ParallelLayer else ():
+            for each in cache.attention_layers():
                 each.begin()
             lengths = [len(cache.indexes()[0])]
             for step in range(50, 70):
@@ -99,9 +100,28 @@ def test_tokens_move_into_the_index_before_the_next_step_and_not_after_the_last(
                     model(input_ids=ids[:, step, None], past_key_values=cache)
                 lengths.append(len(cache.indexes()[0]))
         found.append(lengths)
-    single, parallel = found
-    assert parallel == [single[0], *single[:-1]]
-    assert len(set(single)) > 2
+    usual, replayed = found
+    assert replayed == [usual[0], *usual[:-1]]
+    assert len(set(usual)) > 2
+
+
+def test_a_replay_that_is_rolled_back_and_repeated_gives_the_same(model):
+    ids, found = prompt(1, 80)["input_ids"], []
+    want = at_single_steps(model, prompt(1, 80), "exact")
+    with kvhf.attach(model, index="exact", layer=ReplayLayer, **REGIONS) as cache:
+        prefill(model, ids[0], cache, stop=50, chunk=16)
+        for each in cache.attention_layers():
+            each.begin()
+        for sizes in ([8, 8, 14], [30], [1, 7, 22]):
+            before, start, logits = cache.checkpoint(), 50, []
+            for size in sizes:
+                with torch.no_grad():
+                    piece = ids[:, start : start + size]
+                    logits.append(model(input_ids=piece, past_key_values=cache).logits)
+                start += size
+            found.append(torch.cat(logits, 1))
+            cache.rollback(before)
+    assert all(torch.allclose(one, want, atol=1e-4) for one in found)
 
 
 def test_steps_at_once_with_learned_sinks():

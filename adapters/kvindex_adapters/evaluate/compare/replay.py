@@ -107,11 +107,43 @@ class ReplayLayer(ParallelLayer):
     (`evaluate/parallel.py`).
 
     Tokens move from the window into the index at the same positions of the text for every index. So
-    at each decode step, all indexes contain and search the same tokens.
+    at each decode step, all indexes contain and search the same tokens. After parallel steps, they
+    move before the next step, so that steps that a rollback undoes often leave the index unchanged:
+    an index that cannot undo a change needs not be built again. Do not truncate the layer between
+    these steps.
     """
+
+    _waits = False  # whether tokens move into the index before the next step, if that is due
 
     def __init__(self, index: KVIndex, **options: Any) -> None:
         AttentionLayer.__init__(self, index, **{**options, "update_phase": None})
+
+    def step(self, queries: Tensor, keys: Tensor, values: Tensor, **terms: Any) -> Tensor:
+        """Compute attention as `ParallelLayer` does."""
+        self._begin_steps()
+        return super().step(queries, keys, values, **terms)
+
+    def _begin_steps(self) -> None:
+        if self._waits:
+            self._updates.update()
+            self._waits = False
+
+    def _end_steps(self) -> None:
+        self._waits = True
+
+    def reset(self) -> None:
+        """Remove all tokens."""
+        super().reset()
+        self._waits = False
+
+    def checkpoint(self) -> Any:
+        """Return the present state for `rollback`."""
+        return super().checkpoint(), self._waits
+
+    def rollback(self, checkpoint: Any) -> None:
+        """Restore the state that `checkpoint` returned."""
+        before, self._waits = checkpoint
+        super().rollback(before)
 
     def _unit(self, index: KVIndex) -> int:
         return 1 if self.update_every % BLOCK else BLOCK

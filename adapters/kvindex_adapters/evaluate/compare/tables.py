@@ -73,9 +73,9 @@ def _field(summary: dict[str, Any]) -> Iterator[Table]:
     rows = summary.get("field", [])
     for tokens in sorted({row["tokens"] for row in rows}):
         here = [row for row in rows if row["tokens"] == tokens and "kl" in row]
-        texts = sorted({_title(text) for row in here for text in row["texts"]})
+        texts = {text for row in here for text in row["texts"]}
         cells = [_cells(row, len(texts)) for row in here]
-        named = f"The texts are: {', '.join(texts)}." if texts else ""
+        named = f"The texts are: {', '.join(sorted(map(_title, texts)))}." if texts else ""
         yield Table(f"The field, {tokens:,} tokens", f"{about} {named}", FIELD, cells)
     reasons = [
         [
