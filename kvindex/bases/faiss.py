@@ -124,11 +124,11 @@ class FaissIndex(BaseIndex):
         self._faiss_indexes: list[list[Any]] = []  # [b][g], None where one must be created
         self._synchronized = True
         self._changes = _Changes()
-        self._changes_before = 0  # value of `_changes.count` for which the FAISS indexes are right
+        self._synchronized_at = 0  # `_changes.count` after the last `_synchronize` that succeeded
 
     def _after_rollback(self) -> None:
         self._synchronized = False
-        if self._changes_before != self._changes.count:  # FAISS may be in any state
+        if self._synchronized_at != self._changes.count:  # they have changed since the checkpoint
             self._faiss_indexes = []
 
     def _after_copy(self) -> None:
@@ -142,7 +142,7 @@ class FaissIndex(BaseIndex):
     def _drop(self) -> None:
         """Forget the FAISS indexes. They are built again before the next search."""
         self._faiss_indexes, self._synchronized = [], False
-        self._changes, self._changes_before = _Changes(), 0
+        self._changes, self._synchronized_at = _Changes(), 0
 
     def _changing(self) -> None:
         """Invalidate the FAISS indexes of all earlier checkpoints, because one is about to change.
@@ -184,7 +184,7 @@ class FaissIndex(BaseIndex):
             except BaseException:
                 self._faiss_indexes = []  # FAISS may be in any state
                 raise
-            self._changes_before = self._changes.count
+            self._synchronized_at = self._changes.count
             self._synchronized = True
 
     def _token_counts(self) -> list[int]:

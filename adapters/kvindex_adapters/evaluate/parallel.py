@@ -165,7 +165,7 @@ class ParallelLayer(AttentionLayer):
         return output.transpose(0, 1)[None]
 
     def _begin_steps(self) -> None:
-        """Called before parallel steps."""
+        """Called before parallel steps, for a subclass that does not move tokens after them."""
 
     def _end_steps(self) -> None:
         """Called after parallel steps: move tokens into the index, if that is due."""

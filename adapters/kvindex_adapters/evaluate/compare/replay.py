@@ -109,7 +109,7 @@ class ReplayLayer(ParallelLayer):
     Tokens move from the window into the index at the same positions of the text for every index. So
     at each decode step, all indexes contain and search the same tokens. After parallel steps, they
     move before the next step, so that steps that a rollback undoes often leave the index unchanged:
-    an index that cannot undo a change needs not be built again. Do not truncate the layer between
+    an index that cannot undo a change need not be built again. Do not truncate the layer between
     these steps.
     """
 
@@ -120,7 +120,7 @@ class ReplayLayer(ParallelLayer):
 
     def step(self, queries: Tensor, keys: Tensor, values: Tensor, **terms: Any) -> Tensor:
         """Compute attention as `ParallelLayer` does."""
-        self._begin_steps()
+        self._begin_steps()  # also before a step that is not parallel
         return super().step(queries, keys, values, **terms)
 
     def _begin_steps(self) -> None:
